@@ -1,0 +1,33 @@
+"""Named errors that cross node borders. ``ValueError`` is the user's mistake throughout."""
+
+
+class TandemError(Exception):
+    """A failure of one request or node that the caller may act upon."""
+
+
+class Overloaded(TandemError):
+    """No room now; worth another try after ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(TandemError):
+    """The server is shutting down and admits nothing new."""
+
+
+class NodeLost(TandemError):
+    """A node died or lost its epoch while it held state of this request."""
+
+
+class HandoverError(TandemError):
+    """A KV hand-over could not be completed; nothing of it may be used."""
+
+
+class LayoutMismatch(HandoverError):
+    """Prefill and decode node do not cache the same thing the same way."""
+
+
+class StalePages(HandoverError):
+    """Pages changed hands while a transfer still named them."""

@@ -1,0 +1,102 @@
+"""The one thread that owns a rank's tensors, and the mailbox through which others reach it.
+
+Page tables, caches and row state are touched by this thread alone. Everything else posts a
+function and awaits its result, so no lock guards tensor state.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class Stepper(Protocol):
+    """An engine as its loop sees it."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None: ...
+
+
+class EngineLoop:
+    """Runs posted functions and the steps of its engines on one thread.
+
+    A step that raises ends the loop: ``failure`` holds the error, later calls raise it, and
+    ``on_failure`` is told once. Posted functions that raise fail only their own future.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None):
+        self.failure: BaseException | None = None
+        self.num_steps = 0
+        self._engines: list[Stepper] = []
+        self._on_failure = on_failure
+        self._posts: deque[tuple[Callable[[], object], Future]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def add(self, engine: Stepper) -> None:
+        self._engines.append(engine)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Run what was posted before, then end the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def post(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Run ``function`` on the engine thread between two steps."""
+        future: Future[Result] = Future()
+        with self._wake:
+            if self._stopping or self.failure is not None:
+                future.set_exception(RuntimeError(f"engine loop has ended: {self.failure!r}"))
+                return future
+            self._posts.append((function, future))
+            self._wake.notify()
+        return future
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self.post(function))
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._drain()
+                for engine in self._engines:
+                    if engine.has_work():
+                        engine.step()
+                        self.num_steps += 1
+        except BaseException as error:
+            log.exception("engine loop failed")
+            self.failure = error
+            if self._on_failure is not None:
+                self._on_failure(error)
+        finally:
+            self._drain()
+
+    def _wait(self) -> bool:
+        with self._wake:
+            while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
+                self._wake.wait()
+            return not self._stopping
+
+    def _drain(self) -> None:
+        while self._posts:
+            function, future = self._posts.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)

@@ -1,0 +1,41 @@
+"""What a node tells the cluster about itself."""
+
+from dataclasses import dataclass
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Fixed for one life of a node. ``layout`` is a packed kv_transfer Layout."""
+
+    name: str
+    kind: str
+    epoch: str
+    fingerprint: str
+    layout: bytes
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    has_mtp: bool
+    num_drafts: int
+    num_pages: int
+    page_size: int
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node as it is now."""
+
+    name: str
+    kind: str
+    epoch: str
+    num_active_rows: int
+    num_free_pages: int
+    num_pages: int
+    num_open_leases: int
+    num_channels: int
+    num_steps: int

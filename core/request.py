@@ -1,0 +1,125 @@
+"""The nouns that cross nodes, all frozen.
+
+A *request* is what a user sent. A *sequence* is its state on one node, and is a pure
+function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` stay apart.
+"""
+
+from dataclasses import dataclass, field
+
+STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
+"""The finish reasons, spelled as on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when they end.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. ``seed`` None is
+    replaced by a random one at admission. ``max_tokens`` counts every emitted token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 128
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """``max_drafts`` None means the server's ``speculation.num_tokens``; 0 turns it off."""
+
+    max_drafts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``output_ids`` are tokens already emitted elsewhere (resume); empty at first."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    first_step_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one step gave one sequence. ``finish_reason`` None while it goes on."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    error: str | None = None
+    counts: SpeculationCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFrame:
+    """Everything one decode rank emitted in one step."""
+
+    epoch: str
+    step: int
+    num_active_rows: int
+    num_free_pages: int
+    updates: tuple[SequenceUpdate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer. ``text`` never ends inside a character."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds. ``transfer`` is the part still visible after prefill ended."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What crossed from prefill to decode; ``num_bytes`` 0 when nothing had to."""
+
+    num_bytes: int = 0
+    num_tokens: int = 0
+    backend: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last message of a stream."""
+
+    index: int
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    counts: SpeculationCounts
+    timings_ms: Timings
+    kv_transfer: TransferStats
+    seed: int
+    error: str | None = None

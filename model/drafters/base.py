@@ -1,0 +1,75 @@
+"""The drafter seam: how any method proposes tokens for verification.
+
+Shape legend: B rows, M = n_max + 1 tokens a step can emit at most, N drafts this step,
+D hidden, P pages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from model.cache import CacheGroup, Caches
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What the last round left behind, for B rows.
+
+    ``tokens_BM[b, :m]`` are the m = ``num_emitted_B[b]`` tokens emitted last, and
+    ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
+    ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
+    is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
+    the cache. ``pick(logits_BV, i)`` chooses draft i (0-based) as its request samples.
+    """
+
+    tokens_BM: Tensor
+    hidden_BMD: Tensor
+    num_emitted_B: Tensor
+    num_known_B: Tensor
+    first_B: Tensor
+    page_table_BP: Tensor
+    pick: Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens [B, N]; ``parents[i]`` is the draft that draft i follows, -1 the known text.
+
+    ``q_BNV`` are the probabilities they were drawn from, None for deterministic drafts.
+    """
+
+    tokens_BN: Tensor
+    parents: tuple[int, ...]
+    q_BNV: Tensor | None = None
+
+
+def chain(num_drafts: int) -> tuple[int, ...]:
+    """A chain is a tree: -1, 0, 1, ..."""
+    return tuple(range(-1, num_drafts - 1))
+
+
+class Drafter(Protocol):
+    """One drafting method. ``cache_groups`` are the caches it reads and writes besides the
+    main model's; a prefill node fills them, and they travel with the rest."""
+
+    name: str
+    max_drafts: int | None
+    cache_groups: tuple[CacheGroup, ...]
+
+    def prefill(
+        self,
+        next_ids_BQ: Tensor,
+        hidden_BQD: Tensor,
+        first_slot: int,
+        page_table_BP: Tensor,
+        caches: Caches,
+    ) -> None:
+        """Fill draft slots first_slot .. first_slot + Q - 1: row i pairs the hidden state of
+        token first_slot + i with the token after it."""
+        ...
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        """Propose ``num_drafts`` tokens a row; with 0 the draft cache is kept warm."""
+        ...

@@ -1,0 +1,66 @@
+"""Which rows the passes of an MTP round read and write: pure index functions.
+
+The rules and a worked example are spec §5 and mtp_tables.json. L is the number of known
+tokens, m how many of them the last round emitted. MTP row i pairs (token i + 1, hidden i) and
+lives in draft slot i; its position is its token's own place in the text, i + 1.
+
+Shape legend: B rows, M = n_max + 1, Q query rows of a pass.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """Slots, positions and context lengths [B, Q] of one pass.
+
+    Where ``keep_BQ`` is False the row writes to the dummy page. A row attends to slots up to
+    its own, ``context_lens_BQ`` = slot + 1; padding rows see slot 0 only, so that they stay
+    finite, and their output is never used. ``head_B`` is the row that yields the draft.
+    """
+
+    slots_BQ: Tensor
+    positions_BQ: Tensor
+    context_lens_BQ: Tensor
+    keep_BQ: Tensor
+    head_B: Tensor
+
+
+def first_pass(num_known_B: Tensor, num_emitted_B: Tensor, first_B: Tensor, width: int) -> PassRows:
+    """Pass 1: the tokens emitted last round at slots L-1-m .. L-2, padded to ``width`` = M.
+
+    ``first_B`` rows (hidden state not shipped) still read their pulled entries but write
+    nothing: the entry at slot L-2 is right as the prefill rank wrote it.
+    """
+    row_Q = torch.arange(width, device=num_known_B.device)
+    slots_BQ = (num_known_B - 1 - num_emitted_B).unsqueeze(1) + row_Q
+    real_BQ = row_Q < num_emitted_B.unsqueeze(1)
+    return PassRows(
+        slots_BQ=slots_BQ,
+        positions_BQ=slots_BQ + 1,
+        context_lens_BQ=torch.where(real_BQ, slots_BQ + 1, 1),
+        keep_BQ=real_BQ & ~first_B.unsqueeze(1),
+        head_B=num_emitted_B - 1,
+    )
+
+
+def later_pass(num_known_B: Tensor, pass_number: int) -> PassRows:
+    """Pass k >= 2: the head row alone, (draft k-1, MTP output) at slot L-3+k, provisional."""
+    assert pass_number >= 2, f"pass {pass_number} is not a later pass"
+    slots_BQ = (num_known_B - 3 + pass_number).unsqueeze(1)
+    return PassRows(
+        slots_BQ=slots_BQ,
+        positions_BQ=slots_BQ + 1,
+        context_lens_BQ=slots_BQ + 1,
+        keep_BQ=torch.ones_like(slots_BQ, dtype=torch.bool),
+        head_B=torch.zeros_like(num_known_B),
+    )
+
+
+def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
+    """Main-model slots [B, N + 1] of the last token and its drafts; positions are the same."""
+    offsets = torch.arange(num_drafts + 1, device=num_known_B.device)
+    return (num_known_B - 1).unsqueeze(1) + offsets

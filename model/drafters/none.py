@@ -1,0 +1,26 @@
+"""No drafts: plain decoding, and checkpoints without an MTP layer."""
+
+from torch import Tensor
+
+from model.cache import CacheGroup, Caches
+from model.drafters.base import Drafts, DraftState
+
+
+class NoDrafter:
+    name = "none"
+    max_drafts: int | None = 0
+    cache_groups: tuple[CacheGroup, ...] = ()
+
+    def prefill(
+        self,
+        next_ids_BQ: Tensor,
+        hidden_BQD: Tensor,
+        first_slot: int,
+        page_table_BP: Tensor,
+        caches: Caches,
+    ) -> None:
+        return
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        assert num_drafts == 0, f"no drafter can give {num_drafts} drafts"
+        return Drafts(state.tokens_BM[:, :0], ())
