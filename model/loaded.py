@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from core.node import NodeInfo
 from core.settings import NodeSettings
 from model.cache import CacheGroup, Caches, allocate_caches
 from model.config import ModelConfig
@@ -82,3 +83,32 @@ def default_num_pages(settings: NodeSettings, max_model_len: int) -> int:
     per_row = min(max_model_len, DEFAULT_TOKENS_PER_ROW) + 2 * (settings.num_drafts + 1)
     num_tokens = max(settings.max_rows * per_row, max_model_len + 2 * (settings.num_drafts + 1))
     return 1 + -(-num_tokens // settings.page_size) + settings.max_rows
+
+
+def describe(
+    settings: NodeSettings,
+    loaded: LoadedModel,
+    *,
+    kind: str,
+    epoch: str,
+    fingerprint: str,
+    num_pages: int,
+    num_drafts: int,
+) -> NodeInfo:
+    """What a node that serves ``loaded`` tells the cluster about itself."""
+    return NodeInfo(
+        name=settings.name,
+        kind=kind,
+        epoch=epoch,
+        fingerprint=fingerprint,
+        architecture=loaded.config.model_type,
+        dtype=loaded.dtype_name,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        eos_ids=loaded.config.eos_token_ids,
+        has_mtp=loaded.network.has_mtp,
+        num_drafts=num_drafts,
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        max_rows=settings.max_rows,
+    )

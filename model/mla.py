@@ -15,6 +15,12 @@ from model.config import ModelConfig
 from model.layers import RMSNorm, Rope, linear
 
 
+def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
+    """Every sequence's pages in order: [B, S, C + R]. index_select copies whole pages."""
+    pages = cache.index_select(0, page_table_BP.flatten())
+    return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
+
+
 class MLA(nn.Module):
     """The cached entry of a token is [normed latent (C), rotated shared key (R)]."""
 
@@ -41,7 +47,7 @@ class MLA(nn.Module):
         q_nope_BQHN, q_pe_BQHR = self._queries(x_BQD)
         q_pe_BQHR = rope.rotate(q_pe_BQHR, cos.unsqueeze(2), sin.unsqueeze(2))
         self._write(x_BQD, cos, sin, batch, cache, rope)
-        context_BSL = cache[batch.page_table_BP].flatten(1, 2)
+        context_BSL = gather_pages(cache, batch.page_table_BP)
         visible_BQS = torch.arange(
             context_BSL.shape[1], device=x_BQD.device
         ) < batch.context_lens_BQ.unsqueeze(-1)

@@ -1,0 +1,84 @@
+"""Which file of a checkpoint holds which tensor (spec §2). Nothing is read but headers."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class CheckpointFiles:
+    """Tensors by name, read one at a time. Use as a context manager; it owns the open files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file_of = _file_of(path)
+        self._open: dict[str, safe_open] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "CheckpointFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of
+
+    def names(self) -> Iterator[str]:
+        """Every tensor's name, file by file, so that each file is read in one go."""
+        return iter(sorted(self.file_of, key=lambda name: (self.file_of[name], name)))
+
+    def read(self, name: str) -> Tensor:
+        """Raises ValueError naming tensor and file when it cannot be read."""
+        file = self.file_of[name]
+        try:
+            if file not in self._open:
+                opened = safe_open(str(self.path / file), framework="pt")
+                self._open[file] = self._stack.enter_context(opened)
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
+            ) from None
+
+
+def _file_of(path: Path) -> dict[str, str]:
+    index = path / INDEX
+    if index.is_file():
+        return _from_index(index)
+    if not (path / SINGLE).is_file():
+        raise ValueError(f"{path}: has neither {INDEX} nor {SINGLE}; give a checkpoint folder")
+    try:
+        with safe_open(str(path / SINGLE), framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path / SINGLE}: is not a readable safetensors file ({error}); download it again"
+        ) from None
+
+
+def _from_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: has no weight_map ({error!r}); download it again") from None
+    missing = sorted({file for file in weight_map.values() if not (index.parent / file).is_file()})
+    if missing:
+        raise ValueError(f"{index}: names files that are missing: {', '.join(missing[:5])}")
+    return weight_map
+
+
+def dequantise(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 weight [out, in] times its block scales, in fp32 (spec §6).
+
+    ``scale_inv`` is [ceil(out / block[0]), ceil(in / block[1])]: ragged edges share a scale.
+    """
+    rows = torch.arange(weight.shape[0]) // block[0]
+    columns = torch.arange(weight.shape[1]) // block[1]
+    return weight.float() * scale_inv.float()[rows][:, columns]

@@ -1,0 +1,127 @@
+"""Both engines over one pool, driven by hand: what they compute, without hand-over or Ray."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
+from core.settings import NodeSettings
+from core.stopping import cut, num_budget, stop_ids
+from decode_node.engine import DecodeEngine
+from kv_transfer.pages import PagePool
+from model.loaded import LoadedModel, load_model
+from prefill_node.engine import PrefillEngine, Progress
+
+POISON = 1e4
+
+
+@dataclass
+class Bench:
+    """``copy`` moves a prompt's pages to the decode sequence's, as a hand-over would."""
+
+    loaded: LoadedModel
+    num_drafts: int = 3
+    max_rows: int = 4
+    page_size: int = 8
+    num_pages: int = 200
+    max_batch_tokens: int = 2048
+    ship_hidden: bool = True
+    frames: list[TokenFrame] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.num_pages, self.page_size)
+        self.caches = self.loaded.allocate(self.num_pages, self.page_size)
+        for cache in self.all_caches():
+            cache[0] = POISON
+        self.prefill = PrefillEngine(
+            self.loaded,
+            self.pool,
+            self.caches,
+            max_batch_tokens=self.max_batch_tokens,
+            on_progress=self.progress.append,
+        )
+        self.decode = DecodeEngine(
+            self.loaded,
+            self.pool,
+            self.caches,
+            max_rows=self.max_rows,
+            max_drafts=self.num_drafts,
+            epoch="e",
+            on_frame=self.frames.append,
+        )
+
+    def all_caches(self) -> list[torch.Tensor]:
+        return [cache for group in self.caches.values() for cache in group]
+
+    def start(self, request: Request) -> tuple[int, str | None]:
+        """Prefill, hand over, activate unless the first token ends it."""
+        sequence = self.decode.reserve(request)
+        self.prefill.submit(request, 0)
+        while self.prefill.has_work():
+            self.prefill.step()
+        done = self.progress[-1]
+        assert done.first_token is not None
+        self._copy(list(done.pages), sequence.pages, done.num_tokens[0])
+        self.prefill.drop(done.key)
+        sampling = request.sampling
+        budget = num_budget(
+            len(request.prompt_ids),
+            len(request.output_ids),
+            sampling.max_tokens,
+            self.loaded.max_model_len,
+        )
+        stops = stop_ids(sampling, self.loaded.config.eos_token_ids)
+        _, reason = cut((done.first_token,), stops, budget)
+        if reason is not None:
+            self.decode.drop(request.request_id)
+        else:
+            hidden = done.hidden_D if self.ship_hidden else None
+            self.decode.activate(request.request_id, done.first_token, hidden)
+        return done.first_token, reason
+
+    def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
+        num_pages = self.pool.num_pages_for(num_tokens)
+        for cache in self.all_caches():
+            cache[target[:num_pages]] = cache[source[:num_pages]]
+
+    def generate(self, *requests: Request) -> list[tuple[list[int], str]]:
+        """Token ids and finish reasons of requests that run in one batch."""
+        answers: dict[str, tuple[list[int], str | None]] = {}
+        for request in requests:
+            first, reason = self.start(request)
+            answers[request.request_id] = ([first], reason)
+        self.frames.clear()
+        while self.decode.has_work():
+            self.decode.step()
+        for update in self.updates():
+            ids, _ = answers[update.request_id]
+            answers[update.request_id] = (ids + list(update.token_ids), update.finish_reason)
+        return [answers[r.request_id] for r in requests]  # type: ignore[misc]
+
+    def updates(self) -> list[SequenceUpdate]:
+        return [update for frame in self.frames for update in frame.updates]
+
+    def check_empty(self) -> None:
+        self.prefill.scheduler.check_integrity()
+        self.decode.scheduler.check_integrity()
+        assert self.pool.num_used == 0, f"{self.pool.num_used} pages leaked"
+
+
+def load(path: Path, **settings: object) -> LoadedModel:
+    base = NodeSettings(name="test", model_path=str(path), dtype="float32")
+    return load_model(replace(base, **settings))  # type: ignore[arg-type]
+
+
+def greedy(
+    request_id: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **more: object
+) -> Request:
+    max_drafts = more.pop("max_drafts", None)
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return Request(
+        request_id,
+        tuple(prompt),
+        sampling=sampling,
+        speculation=Speculation(max_drafts),  # type: ignore[arg-type]
+    )

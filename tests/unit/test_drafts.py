@@ -1,0 +1,253 @@
+"""Drafts have an oracle too: a drafter without any cache must propose what the cached one does.
+
+And a scripted drafter forces every acceptance pattern, so that no position goes untested.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.request import Request
+from decode_node.step import decode_step, draft_state
+from model.accept import accept_chain
+from model.batch import Batch, physical_slots
+from model.cache import MAIN, MTP, Caches
+from model.drafters.base import Drafts, DraftState, chain
+from model.loaded import LoadedModel
+from tests import tiny
+from tests.engines import Bench, greedy, load
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("drafts")
+    tiny.write_tiny(folder, seed=11)
+    return load(folder)
+
+
+def prompt(length: int, seed: int = 3) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 90, (length,), generator=generator).tolist()
+
+
+def fresh_rows(ids: list[int], page_size: int, position_offset: int) -> tuple[Batch, int]:
+    slots = torch.arange(len(ids)).unsqueeze(0)
+    num_pages = -(-len(ids) // page_size)
+    table = torch.arange(1, num_pages + 1).unsqueeze(0)
+    keep = torch.ones_like(slots, dtype=torch.bool)
+    write = physical_slots(table, slots, keep, page_size)
+    batch = Batch(
+        torch.tensor([ids]), slots + position_offset, write, slots + 1, table, expanded=True
+    )
+    return batch, num_pages + 1
+
+
+def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
+    """Whole history, no cache kept: main model over all but the last token, then the MTP layer
+    over (token i+1, hidden i), then its own output row by row."""
+    batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
+    hidden = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+    ids, drafts = tokens[1:], []
+    for _ in range(num_drafts):
+        batch, num_pages = fresh_rows(ids, 8, 1)
+        output = loaded.network.forward_mtp(batch, hidden, loaded.allocate(num_pages + 4, 8))
+        drafts.append(int(loaded.network.logits(output[:, -1]).argmax()))
+        ids, hidden = [*ids, drafts[-1]], torch.cat((hidden, output[:, -1:]), 1)
+    return drafts
+
+
+class Spy:
+    """The real drafter, with its proposals kept."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+        self.drafts: list[list[list[int]]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        drafts = self.inner.draft(state, num_drafts, caches)  # type: ignore[attr-defined]
+        self.drafts.append(drafts.tokens_BN.tolist())
+        return drafts
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_cached_drafts_equal_drafts_from_scratch(loaded: LoadedModel, num_drafts: int) -> None:
+    spy = Spy(loaded.drafter)
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=num_drafts)
+    ids = prompt(13)
+    first, _ = bench.start(greedy("r", ids, 40, ignore_eos=True))
+    known = [*ids, first]
+    num_steps = 0
+    while bench.decode.has_work():
+        bench.decode.step()
+        with torch.inference_mode():
+            assert spy.drafts[-1][0] == drafts_from_scratch(loaded, known, num_drafts)
+        known += bench.frames[-1].updates[0].token_ids
+        num_steps += 1
+    assert num_steps >= 10
+    bench.check_empty()
+
+
+class Scripted:
+    """Drafts that are right for exactly ``pattern[step]`` positions, then wrong."""
+
+    name, max_drafts, cache_groups = "scripted", None, ()
+
+    def __init__(self, answer: list[int], pattern: list[int]) -> None:
+        self._answer = answer
+        self._pattern = pattern
+        self.num_steps = 0
+
+    def prefill(self, *args: object) -> None:
+        return
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        num_right = self._pattern[self.num_steps % len(self._pattern)]
+        self.num_steps += 1
+        done = int(state.num_known_B[0]) - self.num_prompt
+        right = (self._answer[done : done + num_drafts] + [0] * num_drafts)[:num_drafts]
+        wrong = [t if i < num_right else (t + 1) % 90 for i, t in enumerate(right)]
+        return Drafts(torch.tensor([wrong]), chain(num_drafts))
+
+    num_prompt = 0
+
+
+@pytest.mark.parametrize("pattern", [[0], [1], [2], [3], [0, 3, 1, 2], [3, 0]])
+def test_forced_rejection_at_every_position(loaded: LoadedModel, pattern: list[int]) -> None:
+    ids = prompt(10, seed=4)
+    [(answer, _)] = Bench(loaded, num_drafts=0).generate(greedy("r", ids, 33, ignore_eos=True))
+    drafter = Scripted(answer, pattern)
+    drafter.num_prompt = len(ids)
+    bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+    [(tokens, _)] = bench.generate(greedy("r", ids, 33, ignore_eos=True))
+    assert tokens == answer
+    emitted = [len(frame.updates[0].token_ids) for frame in bench.frames]
+    for i, num in enumerate(emitted[:-1]):
+        assert num == pattern[i % len(pattern)] + 1
+    bench.check_empty()
+
+
+def test_accept_is_the_longest_equal_prefix() -> None:
+    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
+    targets = torch.tensor([[1, 2, 3, 4]] * 4)
+    verdict = accept_chain(drafts, targets, torch.tensor([3, 3, 3, 1]))
+    assert verdict.num_accepted_B.tolist() == [3, 1, 0, 1]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_zero_hidden_leaves_pulled_draft_slots_untouched(
+    loaded: LoadedModel, num_drafts: int
+) -> None:
+    """First-step rows and later rows in one batch: every pulled slot stays byte-identical."""
+    bench = Bench(loaded, num_drafts=num_drafts, ship_hidden=False)
+    bench.start(greedy("old", prompt(11), 30, ignore_eos=True))
+    bench.decode.step()
+    bench.start(greedy("new", prompt(21, seed=9), 30, ignore_eos=True))
+    new, old = (bench.decode.scheduler.sequences[name] for name in ("new", "old"))
+    before = slots_of(bench, new.pages, 21)
+    old_length = 11 + old.num_output
+    old_before = slots_of(
+        bench, old.pages, old_length - 1 - len(bench.frames[-1].updates[0].token_ids)
+    )
+    bench.decode.step()
+    assert torch.equal(slots_of(bench, new.pages, 21), before)
+    assert torch.equal(slots_of(bench, old.pages, len(old_before)), old_before)
+    assert before.abs().sum(1).min() > 0
+
+
+def slots_of(bench: Bench, pages: list[int], num_tokens: int) -> Tensor:
+    cache = bench.caches[MTP][0]
+    return cache[pages].flatten(0, 1)[:num_tokens].clone()
+
+
+def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: LoadedModel) -> None:
+    """The test above can fail: a first row that is not marked rewrites slot L-2 with garbage."""
+    bench = Bench(loaded, num_drafts=1, ship_hidden=False)
+    bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
+    pages = bench.decode.scheduler.sequences["r"].pages
+    before = slots_of(bench, pages, 12)
+    state = bench.decode._rows.select(torch.tensor([0]), 3)
+    state.first_B[:] = False
+    with torch.inference_mode():
+        decode_step(loaded.network, loaded.drafter, bench.caches, state, 1, all_greedy=True)
+    after = slots_of(bench, pages, 12)
+    assert torch.equal(after[:-1], before[:-1]) and not torch.equal(after[-1], before[-1])
+
+
+def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
+    """Padding rows of pass 1 and the dummy page may hold anything finite."""
+    outputs = []
+    for poison in (0.0, 1e4, -1e4):
+        bench = Bench(loaded, num_drafts=3)
+        bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
+        state = bench.decode._rows.select(torch.tensor([0]), 3)
+        state.hidden_BMD[:, 1:] = poison
+        for cache in bench.all_caches():
+            cache[0] = poison
+        with torch.inference_mode():
+            sampling = state.sampling(all_greedy=True)
+            drafts = loaded.drafter.draft(draft_state(state, sampling), 3, bench.caches)
+            output = decode_step(
+                loaded.network, loaded.drafter, bench.caches, state, 3, all_greedy=True
+            )
+        outputs.append((drafts.tokens_BN.tolist(), output.verdict, output.rows.hidden_BMD))
+    for drafts, verdict, hidden in outputs[1:]:
+        assert drafts == outputs[0][0]
+        assert torch.equal(verdict.tokens_BN1, outputs[0][1].tokens_BN1)
+        assert torch.equal(hidden, outputs[0][2])
+
+
+def test_stop_inside_an_accepted_run(loaded: LoadedModel) -> None:
+    """Tokens after the stop are dropped from ids and counts."""
+    ids = prompt(10, seed=4)
+    [(answer, _)] = Bench(loaded, num_drafts=0).generate(greedy("r", ids, 33, ignore_eos=True))
+    for stop_at in range(2, 12):
+        stop = answer[stop_at]
+        expected = answer[: answer.index(stop) + 1]
+        drafter = Scripted(answer, [3])
+        drafter.num_prompt = len(ids)
+        bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+        request: Request = greedy("r", ids, 33, ignore_eos=True, stop_token_ids=(stop,))
+        [(tokens, reason)] = bench.generate(request)
+        assert (tokens, reason) == (expected, "stop")
+        if len(expected) > 1:
+            counts = bench.updates()[-1].counts
+            assert counts is not None
+            assert sum(len(u.token_ids) for u in bench.updates()) == len(expected) - 1
+            assert counts.num_accepted <= len(expected) - 1
+        bench.check_empty()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
+def test_max_tokens_with_drafts_in_flight(loaded: LoadedModel, max_tokens: int) -> None:
+    bench = Bench(loaded, num_drafts=3)
+    [(tokens, reason)] = bench.generate(greedy("r", prompt(10), max_tokens, ignore_eos=True))
+    assert len(tokens) == max_tokens and reason == "length"
+    bench.check_empty()
+
+
+def test_drafts_may_cross_max_model_len(tmp_path: Path) -> None:
+    """The last tokens before the limit are those of plain decoding, for every n."""
+    tiny.write_tiny(tmp_path, seed=12)
+    ids = prompt(20)
+    answers = []
+    for num_drafts in (0, 1, 2, 3):
+        bench = Bench(load(tmp_path, max_model_len=32), num_drafts=num_drafts)
+        [(tokens, reason)] = bench.generate(greedy("r", ids, 1000, ignore_eos=True))
+        assert (len(tokens), reason) == (12, "length")
+        answers.append(tokens)
+        bench.check_empty()
+    assert answers == [answers[0]] * 4
+
+
+def test_main_cache_is_the_one_that_is_read(loaded: LoadedModel) -> None:
+    bench = Bench(loaded)
+    bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
+    assert bench.caches[MAIN][0].abs().sum() > 0
+    bench.decode.drop("r")
+    bench.check_empty()

@@ -1,0 +1,83 @@
+"""An import only points down (docs/structure.md); optional parts stay out of the way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = {"core", "model", "kv_transfer", "prefill_node", "decode_node", "cluster"}
+MAY_IMPORT = {
+    "core": set(),
+    "model": {"core"},
+    "kv_transfer": {"core"},
+    "prefill_node": {"core", "model", "kv_transfer"},
+    "decode_node": {"core", "model", "kv_transfer"},
+    "cluster": OURS - {"cluster"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of every module imported anywhere in a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(*folders: str) -> list[Path]:
+    return [p for f in folders for p in sorted((ROOT / f).rglob("*.py")) if "_pb2" not in p.name]
+
+
+def test_there_is_something_to_check() -> None:
+    for folder in OURS:
+        assert len(files(folder)) > 3, f"{folder} is empty"
+
+
+@pytest.mark.parametrize("folder", sorted(OURS))
+def test_imports_point_down(folder: str) -> None:
+    for path in files(folder):
+        tops = {name.split(".")[0] for name in imports(path)} & OURS
+        assert tops <= MAY_IMPORT[folder] | {folder}, f"{path} imports {tops}"
+
+
+def test_ray_and_grpc_stay_in_their_rooms() -> None:
+    for path in files(*OURS):
+        tops = {name.split(".")[0] for name in imports(path)}
+        in_cluster = path.is_relative_to(ROOT / "cluster")
+        assert "ray" not in tops or in_cluster or path.name == "actor.py", path
+        assert not tops & {"grpc", "grpc_health", "grpc_reflection"} or in_cluster, path
+
+
+def test_torch_distributed_only_where_a_group_is_owned() -> None:
+    owners = {"kv_transfer/channel.py", "core/gang.py"}
+    for path in files(*OURS):
+        if any(name.startswith("torch.distributed") for name in imports(path)):
+            assert str(path.relative_to(ROOT)) in owners, path
+
+
+@pytest.mark.parametrize(
+    ("module", "banned"),
+    [
+        ("core.wire", ("torch", "ray", "grpc")),
+        ("kv_transfer.pages", ("torch", "ray")),
+        ("prefill_node.scheduler", ("torch", "ray")),
+        ("decode_node.scheduler", ("torch", "ray")),
+        ("prefill_node.engine", ("ray", "grpc")),
+        ("decode_node.engine", ("ray", "grpc")),
+        ("cluster.client", ("torch", "ray")),
+        ("cluster.config", ("torch", "ray")),
+    ],
+)
+def test_light_modules_stay_light(module: str, banned: tuple[str, ...]) -> None:
+    code = f"import {module}, sys; print([m for m in {banned!r} if m in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,238 @@
+"""The worked MTP example (tests/data/mtp_tables.json): every row that a pass reads or writes.
+
+The real engine code runs over a network that only records: hidden states are one-hot tags that
+name the token they belong to, so each row can be compared with the table by name.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from core.request import Request, SamplingParams
+from decode_node.rows import Rows
+from decode_node.step import decode_step
+from kv_transfer.pages import PagePool
+from model.batch import Batch
+from model.cache import MAIN, MTP
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_rows import first_pass, later_pass, verify_slots
+from prefill_node.engine import PrefillEngine, Progress
+
+TABLES = json.loads((Path(__file__).parents[1] / "data" / "mtp_tables.json").read_text())
+CASES = {f"{c['name']}-{c.get('mode', '')[:14].strip(' ,')}": c for c in TABLES["cases"]}
+PAGE_SIZE, NUM_WIDTH, NUM_VOCAB = 4, 128, 64
+PAGES = [7, 3, 5]
+
+
+def token_id(name: str) -> int:
+    return 0 if name == "0" else ord(name.lower()) - 96 + (32 if name.islower() else 0)
+
+
+def token_name(number: int) -> str:
+    return "0" if number == 0 else chr(number + 64) if number < 32 else chr(number - 32 + 96)
+
+
+def tag(name: str) -> torch.Tensor:
+    """One-hot tag of a hidden state: 'D', 'mtp(E)' or '0'."""
+    vector = torch.zeros(NUM_WIDTH)
+    if name != "0":
+        mtp = name.startswith("mtp(")
+        vector[token_id(name[4:-1] if mtp else name) + (NUM_VOCAB if mtp else 0)] = 1
+    return vector
+
+
+def tag_name(vector: torch.Tensor) -> str:
+    if not vector.any():
+        return "0"
+    index = int(vector.argmax())
+    mtp = index >= NUM_VOCAB
+    return f"mtp({token_name(index - NUM_VOCAB)})" if mtp else token_name(index)
+
+
+def physical(slot: int | str) -> int | str:
+    return "dummy" if slot == "dummy" else PAGES[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE
+
+
+class Recorder:
+    """Stands where the network stands; keeps every pass, answers from a script."""
+
+    config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
+
+    def __init__(self, draft_tokens: list[str], target_tokens: list[str]) -> None:
+        self.mtp_passes: list[tuple[Batch, torch.Tensor]] = []
+        self.main_passes: list[Batch] = []
+        self._draft_tokens = iter(draft_tokens)
+        self._target_tokens = target_tokens
+
+    def __call__(self, batch: Batch, caches: object) -> torch.Tensor:
+        self.main_passes.append(batch)
+        return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
+
+    def forward_mtp(self, batch: Batch, hidden: torch.Tensor, caches: object) -> torch.Tensor:
+        self.mtp_passes.append((batch, hidden))
+        names = [f"mtp({token_name(int(t))})" for t in batch.token_ids_BQ[0]]
+        return torch.stack([tag(name) for name in names]).unsqueeze(0)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dim() == 2 and tag_name(hidden[0]).startswith("mtp("):
+            return one_hot([next(self._draft_tokens)])
+        if hidden.dim() == 2:
+            return one_hot(self._target_tokens[-1:])
+        return one_hot(self._target_tokens).unsqueeze(0)
+
+
+def one_hot(names: list[str]) -> torch.Tensor:
+    rows = torch.zeros(len(names), NUM_VOCAB)
+    rows[torch.arange(len(names)), torch.tensor([token_id(n) for n in names])] = 1
+    return rows
+
+
+def caches() -> dict[str, list[torch.Tensor]]:
+    return {MAIN: [torch.zeros(9, PAGE_SIZE, 4)], MTP: [torch.zeros(9, PAGE_SIZE, 4)]}
+
+
+def write_slots(batch: Batch) -> list[int | str]:
+    return ["dummy" if s < PAGE_SIZE else s for s in batch.write_slots_BQ[0].tolist()]
+
+
+def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
+    """One decode step from the state that the case describes."""
+    drafts = [d if len(d) == 1 else "z" for d in (p["output_token"] for p in case["mtp"])]
+    network = Recorder(drafts, case["target"].get("output_token", ["x"] * 3))
+    rows = Rows(1, 3, len(PAGES), NUM_WIDTH, torch.float32, torch.device("cpu"))
+    rows.begin(
+        0,
+        first_token=0,
+        hidden_D=None,
+        num_known=case["L"],
+        num_output=1,
+        limit=2,
+        pages=PAGES,
+        sampling=SamplingParams(seed=0),
+    )
+    state = rows.select(torch.tensor([0]), len(PAGES))
+    emitted = case.get("previous_emitted", ["E"])
+    hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
+    for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
+        state.tokens_BM[0, i] = token_id(token)
+        state.hidden_BMD[0, i] = tag(name)
+    state.num_emitted_B[0] = len(emitted)
+    state.first_B[0] = first
+    output = decode_step(network, MtpDrafter(network), caches(), state, 2, all_greedy=True)
+    return network, output
+
+
+def check_pass(recorded: tuple[Batch, torch.Tensor], expected: dict, width: int) -> None:
+    batch, hidden = recorded
+    assert batch.token_ids_BQ.shape == (1, width)
+    head_index = expected["head_index"] if width > 1 else 0
+    rows = expected.get("rows") or [expected["head"]]
+    offset = 0 if expected.get("rows") else head_index
+    for i, row in enumerate(rows, start=offset):
+        name = token_name(int(batch.token_ids_BQ[0, i]))
+        assert name == (row["token"] if len(row["token"]) == 1 else "z")
+        if len(row["hidden"]) < 7:
+            assert tag_name(hidden[0, i]) == row["hidden"]
+        assert int(batch.positions_BQ[0, i]) == row["position"]
+        assert int(batch.context_lens_BQ[0, i]) == row["slot"] + 1
+    wanted = [physical(s) for s in expected["write_slots"]]
+    if width == 1:
+        wanted = [slot for slot in wanted if slot != "dummy"]
+    assert write_slots(batch) == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "decode" in name])
+def test_decode_rows(name: str) -> None:
+    case = CASES[name]
+    network, output = run_case(case, first="zero_hidden" in case.get("mode", "")[15:])
+    assert len(network.mtp_passes) == 2
+    for recorded, expected, width in zip(network.mtp_passes, case["mtp"], (3, 1), strict=True):
+        check_pass(recorded, expected, width)
+    target, [batch] = case["target"], network.main_passes
+    drafts = [d if len(d) == 1 else "z" for d in target["input_ids"]]
+    assert [token_name(t) for t in batch.token_ids_BQ[0].tolist()] == drafts
+    assert batch.positions_BQ[0].tolist() == target["positions"]
+    assert write_slots(batch) == [physical(s) for s in target["slots"]]
+    assert int(batch.context_lens_BQ[0, -1]) == target["context_length"]
+    assert batch.context_lens_BQ[0].tolist() == [slot + 1 for slot in target["slots"]]
+    if "emitted" in case:
+        check_commit(case, output)
+
+
+def check_commit(case: dict, output: object) -> None:
+    rows, num_emitted = output.rows, len(case["emitted"])
+    assert int(rows.num_emitted_B[0]) == num_emitted
+    assert int(rows.num_known_B[0]) == case["L"] + num_emitted
+    emitted = [token_name(t) for t in rows.tokens_BM[0, :num_emitted].tolist()]
+    assert emitted == case["emitted"]
+    saved = [tag_name(h) for h in rows.hidden_BMD[0, :num_emitted]]
+    assert saved == case["saved_hidden"]
+    assert not rows.first_B.any()
+
+
+def test_there_are_both_first_steps() -> None:
+    modes = [c["mode"] for c in TABLES["cases"] if c["name"] == "first_decode"]
+    assert len(modes) == 2 and "zero_hidden" in modes[1]
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 3, 64])
+def test_prefill_rows(max_batch_tokens: int) -> None:
+    [case] = [c for c in TABLES["cases"] if c["name"] == "prefill"]
+    network = Recorder([], case["target"]["output_token"])
+    progress: list[Progress] = []
+    loaded = SimpleNamespace(
+        network=network, drafter=MtpDrafter(network), device=torch.device("cpu")
+    )
+    pool = PagePool(9, PAGE_SIZE)
+    engine = PrefillEngine(
+        loaded, pool, caches(), max_batch_tokens=max_batch_tokens, on_progress=progress.append
+    )
+    prompt = tuple(token_id(t) for t in TABLES["prompt"])
+    request = Request("r", prompt, sampling=SamplingParams(seed=0))
+    page = engine.submit(request, 0).pages[0]
+    while engine.has_work():
+        engine.step()
+    target, [mtp] = case["target"], case["mtp"]
+    base = page * PAGE_SIZE
+    assert joined(network.main_passes, "token_ids_BQ") == [token_id(t) for t in prompt_names()]
+    assert joined(network.main_passes, "positions_BQ") == target["positions"]
+    assert joined(network.main_passes, "write_slots_BQ") == [base + s for s in target["slots"]]
+    draft_batches = [batch for batch, _ in network.mtp_passes]
+    assert joined(draft_batches, "token_ids_BQ") == [token_id(t) for t in mtp["input_ids"]]
+    assert joined(draft_batches, "positions_BQ") == mtp["positions"]
+    assert joined(draft_batches, "write_slots_BQ") == [base + s for s in mtp["write_slots"]]
+    assert joined(draft_batches, "context_lens_BQ") == [s + 1 for s in mtp["slots"]]
+    hidden = [tag_name(h) for _, rows in network.mtp_passes for h in rows[0]]
+    assert hidden == mtp["hidden"]
+    assert token_name(progress[-1].first_token) == case["emitted"][0]
+    assert [tag_name(progress[-1].hidden_D)] == case["saved_hidden"]
+    engine.drop(("r", 0))
+    engine.scheduler.check_integrity()
+    assert pool.num_used == 0
+
+
+def prompt_names() -> list[str]:
+    return list(TABLES["prompt"])
+
+
+def joined(batches: list[Batch], name: str) -> list[int]:
+    return [value for batch in batches for value in getattr(batch, name)[0].tolist()]
+
+
+def test_index_functions_mix_first_and_later_rows() -> None:
+    """Batched, with different L and m, each row obeys the invariant of the tables."""
+    num_known = torch.tensor([5, 6, 9])
+    num_emitted = torch.tensor([1, 1, 3])
+    first = torch.tensor([True, False, False])
+    rows = first_pass(num_known, num_emitted, first, 3)
+    assert rows.slots_BQ.tolist() == [[3, 4, 5], [4, 5, 6], [5, 6, 7]]
+    assert rows.keep_BQ.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    assert rows.head_B.tolist() == [0, 0, 2]
+    for n in (2, 3):
+        later = later_pass(num_known, n)
+        assert later.slots_BQ[:, 0].tolist() == [x - 3 + n for x in num_known.tolist()]
+        assert (later.slots_BQ <= (num_known - 1 + n).unsqueeze(1)).all()
+    assert verify_slots(num_known, 2).tolist() == [[4, 5, 6], [5, 6, 7], [8, 9, 10]]

@@ -1,0 +1,147 @@
+"""Engines against transformers, on random tiny checkpoints with every norm and bias randomised.
+
+fp32; logits to 1e-4, MTP hidden states and first drafts, greedy tokens exactly for n = 0..3.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.batch import Batch, physical_slots
+from model.cache import MAIN, MTP
+from model.drafters.mtp import MtpDrafter
+from tests import tiny
+from tests.engines import POISON, Bench, greedy, load
+
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "q_lora_null": {"q_lora_rank": None},
+    "wide_values": {"qk_nope_head_dim": 8, "v_head_dim": 20},
+    "one_group": {"n_group": 1, "topk_group": 1},
+    "four_groups": {"n_group": 4, "topk_group": 2},
+    "two_dense": {"first_k_dense_replace": 2},
+    "yarn": {"rope_scaling": YARN},
+    "yarn_mscale": {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}},
+    "shared_experts": {"n_shared_experts": 3, "num_experts_per_tok": 3},
+}
+PAGES = [5, 2, 9, 3, 7, 1, 8, 4]
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    seed = 100 + list(VARIANTS).index(request.param)
+    tiny.write_tiny(folder, seed=seed, **VARIANTS[request.param])
+    return folder
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 90, (length,), generator=generator).tolist()
+
+
+def rows(ids: list[int], lo: int, hi: int, page_size: int, *, expanded: bool) -> Batch:
+    slots = torch.arange(lo, hi).unsqueeze(0)
+    table = torch.tensor([PAGES])
+    keep = torch.ones_like(slots, dtype=torch.bool)
+    return Batch(
+        torch.tensor([ids[lo:hi]]),
+        slots,
+        physical_slots(table, slots, keep, page_size),
+        slots + 1,
+        table,
+        expanded,
+    )
+
+
+def test_logits(checkpoint: Path) -> None:
+    """Expanded and absorbed, in pieces, over scattered pages with a poisoned dummy page."""
+    loaded = load(checkpoint)
+    caches = loaded.allocate(10, 8)
+    for cache in caches[MAIN]:
+        cache[0] = POISON
+    ids = prompt(40)
+    pieces = [(0, 17, True), (17, 20, False), (20, 21, False), (21, 33, True), (33, 40, False)]
+    with torch.inference_mode():
+        hidden = [
+            loaded.network(rows(ids, lo, hi, 8, expanded=expanded), caches)
+            for lo, hi, expanded in pieces
+        ]
+        logits = loaded.network.logits(torch.cat(hidden, 1))[0]
+    reference = tiny.reference_logits(checkpoint, ids)
+    torch.testing.assert_close(logits, reference.float(), atol=1e-4, rtol=0)
+
+
+def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
+    """The drafter's rows against transformers' own MTP path, expanded and absorbed."""
+    loaded = load(checkpoint)
+    assert isinstance(loaded.drafter, MtpDrafter)
+    ids = prompt(30, seed=1)
+    reference_hidden, reference_logits = tiny.reference_mtp(checkpoint, ids)
+    for expanded in (True, False):
+        caches = loaded.allocate(10, 8)
+        with torch.inference_mode():
+            hidden = loaded.network(rows(ids, 0, len(ids), 8, expanded=True), caches)
+            shifted = rows(ids[1:], 0, len(ids) - 1, 8, expanded=expanded)
+            batch = Batch(
+                shifted.token_ids_BQ,
+                shifted.positions_BQ + 1,
+                shifted.write_slots_BQ,
+                shifted.context_lens_BQ,
+                shifted.page_table_BP,
+                expanded,
+            )
+            mtp = loaded.network.forward_mtp(batch, hidden[:, :-1], caches)[0]
+            logits = loaded.network.logits(mtp)
+        num = len(ids) - 1
+        torch.testing.assert_close(mtp, reference_hidden[:num].float(), atol=1e-4, rtol=0)
+        assert logits.argmax(-1).tolist() == reference_logits[:num].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+def test_greedy_tokens(checkpoint: Path, num_drafts: int) -> None:
+    """A batch of unlike lengths, chunked prefill, both first steps: transformers' tokens."""
+    loaded = load(checkpoint)
+    prompts = [prompt(length, seed=length) for length in (1, 2, 7, 23)]
+    for ship_hidden in (True, False):
+        bench = Bench(loaded, num_drafts=num_drafts, ship_hidden=ship_hidden, max_batch_tokens=6)
+        asked = [greedy(f"r{i}", ids, 24, ignore_eos=True) for i, ids in enumerate(prompts)]
+        answers = bench.generate(*asked)
+        for ids, (tokens, reason) in zip(prompts, answers, strict=True):
+            assert reason == "length"
+            assert tokens == reference_greedy(checkpoint, tuple(ids))
+        bench.check_empty()
+
+
+_GREEDY: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
+
+
+def reference_greedy(checkpoint: Path, ids: tuple[int, ...]) -> list[int]:
+    key = (checkpoint, ids)
+    if key not in _GREEDY:
+        _GREEDY[key] = tiny.reference_greedy(checkpoint, list(ids), 24)
+    return _GREEDY[key]
+
+
+def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) -> None:
+    tiny.write_tiny(tmp_path, seed=7, with_mtp=False)
+    loaded = load(tmp_path)
+    assert not loaded.network.has_mtp and loaded.drafter.name == "none"
+    assert MTP not in [group.name for group in loaded.groups]
+    bench = Bench(loaded)
+    ids = prompt(9)
+    [(tokens, _)] = bench.generate(greedy("r", ids, 12, ignore_eos=True))
+    assert tokens == tiny.reference_greedy(tmp_path, ids, 12)
+    with pytest.raises(ValueError, match=r"speculation\.drafter.*lacks"):
+        load(tmp_path, drafter="mtp")

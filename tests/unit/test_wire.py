@@ -1,0 +1,78 @@
+"""Messages survive the trip; whatever does not match its schema is refused by name."""
+
+from dataclasses import dataclass
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import NodeLost, Overloaded
+from core.failure import decode, encode_failure
+from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
+from core.wire import WireError, pack, unpack
+
+
+@dataclass(frozen=True)
+class Sample:
+    number: int
+    ratio: float
+    maybe: str | None
+    names: tuple[str, ...]
+    table: dict[str, int]
+    sampling: SamplingParams
+
+
+@given(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.none() | st.text(),
+    st.lists(st.text()).map(tuple),
+    st.dictionaries(st.text(), st.integers(0, 9)),
+)
+def test_round_trip(number, ratio, maybe, names, table) -> None:
+    message = Sample(number, ratio, maybe, names, table, SamplingParams(seed=number))
+    assert unpack(Sample, pack(message)) == message
+
+
+def test_nested_messages_round_trip() -> None:
+    request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
+    assert unpack(Request, pack(request)).sampling.seed == 2**62
+    frame = TokenFrame("e", 3, 1, 9, (SequenceUpdate("r", (5,)),))
+    assert unpack(TokenFrame, pack(frame)) == frame
+
+
+def _plain(**changes: object) -> bytes:
+    body = msgpack.unpackb(pack(Sample(1, 1.0, None, (), {}, SamplingParams())))
+    body[1].update(changes)
+    return msgpack.packb(body)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\xc1", "not msgpack"),
+        (msgpack.packb([1]), "as [name, fields]"),
+        (pack(SamplingParams()), "expected message Sample"),
+        (_plain(number="1"), "Sample.number: expected int, got str '1'"),
+        (_plain(number=True), "Sample.number: expected int, got bool"),
+        (_plain(extra=1), "unknown ['extra']"),
+        (_plain(names=[1]), "Sample.names[0]: expected str"),
+        (_plain(table={"a": "b"}), "expected int"),
+        (_plain(sampling={}), "missing fields"),
+    ],
+)
+def test_mismatches_are_named(data: bytes, expected: str) -> None:
+    with pytest.raises(WireError) as error:
+        unpack(Sample, data)
+    assert expected in str(error.value)
+
+
+def test_failures_travel_as_messages() -> None:
+    with pytest.raises(Overloaded) as overloaded:
+        decode(Sample, encode_failure(Overloaded("full", retry_after_s=3.0)))
+    assert overloaded.value.retry_after_s == 3.0
+    with pytest.raises(NodeLost, match="gone"):
+        decode(Sample, encode_failure(NodeLost("gone")))
+    with pytest.raises(ValueError, match="bad"):
+        decode(Sample, encode_failure(WireError("bad")))
