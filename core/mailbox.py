@@ -28,14 +28,14 @@ class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
     A step that raises ends the loop: ``failure`` holds the error, later calls raise it, and
-    ``on_failure`` is told once. Posted functions that raise fail only their own future.
+    everyone who asked with ``on_failure`` is told once, on the engine thread. Posted functions
+    that raise fail only their own future.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None):
+    def __init__(self, name: str) -> None:
         self.failure: BaseException | None = None
-        self.num_steps = 0
         self._engines: list[Stepper] = []
-        self._on_failure = on_failure
+        self._on_failure: list[Callable[[BaseException], None]] = []
         self._posts: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -43,6 +43,9 @@ class EngineLoop:
 
     def add(self, engine: Stepper) -> None:
         self._engines.append(engine)
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        self._on_failure.append(callback)
 
     def start(self) -> None:
         self._thread.start()
@@ -76,12 +79,11 @@ class EngineLoop:
                 for engine in self._engines:
                     if engine.has_work():
                         engine.step()
-                        self.num_steps += 1
         except BaseException as error:
             log.exception("engine loop failed")
             self.failure = error
-            if self._on_failure is not None:
-                self._on_failure(error)
+            for callback in self._on_failure:
+                callback(error)
         finally:
             self._drain()
 

@@ -7,13 +7,12 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Fixed for one life of a node. ``layout`` is a packed kv_transfer Layout."""
+    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout."""
 
     name: str
     kind: str
     epoch: str
     fingerprint: str
-    layout: bytes
     architecture: str
     dtype: str
     max_model_len: int

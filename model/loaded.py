@@ -13,7 +13,6 @@ from model.deepseek import DeepseekV3
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""

@@ -1,0 +1,110 @@
+"""What a request has been answered so far, and the messages made of it."""
+
+import time
+
+from model.tokenizer import TextStream
+
+from core.request import (
+    ABORT,
+    STOP,
+    Delta,
+    Finished,
+    Request,
+    SequenceUpdate,
+    SpeculationCounts,
+    Timings,
+    TransferStats,
+)
+from core.stopping import cut, num_budget, stop_ids
+from decode_node.messages import Pulled
+from prefill_node.messages import Prefilled
+
+
+class Answer:
+    """Token ids, text and figures of one request, across the nodes that wrote it.
+
+    Tokens arrive already cut at a stop, except the first one, which no decode node has seen:
+    ``prefilled`` applies the same rule to it.
+    """
+
+    def __init__(
+        self, request: Request, text: TextStream, eos_ids: tuple[int, ...], max_model_len: int
+    ) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._text = text
+        self._stops = stop_ids(request.sampling, eos_ids)
+        self._max_model_len = max_model_len
+        self._counts = SpeculationCounts()
+        self._transfer = TransferStats()
+        self._started_at = time.monotonic()
+        self._prefill = Prefilled(0, 0.0, 0.0)
+        self._first_token_ms = self._transfer_ms = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self._started_at) * 1e3
+
+    def prefilled(self, prefilled: Prefilled) -> None:
+        """The first token is here."""
+        request = self.request
+        self._prefill = prefilled
+        self._first_token_ms = self.elapsed_ms()
+        budget = num_budget(
+            len(request.prompt_ids),
+            len(request.output_ids),
+            request.sampling.max_tokens,
+            self._max_model_len,
+        )
+        _, self.finish_reason = cut((prefilled.first_token,), self._stops, budget)
+
+    def pulled(self, pulled: Pulled) -> None:
+        """The hand-over is complete; what of it was not hidden behind prefill is its time."""
+        self._transfer_ms = self.elapsed_ms() - self._first_token_ms
+        self._transfer = TransferStats(
+            pulled.num_bytes, pulled.num_tokens, pulled.backend, pulled.seconds
+        )
+
+    def update(self, update: SequenceUpdate) -> None:
+        self.finish_reason = update.finish_reason
+        if update.counts is not None:
+            self._counts = update.counts
+
+    def delta(self, token_ids: tuple[int, ...]) -> Delta:
+        """The next piece; a token that ended the answer is in the ids, not in the text."""
+        self.token_ids.extend(token_ids)
+        ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stops
+        text = self._text.push(token_ids[:-1] if ended_by_token else token_ids)
+        if self.is_finished:
+            text += self._text.finish()
+        return Delta(0, token_ids, text)
+
+    def aborted(self) -> Finished:
+        """The end of an answer that was cut short from outside."""
+        self.finish_reason = ABORT
+        return self.finished()
+
+    def finished(self) -> Finished:
+        assert self.finish_reason is not None, "the answer goes on"
+        assert self.request.sampling.seed is not None, "a seed is given at admission"
+        return Finished(
+            index=0,
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_cached_tokens=0,
+            num_completion_tokens=len(self.token_ids),
+            counts=self._counts,
+            timings_ms=Timings(
+                queue=self._prefill.queue_ms,
+                prefill=self._prefill.prefill_ms,
+                transfer=self._transfer_ms,
+                first_token=self._first_token_ms,
+                total=self.elapsed_ms(),
+            ),
+            kv_transfer=self._transfer,
+            seed=self.request.sampling.seed,
+        )

@@ -1,0 +1,109 @@
+"""The life of one request: reserve, prefill while pulling, decode, stream, release.
+
+One function, one ``finally`` that releases everything (design.md, Life of a request).
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from cluster.answer import Answer
+from cluster.nodes import DecodeHandle, PrefillHandle
+from core.errors import NodeLost
+from core.failure import decode
+from core.request import Delta, Finished, Request
+from core.wire import pack
+from decode_node import messages as on_decode
+from kv_transfer.layout import PROTOCOL
+from kv_transfer.messages import Offer
+from prefill_node import messages as on_prefill
+
+log = logging.getLogger(__name__)
+RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Where a request runs, and which try this is."""
+
+    prefill: PrefillHandle
+    decode: DecodeHandle
+    attempt: int
+
+
+async def run_request(
+    request: Request, pair: Pair, answer: Answer
+) -> AsyncGenerator[Delta | Finished, None]:
+    """Serve ``request`` on one pair of nodes and yield its answer.
+
+    Whatever ends it (the answer's end, an error, the caller closing the generator), row, pages,
+    lease and inbox are released on both nodes.
+
+    Raises ValueError (the request can never be served), Overloaded, HandoverError or NodeLost.
+    """
+    inbox = pair.decode.open_inbox(request.request_id)
+    num_tokens = len(request.prompt_ids) + len(request.output_ids)
+    pair.prefill.num_tokens += num_tokens
+    decoded = False
+    try:
+        await _reserve(request, pair, num_tokens)
+        prefilled = await _prefill(request, pair)
+        answer.prefilled(prefilled)
+        yield answer.delta((prefilled.first_token,))
+        if not answer.is_finished:
+            answer.pulled(await _arrival(request, pair))
+        while not answer.is_finished:
+            update = await inbox.get()
+            if update.error is not None:
+                raise NodeLost(update.error)
+            answer.update(update)
+            decoded = answer.is_finished
+            yield answer.delta(update.token_ids)
+        yield answer.finished()
+    finally:
+        pair.prefill.num_tokens -= num_tokens
+        pair.decode.close_inbox(request.request_id)
+        if not decoded:
+            await asyncio.shield(asyncio.create_task(_release(request, pair)))
+
+
+async def _reserve(request: Request, pair: Pair, num_tokens: int) -> None:
+    info = pair.prefill.info
+    offer = Offer(
+        PROTOCOL,
+        info.name,
+        info.epoch,
+        request.request_id,
+        pair.attempt,
+        info.fingerprint,
+        num_tokens,
+    )
+    asked = pack(on_decode.Reserve(request, offer))
+    decode(on_decode.Done, await pair.decode.control.call("reserve", asked))
+
+
+async def _prefill(request: Request, pair: Pair) -> on_prefill.Prefilled:
+    asked = pack(on_prefill.Prefill(request, pair.attempt))
+    return decode(on_prefill.Prefilled, await pair.prefill.control.call("prefill", asked))
+
+
+async def _arrival(request: Request, pair: Pair) -> on_decode.Pulled:
+    asked = pack(on_decode.Await(request.request_id))
+    return decode(on_decode.Pulled, await pair.decode.control.call("arrival", asked))
+
+
+async def _release(request: Request, pair: Pair) -> None:
+    """Free both sides; a node that cannot be told is dead or will let its lease expire."""
+    calls = (
+        pair.decode.control.call("abort", pack(on_decode.Abort(request.request_id))),
+        pair.prefill.control.call(
+            "cancel", pack(on_prefill.Cancel(request.request_id, pair.attempt))
+        ),
+    )
+    for call in calls:
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await call
+        except Exception as error:
+            log.warning("release of %s failed: %s", request.request_id, error)

@@ -1,0 +1,49 @@
+"""What a cluster says of itself: the model it serves and the state of its nodes."""
+
+from dataclasses import dataclass
+
+STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
+"""The states of a server, spelled as on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
+
+    ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter.
+    """
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_draft_tokens: int
+    has_mtp: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One life of one node; ``kind`` is prefill, decode or colocated."""
+
+    name: str
+    kind: str
+    epoch: str
+    alive: bool
+    num_active_rows: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
+    num_open_leases: int = 0
+    num_channels: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """``num_running`` counts the streams open at this server."""
+
+    state: str
+    mode: str
+    num_running: int
+    nodes: tuple[NodeStatus, ...] = ()

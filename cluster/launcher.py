@@ -1,0 +1,87 @@
+"""Ray up, controller up, nodes up, gateway ready; and all of it down again."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from model.tokenizer import Tokenizer
+
+from cluster.config import TandemConfig
+from cluster.controller import CONTROLLER, NAMESPACE, Controller
+from cluster.gateway import ClusterGateway
+from cluster.nodes import DecodeHandle, PrefillHandle
+from cluster.plan import COLOCATED, plan_nodes
+from cluster.ray_control import RayControl, frames_of
+from core.failure import decode
+from core.node import DECODE, PREFILL, NodeInfo
+
+OBJECT_STORE_BYTES = 128 << 20
+
+
+@asynccontextmanager
+async def launch(
+    config: TandemConfig,
+    ray_address: str | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> AsyncIterator[ClusterGateway]:
+    """Start the nodes of ``config`` and yield a gateway to them; stop them at exit.
+
+    Without ``ray_address`` a local Ray is started for the purpose and ended after it.
+
+    Raises ValueError for what the user can mend, such as a missing checkpoint.
+    """
+    tokenizer = Tokenizer(config.model.path)
+    on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
+    await asyncio.to_thread(_init_ray, config, ray_address)
+    try:
+        on_progress("starting nodes and loading the model")
+        controller = ray.remote(Controller).options(
+            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", num_cpus=0
+        )
+        actor: Any = controller.remote(config.model_dump_json())
+        try:
+            infos = [decode(NodeInfo, data) for data in await actor.start.remote()]
+            gateway = _gateway(config, tokenizer, infos)
+            try:
+                yield gateway
+            finally:
+                await gateway.stop()
+        finally:
+            await actor.stop.remote()
+            ray.kill(actor)
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _init_ray(config: TandemConfig, ray_address: str | None) -> None:
+    common: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "logging_level": logging.ERROR,
+        "log_to_driver": False,
+    }
+    if ray_address is not None:
+        ray.init(address=ray_address, **common)
+        return
+    plans = plan_nodes(config)
+    ray.init(
+        address="local",
+        num_cpus=int(sum(plan.resources["CPU"] for plan in plans)) + 1,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        **common,
+    )
+
+
+def _gateway(config: TandemConfig, tokenizer: Tokenizer, infos: list[NodeInfo]) -> ClusterGateway:
+    prefills, decodes = [], []
+    for info in infos:
+        actor = ray.get_actor(info.name, namespace=NAMESPACE)
+        control = RayControl(info.name, actor)
+        if info.kind in (PREFILL, COLOCATED):
+            prefills.append(PrefillHandle(info, control))
+        if info.kind in (DECODE, COLOCATED):
+            decodes.append(DecodeHandle(info, control, frames_of(info.name, actor)))
+    return ClusterGateway(config, tokenizer, prefills, decodes)

@@ -1,0 +1,151 @@
+"""The nouns of ``core`` and ``cluster.info`` to and from their protobuf messages."""
+
+from dataclasses import asdict
+from typing import Any
+
+from cluster import tandem_pb2 as pb
+from cluster.info import ModelInfo, NodeStatus, ServerStatus
+from core.request import Delta, Finished, SpeculationCounts, Timings, TransferStats
+
+
+class LastPiece(Finished):
+    """A ``Finished`` with the text and tokens of an empty ``Delta``.
+
+    So a loop may read ``piece.text`` of every piece of a stream.
+    """
+
+    __slots__ = ()
+    text = ""
+    token_ids: tuple[int, ...] = ()
+
+
+def finished_fields(finished: Finished) -> dict[str, Any]:
+    """``finished`` as nested builtins, with the field names of the proto."""
+    transfer = finished.kv_transfer
+    fields: dict[str, Any] = {
+        "index": finished.index,
+        "finish_reason": finished.finish_reason,
+        "usage": {
+            "prompt": finished.num_prompt_tokens,
+            "cached": finished.num_cached_tokens,
+            "completion": finished.num_completion_tokens,
+        },
+        "speculation": {
+            **asdict(finished.counts),
+            "accepted_per_position": list(finished.counts.accepted_per_position),
+        },
+        "timings_ms": asdict(finished.timings_ms),
+        "kv_transfer": {
+            "bytes": transfer.num_bytes,
+            "tokens": transfer.num_tokens,
+            "backend": transfer.backend,
+            "seconds": transfer.seconds,
+        },
+        "seed": finished.seed,
+    }
+    if finished.error is not None:
+        fields["error"] = finished.error
+    return fields
+
+
+def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
+    """One message of a stream."""
+    if isinstance(piece, Finished):
+        return pb.GenerateResponse(finished=pb.Finished(**finished_fields(piece)))
+    return pb.GenerateResponse(
+        delta=pb.Delta(index=piece.index, token_ids=piece.token_ids, text=piece.text)
+    )
+
+
+def piece_from_proto(response: pb.GenerateResponse) -> Delta | LastPiece:
+    """The inverse. Raises ``ValueError`` on a message that is neither."""
+    kind = response.WhichOneof("piece")
+    if kind == "delta":
+        delta = response.delta
+        return Delta(delta.index, tuple(delta.token_ids), delta.text)
+    if kind == "finished":
+        return _finished(response.finished)
+    raise ValueError("GenerateResponse holds no piece this client knows; update the client")
+
+
+def _finished(message: pb.Finished) -> LastPiece:
+    stats, transfer, times = message.speculation, message.kv_transfer, message.timings_ms
+    return LastPiece(
+        index=message.index,
+        finish_reason=message.finish_reason,
+        num_prompt_tokens=message.usage.prompt,
+        num_cached_tokens=message.usage.cached,
+        num_completion_tokens=message.usage.completion,
+        counts=SpeculationCounts(
+            num_steps=stats.num_steps,
+            num_drafted=stats.num_drafted,
+            num_accepted=stats.num_accepted,
+            accepted_per_position=tuple(stats.accepted_per_position),
+            first_step_accepted=stats.first_step_accepted,
+        ),
+        timings_ms=Timings(
+            queue=times.queue,
+            prefill=times.prefill,
+            transfer=times.transfer,
+            first_token=times.first_token,
+            total=times.total,
+        ),
+        kv_transfer=TransferStats(
+            num_bytes=transfer.bytes,
+            num_tokens=transfer.tokens,
+            backend=transfer.backend,
+            seconds=transfer.seconds,
+        ),
+        seed=message.seed,
+        error=message.error if message.HasField("error") else None,
+    )
+
+
+def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
+    return pb.ModelInfo(**asdict(info))
+
+
+def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        architecture=message.architecture,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        num_draft_tokens=message.num_draft_tokens,
+        has_mtp=message.has_mtp,
+        dtype=message.dtype,
+    )
+
+
+def status_to_proto(status: ServerStatus) -> pb.Status:
+    return pb.Status(
+        state=status.state,
+        mode=status.mode,
+        num_running=status.num_running,
+        nodes=[pb.NodeStatus(**asdict(node)) for node in status.nodes],
+    )
+
+
+def status_from_proto(message: pb.Status) -> ServerStatus:
+    return ServerStatus(
+        state=pb.Status.State.Name(message.state),
+        mode=message.mode,
+        num_running=message.num_running,
+        nodes=tuple(_node_status(node) for node in message.nodes),
+    )
+
+
+def _node_status(message: pb.NodeStatus) -> NodeStatus:
+    return NodeStatus(
+        name=message.name,
+        kind=message.kind,
+        epoch=message.epoch,
+        alive=message.alive,
+        num_active_rows=message.num_active_rows,
+        num_free_pages=message.num_free_pages,
+        num_pages=message.num_pages,
+        num_open_leases=message.num_open_leases,
+        num_channels=message.num_channels,
+        num_steps=message.num_steps,
+    )

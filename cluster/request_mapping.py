@@ -1,0 +1,184 @@
+"""From a GenerateRequest to a ``core.Request``: everything is checked, nothing is ignored."""
+
+import uuid
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from cluster import tandem_pb2 as pb
+from cluster.info import ModelInfo
+from core.request import LENGTH, STOP, Request, SamplingParams, Speculation
+from core.stopping import num_budget, stop_ids
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
+DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+MAX_REQUEST_ID_LEN = 128
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, the beginning-of-sequence token in front."""
+
+
+def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> Request:
+    """``message`` as a request that ``model`` can serve.
+
+    Raises ``ValueError`` naming the field, its value and what would be right.
+    """
+    _refuse_unknown(message, "")
+    sampling = _sampling(message.sampling, model.vocab_size)
+    request = Request(
+        request_id=_request_id(message.request_id),
+        prompt_ids=_prompt_ids(message, model, tokenizer),
+        output_ids=_token_ids("resume_token_ids", message.resume_token_ids, model.vocab_size),
+        sampling=sampling,
+        speculation=_speculation(message.speculation, model.num_draft_tokens),
+    )
+    _check_resumed(request, model)
+    return request
+
+
+def ended_already(request: Request, model: ModelInfo) -> str | None:
+    """The finish reason if the resumed tokens are a whole answer, else None."""
+    output = request.output_ids
+    if output and output[-1] in stop_ids(request.sampling, model.eos_token_ids):
+        return STOP
+    max_tokens = request.sampling.max_tokens
+    budget = num_budget(len(request.prompt_ids), len(output), max_tokens, model.max_model_len)
+    return LENGTH if budget == 0 else None
+
+
+def _refuse(field: str, value: Any, remedy: str) -> NoReturn:
+    raise ValueError(f"{field}={value!r}: {remedy}")
+
+
+def _refuse_unknown(message: Message, prefix: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        name = f"{prefix}field number {unknown[0].field_number}"
+        raise ValueError(f"{name} is unknown to this server; leave it out or update the server")
+
+
+def _request_id(request_id: str) -> str:
+    if not request_id:
+        return uuid.uuid4().hex
+    readable = request_id.isprintable() and not any(map(str.isspace, request_id))
+    if not readable or len(request_id) > MAX_REQUEST_ID_LEN:
+        remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
+        _refuse("request_id", request_id[: MAX_REQUEST_ID_LEN + 1], remedy)
+    return request_id
+
+
+def _prompt_ids(
+    message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        if not message.text:
+            _refuse("text", "", "the prompt is empty; give some text")
+        ids = tuple(tokenizer.encode(message.text))
+    elif kind == "token_ids":
+        _refuse_unknown(message.token_ids, "token_ids.")
+        ids = _token_ids("token_ids", message.token_ids.ids, model.vocab_size)
+    else:
+        raise ValueError("the request has no prompt; give text or token_ids")
+    if not ids:
+        raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
+    if len(ids) >= model.max_model_len:
+        raise ValueError(
+            f"{kind}: the prompt has {len(ids)} tokens; at most {model.max_model_len - 1} leave "
+            f"room for an answer in model.max_model_len={model.max_model_len}"
+        )
+    return ids
+
+
+def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(ids)
+    for i, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            _refuse(f"{field}[{i}]", token, f"token ids are 0 to {vocab_size - 1}")
+    return ids
+
+
+def _sampling(message: pb.Sampling, vocab_size: int) -> SamplingParams:
+    _refuse_unknown(message, "sampling.")
+    _refuse_unimplemented_sampling(message)
+    _check_filters(message)
+    seed = message.seed if message.HasField("seed") else None
+    if seed is not None and seed < 0:
+        _refuse("sampling.seed", seed, "use 0 to 2^63-1")
+    if message.max_tokens < 0:
+        remedy = f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"
+        _refuse("sampling.max_tokens", message.max_tokens, remedy)
+    stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, vocab_size)
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        seed=seed,
+        stop_token_ids=stops,
+        max_tokens=message.max_tokens or DEFAULT_MAX_TOKENS,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _check_filters(message: pb.Sampling) -> None:
+    heat = message.temperature
+    if not (heat == 0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE):
+        remedy = f"use 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        _refuse("sampling.temperature", heat, remedy)
+    if message.top_k < 0:
+        _refuse("sampling.top_k", message.top_k, "use 1 or more, or 0 for all tokens")
+    if message.HasField("top_p") and not 0 < message.top_p <= 1:
+        _refuse("sampling.top_p", message.top_p, "use a number above 0 and up to 1")
+    if not 0 <= message.min_p < 1:
+        _refuse("sampling.min_p", message.min_p, "use a number from 0 to below 1")
+
+
+def _refuse_unimplemented_sampling(message: pb.Sampling) -> None:
+    penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    for field, value, default, is_default in (
+        ("repetition_penalty", penalty, "1", penalty == 1.0),
+        ("presence_penalty", message.presence_penalty, "0", message.presence_penalty == 0.0),
+        ("frequency_penalty", message.frequency_penalty, "0", message.frequency_penalty == 0.0),
+        ("logit_bias", dict(message.logit_bias), "empty", not message.logit_bias),
+        ("stop", list(message.stop), "empty", not message.stop),
+        ("min_tokens", message.min_tokens, "0", message.min_tokens == 0),
+        ("logprobs", logprobs, "unset", logprobs is None),
+        ("n", message.n, "0 or 1", message.n in (0, 1)),
+    ):
+        if not is_default:
+            _refuse(f"sampling.{field}", value, f"not implemented yet; leave it {default}")
+
+
+def _speculation(message: pb.Speculation, num_draft_tokens: int) -> Speculation:
+    _refuse_unknown(message, "speculation.")
+    for field, value, default in (
+        ("acceptance", message.acceptance, "ACCEPTANCE_STRICT"),
+        ("relaxed_top_n", message.relaxed_top_n, "0"),
+        ("relaxed_delta", message.relaxed_delta, "0"),
+    ):
+        if value != 0:
+            _refuse(f"speculation.{field}", value, f"not implemented yet; leave it {default}")
+    if not message.HasField("max_drafts"):
+        return Speculation()
+    if not 0 <= message.max_drafts <= num_draft_tokens:
+        remedy = f"use 0 to {num_draft_tokens}, this server's speculation.num_tokens"
+        _refuse("speculation.max_drafts", message.max_drafts, remedy)
+    return Speculation(max_drafts=message.max_drafts)
+
+
+def _check_resumed(request: Request, model: ModelInfo) -> None:
+    num_output = len(request.output_ids)
+    room = min(request.sampling.max_tokens, model.max_model_len - len(request.prompt_ids))
+    if num_output > room:
+        remedy = f"an answer to this request has at most {room} tokens"
+        _refuse("len(resume_token_ids)", num_output, remedy)
+    stops = stop_ids(request.sampling, model.eos_token_ids)
+    for i, token in enumerate(request.output_ids[:-1]):
+        if token in stops:
+            _refuse(f"resume_token_ids[{i}]", token, "ends the answer, but more tokens follow")

@@ -1,0 +1,137 @@
+"""The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.request import Request, SequenceUpdate, TokenFrame
+from core.stopping import cut
+from decode_node.rows import Rows
+from decode_node.scheduler import Scheduler
+from decode_node.sequence import Sequence
+from decode_node.step import StepOutput, decode_step
+from kv_transfer.pages import PagePool
+from model.cache import Caches
+from model.loaded import LoadedModel
+
+
+class DecodeEngine:
+    """``on_frame`` receives one TokenFrame per step, called on the engine thread.
+
+    The page pool and the caches may be shared with a prefill engine on the same thread.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: PagePool,
+        caches: Caches,
+        *,
+        max_rows: int,
+        max_drafts: int,
+        epoch: str,
+        on_frame: Callable[[TokenFrame], None],
+    ) -> None:
+        self._loaded = loaded
+        self._pool = pool
+        self._caches = caches
+        self._epoch = epoch
+        self._on_frame = on_frame
+        if loaded.drafter.max_drafts is not None:
+            max_drafts = min(max_drafts, loaded.drafter.max_drafts)
+        self.max_drafts = max_drafts
+        self.scheduler = Scheduler(
+            pool, max_rows, max_drafts, loaded.max_model_len, loaded.config.eos_token_ids
+        )
+        self._rows = Rows(
+            max_rows,
+            max_drafts + 1,
+            pool.num_pages_for(loaded.max_model_len + max_drafts),
+            loaded.config.hidden_size,
+            loaded.dtype,
+            loaded.device,
+        )
+        self.num_steps = 0
+
+    def reserve(self, request: Request) -> Sequence:
+        """Row and pages for ``request``; see Scheduler.admit for what it raises."""
+        return self.scheduler.admit(request)
+
+    def activate(self, request_id: str, first_token: int, hidden_D: Tensor | None) -> None:
+        """Start stepping a sequence whose cache is complete.
+
+        ``first_token`` was already emitted by the prefill node. ``hidden_D`` is the main
+        model's hidden state [D] of the last prompt token, None for zero_hidden.
+        """
+        sequence = self.scheduler.sequences[request_id]
+        request = sequence.request
+        sequence.num_output += 1
+        self._rows.begin(
+            sequence.row,
+            first_token=first_token,
+            hidden_D=hidden_D,
+            num_known=len(request.prompt_ids) + sequence.num_output,
+            num_output=sequence.num_output,
+            limit=sequence.limit,
+            pages=sequence.pages,
+            sampling=request.sampling,
+        )
+        sequence.active = True
+
+    def drop(self, request_id: str) -> bool:
+        """End a sequence without a word; False if it was gone already."""
+        return self.scheduler.drop(request_id) is not None
+
+    def has_work(self) -> bool:
+        return any(s.active for s in self.scheduler.sequences.values())
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Advance every active row once and hand out the frame."""
+        active = self.scheduler.active()
+        num_drafts = self.scheduler.num_drafts(active)
+        output = self._run(active, num_drafts)
+        tokens = output.verdict.tokens_BN1.tolist()
+        num_accepted = output.verdict.num_accepted_B.tolist()
+        self.num_steps += 1
+        updates = [
+            self._emit(sequence, tuple(row[: accepted + 1]), num_drafts)
+            for sequence, row, accepted in zip(active, tokens, num_accepted, strict=True)
+        ]
+        self._on_frame(self._frame(updates))
+
+    def _run(self, active: list[Sequence], num_drafts: int) -> StepOutput:
+        longest = max(len(s.request.prompt_ids) + s.num_output for s in active)
+        num_pages = self._pool.num_pages_for(longest + num_drafts)
+        index = torch.tensor([s.row for s in active], device=self._loaded.device)
+        output = decode_step(
+            self._loaded.network,
+            self._loaded.drafter,
+            self._caches,
+            self._rows.select(index, num_pages),
+            num_drafts,
+            all_greedy=all(s.request.sampling.temperature == 0 for s in active),
+        )
+        self._rows.store(index, output.rows)
+        return output
+
+    def _emit(
+        self, sequence: Sequence, token_ids: tuple[int, ...], num_drafts: int
+    ) -> SequenceUpdate:
+        kept, reason = cut(token_ids, sequence.stops, sequence.num_budget)
+        sequence.record(min(num_drafts, sequence.limit), len(token_ids) - 1, len(kept))
+        sequence.num_output += len(kept)
+        if reason is None:
+            return SequenceUpdate(sequence.request.request_id, kept)
+        self.scheduler.drop(sequence.request.request_id)
+        return SequenceUpdate(sequence.request.request_id, kept, reason, counts=sequence.counts())
+
+    def _frame(self, updates: list[SequenceUpdate]) -> TokenFrame:
+        return TokenFrame(
+            epoch=self._epoch,
+            step=self.num_steps,
+            num_active_rows=len(self.scheduler.sequences),
+            num_free_pages=self._pool.num_free,
+            updates=tuple(updates),
+        )

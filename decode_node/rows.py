@@ -1,0 +1,126 @@
+"""The row slots of one decode rank as tensors; every running sequence owns one row.
+
+Shape legend: R row slots, B active rows, M = n_max + 1, D hidden, P pages of a row's table.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from core.request import SamplingParams
+from model.sampling import SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """State of rows between two steps; the first axis of every field is the row.
+
+    ``num_known`` is L (prompt and emitted tokens), ``num_output`` how many were emitted in
+    all, ``limit`` the most drafts a row may use. For the rest see DraftState, SamplingRows.
+    """
+
+    tokens_BM: Tensor
+    hidden_BMD: Tensor
+    num_emitted_B: Tensor
+    num_known_B: Tensor
+    num_output_B: Tensor
+    first_B: Tensor
+    limit_B: Tensor
+    page_table_BP: Tensor
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    seed_B: Tensor
+
+    def sampling(self, *, all_greedy: bool) -> SamplingRows:
+        return SamplingRows(
+            self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.seed_B, all_greedy
+        )
+
+
+class Rows:
+    """Owner of the row tensors; used on the engine thread only."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        num_pages_per_row: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(num_rows, *shape, dtype=torch.int64, device=device)
+
+        def floats() -> Tensor:
+            return torch.zeros(num_rows, dtype=torch.float32, device=device)
+
+        self._tensors = RowTensors(
+            tokens_BM=ints(width),
+            hidden_BMD=torch.zeros(num_rows, width, hidden_size, dtype=dtype, device=device),
+            num_emitted_B=ints(),
+            num_known_B=ints(),
+            num_output_B=ints(),
+            first_B=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            limit_B=ints(),
+            page_table_BP=ints(num_pages_per_row),
+            temperature_B=floats(),
+            top_k_B=ints(),
+            top_p_B=floats(),
+            min_p_B=floats(),
+            seed_B=ints(),
+        )
+        self._device = device
+
+    def begin(
+        self,
+        row: int,
+        *,
+        first_token: int,
+        hidden_D: Tensor | None,
+        num_known: int,
+        num_output: int,
+        limit: int,
+        pages: list[int],
+        sampling: SamplingParams,
+    ) -> None:
+        """A sequence enters with one emitted token; without ``hidden_D`` its hidden state is
+        zeros and its first pass leaves no trace (zero_hidden)."""
+        assert sampling.seed is not None, "a seed is given at admission"
+        t = self._tensors
+        t.tokens_BM[row] = 0
+        t.tokens_BM[row, 0] = first_token
+        t.hidden_BMD[row] = 0
+        if hidden_D is not None:
+            t.hidden_BMD[row, 0] = hidden_D
+        t.first_B[row] = hidden_D is None
+        t.num_emitted_B[row] = 1
+        t.num_known_B[row] = num_known
+        t.num_output_B[row] = num_output
+        t.limit_B[row] = limit
+        t.page_table_BP[row] = 0
+        t.page_table_BP[row, : len(pages)] = torch.tensor(pages, device=self._device)
+        t.temperature_B[row] = sampling.temperature
+        t.top_k_B[row] = sampling.top_k
+        t.top_p_B[row] = sampling.top_p
+        t.min_p_B[row] = sampling.min_p
+        t.seed_B[row] = sampling.seed
+
+    def select(self, rows: Tensor, num_pages: int) -> RowTensors:
+        """State of the active ``rows`` [B], page tables cut to ``num_pages``."""
+        picked = {f.name: getattr(self._tensors, f.name)[rows] for f in fields(self._tensors)}
+        chosen = RowTensors(**picked)
+        return replace(chosen, page_table_BP=chosen.page_table_BP[:, :num_pages])
+
+    def store(self, rows: Tensor, new: RowTensors) -> None:
+        """Keep what a step changed."""
+        for name in _CHANGED_BY_STEP:
+            getattr(self._tensors, name)[rows] = getattr(new, name)
+
+
+_CHANGED_BY_STEP = (
+    "tokens_BM", "hidden_BMD", "num_emitted_B", "num_known_B", "num_output_B", "first_B",
+)  # fmt: skip

@@ -1,0 +1,184 @@
+"""The hand-over's messages. D (decode) calls P (prefill); every request has one reply.
+
+=========  ========  =====================================================================
+method     reply     meaning
+=========  ========  =====================================================================
+connect    Address   P starts its end of a channel; both ends meet under the nonce
+pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
+send       Sent      D's receive is launched: P gathers and sends one chunk
+renew      Ack       the lease lives on (or will, if prefill has not opened it yet)
+release    Ack       D needs nothing more of it; saying so twice is fine
+hang_up    Ack       D's end of the channel is gone, P shall drop its own
+=========  ========  =====================================================================
+
+A request that fails is answered by ``Failure``; `read_reply` turns it back into the error.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from core import errors
+from core.errors import HandoverError, NodeLost, TandemError
+from core.wire import pack, unpack
+from kv_transfer.layout import Layout
+from kv_transfer.leases import Key
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group."""
+
+    protocol: int
+    owner: str
+    epoch: str
+    request_id: str
+    attempt: int
+    fingerprint: str
+    num_tokens: int
+
+    @property
+    def key(self) -> Key:
+        return self.request_id, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """``peer`` is D's name; a new channel of the same peer replaces its old one."""
+
+    epoch: str
+    peer: str
+    nonce: str
+    backend: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where P's rendezvous listens, and how long its leases are."""
+
+    address: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Answer within ``wait_s``, earlier once any group has more than ``num_pulled`` tokens.
+
+    One entry per layout group: D asks for tokens ``[num_pulled[g], all there are)`` of each.
+    """
+
+    epoch: str
+    request_id: str
+    attempt: int
+    num_pulled: tuple[int, ...]
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The KV is complete. Counts are per layout group, generations per page of P.
+
+    ``hidden`` is the main model's last hidden state as raw bytes, None for zero_hidden.
+    """
+
+    first_token: int
+    hidden: bytes | None
+    hidden_dtype: str
+    num_tokens: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Tokens computed so far per group. ``opened`` is False while prefill is unknown."""
+
+    opened: bool
+    num_tokens: tuple[int, ...]
+    seal: Seal | None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send tokens ``[lo, hi)`` of a group as transfer ``transfer_id`` of channel ``nonce``."""
+
+    epoch: str
+    request_id: str
+    attempt: int
+    nonce: str
+    transfer_id: int
+    group: str
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """``generations`` of P's pages ``first_page ...`` (counted within the request) as read."""
+
+    transfer_id: int
+    num_bytes: int
+    first_page: int
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    epoch: str
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    epoch: str
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A named error on its way to the other side; ``kind`` is its class in core.errors."""
+
+    kind: str
+    text: str
+
+
+_FAILURE_HEAD = pack(Failure("", ""))[: len(b"\x92\xa7Failure")]
+
+
+def failure_of(error: Exception) -> Failure:
+    return Failure(type(error).__name__, str(error))
+
+
+def read_reply(cls: type[Reply], data: bytes) -> Reply:
+    """Decode a reply, or raise the error it carries.
+
+    Raises the class in core.errors that the failure names, HandoverError for any other
+    kind, WireError for bytes that are neither ``cls`` nor a failure.
+    """
+    if not data.startswith(_FAILURE_HEAD):
+        return unpack(cls, data)
+    failure = unpack(Failure, data)
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, TandemError):
+        raise kind(failure.text)
+    raise HandoverError(f"{failure.kind}: {failure.text}")
+
+
+def check_epoch(mine: str, theirs: str) -> None:
+    """Raises NodeLost when a handle of another life of this rank is used."""
+    if mine != theirs:
+        raise NodeLost(f"epoch {theirs!r} was asked for, this is {mine!r}")

@@ -1,0 +1,92 @@
+"""Allocation of KV pages: reference counts, and generations that make stale use visible."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from core.errors import Overloaded, StalePages
+
+DUMMY_PAGE = 0
+"""Never allocated: padding and suppressed writes go here."""
+
+
+class OutOfPages(Overloaded):
+    """Fewer pages are free than were asked for; nothing was allocated."""
+
+
+class PagePool:
+    """Pages ``1 .. num_pages-1`` of ``page_size`` tokens each. Owned by one thread.
+
+    A page's generation changes when it is allocated and when it is freed, so a (page,
+    generation) pair noted while the page was held is good exactly as long as it is held.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"kv.num_pages must be at least 2 (page 0 is spare), got {num_pages}")
+        if page_size < 1:
+            raise ValueError(f"kv.page_size must be at least 1, got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = deque(range(1, num_pages))
+        self._refcounts = [0] * num_pages
+        self._generations = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - 1 - len(self._free)
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Take pages with one reference each, all or none. Raises OutOfPages."""
+        assert num_pages >= 0, f"cannot allocate {num_pages} pages"
+        if num_pages > len(self._free):
+            raise OutOfPages(f"{num_pages} pages wanted, {len(self._free)} free")
+        pages = [self._free.popleft() for _ in range(num_pages)]
+        for page in pages:
+            self._refcounts[page] = 1
+            self._generations[page] += 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to pages that are held already."""
+        for page in pages:
+            assert self._refcounts[page] > 0, f"page {page} is free and cannot be retained"
+            self._refcounts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference; the last one frees the page and ends its generation."""
+        for page in pages:
+            assert self._refcounts[page] > 0, f"page {page} was freed twice"
+            self._refcounts[page] -= 1
+            if self._refcounts[page] == 0:
+                self._generations[page] += 1
+                self._free.append(page)
+
+    def generations(self, pages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._generations[page] for page in pages)
+
+    def check_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Raises StalePages if any page changed hands since its generation was noted."""
+        for page, generation in zip(pages, generations, strict=True):
+            now = self._generations[page]
+            if now != generation:
+                raise StalePages(f"page {page}: generation {generation} noted, {now} now")
+
+    def check_integrity(self) -> None:
+        """Assert that every page is either free once or held, and the dummy page neither."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert DUMMY_PAGE not in free, "the dummy page is free"
+        assert self._refcounts[DUMMY_PAGE] == 0, "the dummy page is held"
+        for page in range(1, self.num_pages):
+            count = self._refcounts[page]
+            assert (count == 0) == (page in free), f"page {page}: {count} references, free or not"
+            assert count >= 0, f"page {page} has {count} references"
+            odd = self._generations[page] % 2 == 1
+            assert odd == (count > 0), f"page {page}: generation out of step with its references"

@@ -1,0 +1,135 @@
+"""D's half of one transfer: reserve staging, receive, scatter."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.errors import HandoverError
+from core.mailbox import EngineLoop
+from kv_transfer import messages as m
+from kv_transfer.base import Channel
+from kv_transfer.caches import Caches, staged
+from kv_transfer.layout import Group
+from kv_transfer.links import Link
+from kv_transfer.progress import Chunk, Progress
+from kv_transfer.staging import Buffer, Fence, StagingPool, fence
+from kv_transfer.tasks import Tasks, in_thread
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One pull under way: where from, into which pages, and its transfers on the wire."""
+
+    link: Link
+    offer: m.Offer
+    pages: Sequence[int]
+    progress: Progress
+    window: asyncio.Semaphore
+    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
+
+
+class Receiver:
+    """Receives chunks; a started transfer always runs to its end, even when nobody waits."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        engine: EngineLoop,
+        staging: StagingPool,
+        tasks: Tasks,
+        timeout_s: float,
+    ) -> None:
+        self._caches = caches
+        self._engine = engine
+        self._staging = staging
+        self._tasks = tasks
+        self._timeout_s = timeout_s
+
+    async def fetch(self, job: Job, group: Group, lo: int, hi: int) -> None:
+        """Bring tokens ``[lo, hi)`` of a group into the job's pages and note it as progress.
+
+        Cancelled while on the wire, the transfer drains into staging and is not scattered.
+        """
+        async with job.window:
+            began = time.perf_counter()
+            exchange, buffer = await self._start(job, group, lo, hi)
+            try:
+                sent = await asyncio.shield(exchange)
+            except asyncio.CancelledError:
+                exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
+                raise
+            wire_s = time.perf_counter() - began
+            try:
+                await self._scatter(group, job.pages, lo, hi, buffer)
+            finally:
+                self._staging.free(buffer)
+            job.progress.chunks.append(Chunk(sent, wire_s))
+
+    async def _start(
+        self, job: Job, group: Group, lo: int, hi: int
+    ) -> tuple[asyncio.Task[m.Sent], Buffer]:
+        link, offer = job.link, job.offer
+        await link.lock.acquire()
+        try:
+            nonce, channel = await link.ready()
+            buffer = await self._staging.reserve()
+        except BaseException:
+            link.lock.release()
+            raise
+        num_bytes = staged(group, buffer, hi - lo).nbytes
+        ask = m.Send(
+            offer.epoch, offer.request_id, offer.attempt, nonce, channel.num_transfers,
+            group.name, lo, hi,
+        )  # fmt: skip
+        exchange = self._tasks.start(self._exchange(link, channel, buffer, ask, num_bytes))
+        job.exchanges.add(exchange)
+        exchange.add_done_callback(job.exchanges.discard)
+        return exchange, buffer
+
+    async def _exchange(
+        self, link: Link, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
+    ) -> m.Sent:
+        """Runs to its end holding ``link.lock``; quarantines the buffer when it fails."""
+        try:
+            transfer = channel.recv(buffer.bytes[:num_bytes])
+            assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
+            await asyncio.wrap_future(transfer.launched)
+            call = self._tasks.start(link.call("send", ask, m.Sent, self._timeout_s))
+            sent, _ = await asyncio.gather(call, asyncio.wrap_future(transfer.done))
+            if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, num_bytes):
+                raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
+        except BaseException as error:
+            link.discard(ask.nonce, channel, f"transfer {ask.transfer_id} failed: {error}")
+            self._staging.quarantine(buffer, channel.terminal)
+            raise
+        finally:
+            link.lock.release()
+        return sent
+
+    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
+        if not exchange.cancelled() and exchange.exception() is None:
+            self._staging.free(buffer)
+
+    async def _scatter(
+        self, group: Group, pages: Sequence[int], lo: int, hi: int, buffer: Buffer
+    ) -> None:
+        def write() -> Fence | None:
+            self._caches.scatter(group, pages, lo, hi, staged(group, buffer, hi - lo))
+            return fence(self._caches.device)
+
+        posted = self._engine.post(write)
+        waiting = asyncio.wrap_future(posted)
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not posted.cancel():
+                await asyncio.wait([waiting])
+                await _pass(waiting.result())
+            raise
+        await _pass(waiting.result())
+
+
+async def _pass(mark: Fence | None) -> None:
+    if mark is not None:
+        await in_thread(mark)

@@ -1,0 +1,142 @@
+"""Staging buffers, the only memory the wire touches, and the copies between them and caches."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Fence = Callable[[], None]
+"""Blocks its caller until the device work that was enqueued before it is done."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """One chunk's staging: ``bytes`` is uint8 ``[chunk_bytes]``."""
+
+    index: int
+    bytes: Tensor
+
+
+class StagingPool:
+    """``total_bytes // chunk_bytes`` buffers, handed out first come, first served.
+
+    Owned by the asyncio loop that calls it; only `quarantine`'s end comes from elsewhere.
+    """
+
+    def __init__(self, total_bytes: int, chunk_bytes: int, pin: bool = False, device: str = "cpu"):
+        if not 0 < chunk_bytes <= total_bytes:
+            raise ValueError(
+                f"kv_transfer.staging_bytes must hold a chunk of {chunk_bytes}, got {total_bytes}"
+            )
+        self.chunk_bytes = chunk_bytes
+        self.num_buffers = total_bytes // chunk_bytes
+        shape = (self.num_buffers, chunk_bytes)
+        storage = torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pin)
+        self._free = deque(Buffer(i, storage[i]) for i in range(self.num_buffers))
+        self._held: set[int] = set()
+        self._quarantined: set[int] = set()
+        self._waiters: deque[asyncio.Future[Buffer]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """Buffers that are reserved or quarantined."""
+        return self.num_buffers - len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not waiter.done() for waiter in self._waiters)
+
+    async def reserve(self) -> Buffer:
+        """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer."""
+        waiter: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._serve()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.free(waiter.result())
+            raise
+
+    def free(self, buffer: Buffer) -> None:
+        assert buffer.index in self._held, f"staging buffer {buffer.index} was freed twice"
+        self._held.remove(buffer.index)
+        self._free.append(buffer)
+        self._serve()
+
+    def quarantine(self, buffer: Buffer, terminal: "Future[None]") -> None:
+        """Free a buffer only once its channel can touch it no more."""
+        assert buffer.index in self._held, f"staging buffer {buffer.index} is not held"
+        self._held.remove(buffer.index)
+        self._quarantined.add(buffer.index)
+        loop = asyncio.get_running_loop()
+        terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(self._readmit, buffer))
+
+    def check_integrity(self) -> None:
+        """Assert that every buffer is free, held or quarantined, and exactly one of these."""
+        free = [buffer.index for buffer in self._free]
+        everything = sorted([*free, *self._held, *self._quarantined])
+        assert everything == list(range(self.num_buffers)), f"staging adds up to {everything}"
+        assert not (self._free and self.num_waiting), "a staging buffer is free and waited for"
+
+    def _readmit(self, buffer: Buffer) -> None:
+        self._quarantined.remove(buffer.index)
+        self._free.append(buffer)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiters and self._free:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                buffer = self._free.popleft()
+                self._held.add(buffer.index)
+                waiter.set_result(buffer)
+
+
+def gather(caches: Sequence[Tensor], slots_T: Tensor, out: Tensor) -> None:
+    """Copy slots of every layer into ``out``, uint8 ``[num_layers, T, bytes_per_token]``.
+
+    ``caches`` are ``[num_slots, width]`` of any one dtype; ``slots_T`` is int64 on their device.
+    """
+    rows = _widest_view(out)
+    for layer, cache in enumerate(caches):
+        source = _as_bytes(cache).view(rows.dtype)
+        if out.device == cache.device:
+            torch.index_select(source, 0, slots_T, out=rows[layer])
+        else:
+            rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
+
+
+def scatter(staged: Tensor, slots_T: Tensor, caches: Sequence[Tensor]) -> None:
+    """The reverse of `gather`: write ``staged`` into those slots of every layer."""
+    rows = _widest_view(staged)
+    for layer, cache in enumerate(caches):
+        target = _as_bytes(cache).view(rows.dtype)
+        target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
+
+
+def fence(device: torch.device) -> Fence | None:
+    """Marks the work enqueued on ``device``'s current stream; None where copies are done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8)
+
+
+def _widest_view(staged: Tensor) -> Tensor:
+    """Rows as wide integers where their width and place allow it: index copies go faster."""
+    aligned = staged.shape[-1] % 8 == 0 and staged.storage_offset() % 8 == 0
+    return staged.view(torch.int64) if aligned else staged

@@ -1,0 +1,56 @@
+"""Asyncio tasks that outlive the call that started them, but not their owner."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Keeps every task until it ends. ``finish`` leaves none behind."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def detached(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await ``work``; cancelling the waiter leaves it running to its end."""
+        return await asyncio.shield(self.start(work))
+
+    async def finish(self) -> None:
+        """Wait until all have ended, whatever their results."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("background task of a hand-over failed: %r", task.exception())
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Run what blocks for long on a thread of its own, so that it starves nobody's executor."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kv-blocking", daemon=True).start()
+    return await asyncio.wrap_future(future)

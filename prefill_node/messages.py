@@ -1,0 +1,35 @@
+"""What a gateway asks of a prefill node. The hand-over's own messages are kv_transfer's."""
+
+from dataclasses import dataclass
+
+from core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute ``request``'s prompt and keep it for pulling; ``attempt`` counts retries."""
+
+    request: Request
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The first token, and how long the prompt waited and was computed."""
+
+    first_token: int
+    queue_ms: float
+    prefill_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Drop the attempt in whatever phase it is."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass

@@ -1,0 +1,25 @@
+"""A request's state on a prefill rank."""
+
+from dataclasses import dataclass, field
+
+from core.request import Request
+
+
+@dataclass(slots=True)
+class Sequence:
+    """``token_ids`` are prompt and resumed output; slots [0, num_done) of the main cache are
+    computed. ``pages`` belong to the sequence until its lease ends. ``started_at`` is monotonic."""
+
+    request: Request
+    attempt: int
+    pages: list[int]
+    token_ids: tuple[int, ...] = field(init=False)
+    num_done: int = 0
+    started_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.request.prompt_ids + self.request.output_ids
+
+    @property
+    def num_left(self) -> int:
+        return len(self.token_ids) - self.num_done

@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import pytest
+
+from core.errors import HandoverError, LayoutMismatch, NodeLost, StalePages
+from core.wire import WireError, pack, unpack
+from kv_transfer.layout import Group, Layout, check_same
+from kv_transfer.messages import Ack, Failure, Ready, Seal, check_epoch, failure_of, read_reply
+
+LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3")
+
+
+def test_bytes_and_groups() -> None:
+    assert LAYOUT.bytes_per_token == 5 * 1152
+    assert LAYOUT.group("mtp") == Group("mtp", 1, 1152)
+    with pytest.raises(LayoutMismatch, match="'eagle'.*main.*mtp"):
+        LAYOUT.group("eagle")
+
+
+def test_equal_layouts_agree_and_survive_the_wire() -> None:
+    copy = unpack(Layout, pack(LAYOUT))
+    assert copy == LAYOUT and copy.fingerprint() == LAYOUT.fingerprint()
+    check_same(LAYOUT, copy)
+    assert LAYOUT.fingerprint() == "948f6c7a4c6dc0c5", "the fingerprint differs between versions"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (replace(LAYOUT, dtype="float32"), "dtype: 'bfloat16' here, 'float32' there"),
+        (replace(LAYOUT, model="other"), "model: 'deepseek-v3' here, 'other' there"),
+        (replace(LAYOUT, protocol=7), "protocol: 1 here, 7 there"),
+        (replace(LAYOUT, groups=LAYOUT.groups[:1]), r"groups: \['main', 'mtp'\] here, \['main'\]"),
+        (
+            replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
+            "groups.mtp.num_layers: 1 here, 2 there",
+        ),
+        (
+            replace(LAYOUT, groups=(Group("main", 4, 640), LAYOUT.groups[1])),
+            "groups.main.bytes_per_token: 1152 here, 640 there",
+        ),
+    ],
+)
+def test_a_mismatch_names_the_field_and_both_values(theirs: Layout, text: str) -> None:
+    assert theirs.fingerprint() != LAYOUT.fingerprint()
+    with pytest.raises(LayoutMismatch, match=text):
+        check_same(LAYOUT, theirs)
+
+
+def test_every_differing_field_is_named() -> None:
+    with pytest.raises(LayoutMismatch) as caught:
+        check_same(LAYOUT, Layout((Group("main", 3, 8),), "float32", "x", 2))
+    assert all(name in str(caught.value) for name in ("dtype", "model", "protocol", "groups"))
+
+
+def test_a_layout_without_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="distinct names"):
+        Layout((Group("a", 1, 1), Group("a", 1, 1)), "float32", "x")
+    with pytest.raises(ValueError, match="needs layers and bytes"):
+        Layout((Group("a", 0, 1),), "float32", "x")
+
+
+def test_errors_survive_the_trip() -> None:
+    for error in (StalePages("page 3"), LayoutMismatch("dtype"), NodeLost("gone")):
+        with pytest.raises(type(error), match=str(error)):
+            read_reply(Ack, pack(failure_of(error)))
+    with pytest.raises(HandoverError, match="WireError: odd"):
+        read_reply(Ack, pack(Failure("WireError", "odd")))
+
+
+def test_replies_are_checked() -> None:
+    ready = Ready(True, (3, 2), Seal(7, b"\0\1", "float32", (3, 2), (1, 1)))
+    assert read_reply(Ready, pack(ready)) == ready
+    with pytest.raises(WireError, match="expected message Ack, got 'Ready'"):
+        read_reply(Ack, pack(ready))
+
+
+def test_another_epoch_is_a_lost_node_with_both_values() -> None:
+    check_epoch("a", "a")
+    with pytest.raises(NodeLost, match="epoch 'old' was asked for, this is 'new'"):
+        check_epoch("new", "old")

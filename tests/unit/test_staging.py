@@ -1,0 +1,137 @@
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.caches import Caches, check_chunks, chunks, staged
+from kv_transfer.layout import Group, Layout
+from kv_transfer.pages import PagePool
+from kv_transfer.staging import StagingPool, gather, scatter
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
+
+
+def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = width * dtype.itemsize
+    return torch.randint(0, 256, (num_slots, num_bytes), dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 16])
+def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: int) -> None:
+    source = [random_bytes(40, width, dtype) for _ in range(3)]
+    target = [random_bytes(24, width, dtype) for _ in range(3)]
+    before = [cache.view(torch.uint8).clone() for cache in target]
+    read_T, write_T = torch.tensor([4, 39, 0, 17, 5]), torch.tensor([23, 1, 2, 11, 7])
+    out = torch.zeros(3, 5, width * dtype.itemsize, dtype=torch.uint8)
+    gather(source, read_T, out)
+    scatter(out, write_T, target)
+    others = torch.ones(24, dtype=torch.bool)
+    others[write_T] = False
+    for layer in range(3):
+        wanted = source[layer].view(torch.uint8)[read_T]
+        got = target[layer].view(torch.uint8)
+        assert torch.equal(out[layer], wanted)
+        assert torch.equal(got[write_T], wanted)
+        assert torch.equal(got[others], before[layer][others])
+
+
+def test_token_wise_copies_between_different_page_sizes() -> None:
+    layout = Layout((Group("main", 2, 12), Group("mtp", 1, 12)), "float32", "m")
+    sides = []
+    for page_size in (4, 3):
+        pool = PagePool(16, page_size)
+        tensors = {
+            group.name: [
+                random_bytes(16 * page_size, 3, torch.float32) for _ in range(group.num_layers)
+            ]
+            for group in layout.groups
+        }
+        sides.append((Caches(layout, pool, tensors), tensors, pool.allocate(5)[::-1]))
+    (source, from_tensors, from_pages), (target, to_tensors, to_pages) = sides
+    out = torch.zeros(2, 7, 12, dtype=torch.uint8)
+    source.gather(layout.groups[0], from_pages, 2, 9, out)
+    target.scatter(layout.groups[0], to_pages, 2, 9, out)
+    for token in range(2, 9):
+        read = from_pages[token // 4] * 4 + token % 4
+        write = to_pages[token // 3] * 3 + token % 3
+        for layer in range(2):
+            wanted = from_tensors["main"][layer][read].view(torch.uint8)
+            assert torch.equal(to_tensors["main"][layer][write].view(torch.uint8), wanted)
+
+
+@given(st.integers(0, 500), st.integers(0, 300), st.integers(1, 5), st.integers(24, 400))
+@settings(max_examples=60, deadline=None)
+def test_chunks_cover_the_range_and_fit(lo: int, length: int, layers: int, chunk: int) -> None:
+    group = Group("g", layers, 4)
+    parts = list(chunks(group, lo, lo + length, chunk))
+    assert [t for a, b in parts for t in range(a, b)] == list(range(lo, lo + length))
+    assert all(0 < (b - a) * layers * 4 <= chunk for a, b in parts)
+
+
+def test_a_chunk_must_hold_a_token() -> None:
+    with pytest.raises(ValueError, match="token of 24 bytes, got 23"):
+        check_chunks(Layout((Group("g", 6, 4),), "float32", "m"), 23)
+    with pytest.raises(ValueError, match="staging_bytes"):
+        StagingPool(total_bytes=10, chunk_bytes=11)
+
+
+def test_staged_is_a_view_of_the_buffer() -> None:
+    pool = StagingPool(100, 100)
+    buffer = pool._free[0]
+    view = staged(Group("g", 2, 4), buffer, 3)
+    view.fill_(9)
+    assert view.shape == (2, 3, 4) and int(buffer.bytes.sum()) == 9 * 24
+
+
+async def test_buffers_are_handed_out_in_order_of_asking() -> None:
+    pool = StagingPool(total_bytes=25, chunk_bytes=10)
+    first, second = await pool.reserve(), await pool.reserve()
+    order: list[str] = []
+
+    async def take(name: str) -> None:
+        buffer = await pool.reserve()
+        order.append(name)
+        pool.free(buffer)
+
+    waiting = [asyncio.create_task(take(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    assert pool.num_waiting == 3 and pool.num_free == 0
+    pool.free(first)
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b", "c"]
+    pool.free(second)
+    pool.check_integrity()
+    assert pool.num_free == 2
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(second)
+
+
+async def test_cancelled_waiters_lose_no_buffer() -> None:
+    pool = StagingPool(10, 10)
+    held = await pool.reserve()
+    waiters = [asyncio.create_task(pool.reserve()) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()
+    pool.free(held)
+    waiters[1].cancel()
+    await asyncio.gather(*waiters, return_exceptions=True)
+    pool.check_integrity()
+    assert pool.num_free == 1 and pool.num_waiting == 0
+
+
+async def test_quarantine_ends_with_the_channel() -> None:
+    pool = StagingPool(10, 10)
+    terminal: Future[None] = Future()
+    pool.quarantine(await pool.reserve(), terminal)
+    waiting = asyncio.create_task(pool.reserve())
+    await asyncio.sleep(0.01)
+    pool.check_integrity()
+    assert not waiting.done() and pool.num_taken == 1
+    terminal.set_result(None)
+    pool.free(await asyncio.wait_for(waiting, 1))
+    pool.check_integrity()
+    assert pool.num_free == 1
