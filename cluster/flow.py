@@ -5,8 +5,9 @@ One function, one ``finally`` that releases everything (design.md, Life of a req
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.answer import Answer
 from cluster.nodes import DecodeHandle, PrefillHandle
@@ -25,11 +26,12 @@ RELEASE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Where a request runs, and which try this is."""
+    """Where a request runs. ``attempt`` names this try and is never used again, so that late
+    messages of an earlier try, or of a request of the same id, cannot touch this one."""
 
     prefill: PrefillHandle
     decode: DecodeHandle
-    attempt: int
+    attempt: int = field(default_factory=lambda: secrets.randbits(48))
 
 
 async def run_request(

@@ -20,9 +20,10 @@ from cluster.router import choose_route
 from core import node as core_node
 from core.errors import Overloaded
 from core.failure import decode
-from core.request import Delta, Finished, Request
+from core.request import Delta, Finished, Request, SamplingParams
 
 STATUS_TIMEOUT_S = 2.0
+WARM_UP_TOKENS = 3
 
 
 class ClusterGateway:
@@ -61,8 +62,11 @@ class ClusterGateway:
     async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Deltas, then one Finished. Closing it early frees everything the request holds.
 
-        Raises what run_request raises, and Overloaded when the queue is full.
+        Raises what run_request raises, Overloaded when the queue is full, and ValueError for a
+        request id that is running already.
         """
+        if request.request_id in self._running:
+            raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
         if request.sampling.seed is None:
             seeded = replace(request.sampling, seed=secrets.randbits(63))
             request = replace(request, sampling=seeded)
@@ -81,6 +85,23 @@ class ClusterGateway:
             yield answer.aborted()
         finally:
             del self._running[request.request_id]
+
+    async def warm_up(self) -> None:
+        """Send one tiny request over every pair of nodes: channels and first calls are slow,
+        and no user shall wait for them."""
+        for prefill in self._prefills.values():
+            for decode_node in self._decodes.values():
+                if prefill.info.fingerprint == decode_node.info.fingerprint:
+                    await self._warm(Pair(prefill, decode_node))
+
+    async def _warm(self, pair: Pair) -> None:
+        name = f"warm-up {pair.prefill.info.name} {pair.decode.info.name}"
+        sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        request = Request(name, (0, 0), sampling=sampling)
+        model = self.model_info()
+        answer = Answer(request, TextStream(self.tokenizer), (), model.max_model_len)
+        async for _ in run_request(request, pair, answer):
+            pass
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets a Finished with reason abort."""
@@ -125,7 +146,7 @@ class ClusterGateway:
             [d.load() for d in self._decodes.values()],
             excluded=self._lost,
         )
-        pair = Pair(self._prefills[route.prefill], self._decodes[route.decode], attempt=0)
+        pair = Pair(self._prefills[route.prefill], self._decodes[route.decode])
         run = run_request(request, pair, answer)
         async with aclosing(run) as pieces:
             async for piece in pieces:

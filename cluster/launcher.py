@@ -46,6 +46,8 @@ async def launch(
             infos = [decode(NodeInfo, data) for data in await actor.start.remote()]
             gateway = _gateway(config, tokenizer, infos)
             try:
+                on_progress("warming up")
+                await gateway.warm_up()
                 yield gateway
             finally:
                 await gateway.stop()

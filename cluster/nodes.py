@@ -35,9 +35,8 @@ class DecodeHandle:
     inboxes: dict[str, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
 
     def open_inbox(self, request_id: str) -> "asyncio.Queue[SequenceUpdate]":
-        """Where the request's updates will arrive; raises ValueError if it has one already."""
-        if request_id in self.inboxes:
-            raise ValueError(f"request_id: {request_id!r} is already running; use another")
+        """Where the request's updates will arrive."""
+        assert request_id not in self.inboxes, f"{request_id!r} has an inbox already"
         inbox = self.inboxes[request_id] = asyncio.Queue()
         return inbox
 

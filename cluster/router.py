@@ -47,9 +47,11 @@ def choose_route(
         if p.fingerprint == d.fingerprint and p.name not in excluded and d.name not in excluded
     ]
     if not pairs:
+        layouts = {load.name: load.fingerprint for load in prefills}
+        layouts |= {load.name: load.fingerprint for load in decodes}
         raise NodeLost(
-            f"no prefill and decode node with the same cache layout: "
-            f"{[(n.name, n.fingerprint) for n in (*prefills, *decodes)]}"
+            "no prefill and decode node are left that cache alike; "
+            f"layouts: {layouts}, lost: {sorted(excluded)}"
         )
     free = [(p, d) for p, d in pairs if d.num_rows < d.max_rows]
     if not free:

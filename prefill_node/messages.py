@@ -7,7 +7,7 @@ from core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute ``request``'s prompt and keep it for pulling; ``attempt`` counts retries."""
+    """Compute ``request``'s prompt and keep it for pulling; ``attempt`` names the try."""
 
     request: Request
     attempt: int

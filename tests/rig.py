@@ -1,7 +1,7 @@
 """A whole cluster without Ray: real nodes, real channels, one process, one asyncio loop."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,13 @@ class Rig:
         """Token ids, text and the last message of one request."""
         ids: list[int] = []
         text = ""
-        async for piece in self.gateway.generate(request):
-            if isinstance(piece, Delta):
-                ids += piece.token_ids
-                text += piece.text
-            else:
-                return ids, text, piece
+        async with aclosing(self.gateway.generate(request)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Delta):
+                    ids += piece.token_ids
+                    text += piece.text
+                else:
+                    return ids, text, piece
         raise AssertionError("the stream ended without a Finished")
 
     async def settle(self) -> None:

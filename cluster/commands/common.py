@@ -1,11 +1,12 @@
 """What the commands share: options, errors on stderr, progress, a cluster of one's own."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,7 +17,6 @@ from cluster.server import Server
 from cluster.status_codes import status_of
 
 DEFAULT_ADDRESS: str = ServerConfig().address
-Progress = Callable[[str], None]
 
 
 def _print_keys(wanted: bool) -> None:
@@ -53,48 +53,72 @@ RayAddress = Annotated[
 ]
 
 
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a command's coroutine; errors go to stderr as ``error: CODE: details``, exit code 1.
+
+    SIGTERM and SIGINT cancel it, so that what it started is stopped too.
+    """
+    with errors_reported():
+        asyncio.run(_cancelled_by_sigterm(main))
+
+
+async def _cancelled_by_sigterm(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await main
+
+
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """Turn errors into ``error: CODE: details`` on stderr and exit code 1."""
+    """Turn an error into ``error: CODE: details`` on stderr and exit code 1."""
     try:
         yield
+    except (typer.Exit, BrokenPipeError):
+        raise
     except InferenceError as error:
         fail(error.code.name, error.details)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("error: CANCELLED: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
     except Exception as error:
-        if isinstance(error, typer.Exit):
-            raise
         status = status_of(error)
         fail(status.code.name, status.details)
 
 
-def fail(code: str, details: str) -> None:
+def fail(code: str, details: str) -> NoReturn:
     """Say what went wrong, and exit with 1."""
     print(f"error: {code}: {details}", file=sys.stderr, flush=True)
     raise typer.Exit(1)
 
 
 @contextmanager
-def progress_shown() -> Iterator[Progress]:
-    """A function that shows what is going on: a spinner on a terminal, lines on a pipe."""
+def progress_shown() -> Iterator[Callable[[str], None]]:
+    """Show what is going on, on stderr: a spinner on a terminal, lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     with console.status("starting") as spinner:
-        yield lambda text: spinner.update(text)
+        yield spinner.update
 
 
 @asynccontextmanager
 async def running_server(
     config: TandemConfig, ray_address: str | None = None
 ) -> AsyncIterator[Server]:
-    """A server over a cluster of its own, ready; both are gone when the block ends."""
-    from cluster.launcher import launch
+    """A server over a cluster of its own, serving; both are gone when the block ends.
 
-    async with Server(config) as server:
+    The address is taken first, so that a port in use is told before a model is loaded.
+    """
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(config))
         with progress_shown() as on_progress:
+            on_progress("importing torch and Ray")
+            from cluster.launcher import launch
+
             cluster = launch(config, ray_address=ray_address, on_progress=on_progress)
-            gateway = await cluster.__aenter__()
-        ...
+            gateway = await stack.enter_async_context(cluster)
+        stack.push_async_callback(server.stop)
+        await server.attach(gateway)
+        yield server

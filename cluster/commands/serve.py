@@ -1,0 +1,70 @@
+"""``tandem serve``: a cluster and its gRPC server, until a signal."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from cluster.commands.common import ConfigFile, ListKeys, RayAddress, Sets, run, running_server
+from cluster.config import load
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def serve(
+    config: ConfigFile = None,
+    sets: Sets = None,
+    ray_address: RayAddress = None,
+    list_keys: ListKeys = False,
+) -> None:
+    """Start a cluster and serve it over gRPC.
+
+    Prints "ready grpc=HOST:PORT" once it serves. SIGTERM or Ctrl-C lets
+    running answers finish (at most server.drain_s), then stops everything;
+    a second one stops at once.
+
+    \b
+    Examples:
+      tandem serve
+      tandem serve --config cluster.yaml --set server.address=0.0.0.0:50051
+      tandem serve --set speculation.num_tokens=0 --set decode.max_rows=4
+      tandem serve --list-keys
+    """
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    run(_serve(config, sets, ray_address))
+
+
+class _Signals:
+    """SIGTERM and SIGINT: once ready the first asks to stop; any other cancels the task."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.stop = asyncio.Event()
+        self._task = asyncio.current_task()
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+
+    def _receive(self) -> None:
+        if self.stop.is_set() or not self.ready:
+            assert self._task is not None
+            self._task.cancel()
+        self.stop.set()
+
+
+async def _serve(config: Path | None, sets: list[str] | None, ray_address: str | None) -> None:
+    signals = _Signals()
+    signals.install()
+    try:
+        async with running_server(load(config, sets), ray_address) as server:
+            signals.install()  # Ray may have put its own in their place
+            signals.ready = True
+            print(f"ready grpc={server.address}", flush=True)
+            await signals.stop.wait()
+            await server.drain()
+    except asyncio.CancelledError:
+        if signals.ready:
+            raise
+        print("stopped before it was ready", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""``tandem status``: what a server is, and how its nodes are doing."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.client import Client
+from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
+from cluster.info import STARTING, ModelInfo, ServerStatus
+
+Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
+
+
+def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
+    """Show the state of a server and of every node.
+
+    \b
+    Examples:
+      tandem status
+      tandem status --address 10.0.0.7:50051 --json
+    """
+    with errors_reported(), Client(address) as client:
+        state = client.status()
+        model = None if state.state == STARTING else client.model_info()
+        if as_json:
+            fields = asdict(state) | {"model": None if model is None else asdict(model)}
+            print(json.dumps(fields, ensure_ascii=False))
+        else:
+            _show(address, state, model)
+
+
+def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"{address}  {state.state}  mode {state.mode}  {state.num_running} running", markup=False
+    )
+    if model is not None:
+        console.print(
+            f"{model.name}  {model.architecture}  {model.dtype}  "
+            f"up to {model.max_model_len} tokens  {model.num_draft_tokens} drafts per step",
+            markup=False,
+        )
+    if state.nodes:
+        console.print(_node_table(state))
+
+
+def _node_table(state: ServerStatus) -> Table:
+    table = Table()
+    for name in ("node", "kind", "alive", "epoch"):
+        table.add_column(name)
+    for name in ("rows", "free pages", "leases", "channels", "steps"):
+        table.add_column(name, justify="right")
+    for node in state.nodes:
+        table.add_row(
+            node.name,
+            node.kind,
+            "yes" if node.alive else "NO",
+            node.epoch[:8],
+            str(node.num_active_rows),
+            f"{node.num_free_pages}/{node.num_pages}",
+            str(node.num_open_leases),
+            str(node.num_channels),
+            str(node.num_steps),
+        )
+    return table

@@ -1,0 +1,113 @@
+"""A gateway that answers from the prompt alone, so that the edge is tested without a cluster."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from cluster.config import TandemConfig
+from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
+
+EOS = 2
+STORY = "Zwei Bären 🐻🐻 aßen Käse. "
+
+
+class ByteTokenizer:
+    """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *(byte + 3 for byte in text.encode())]
+
+
+def answer_to(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """The story, begun at a place that the prompt chooses."""
+    story = STORY.encode()
+    return tuple(story[(sum(prompt_ids) + i) % len(story)] + 3 for i in range(num_tokens))
+
+
+def text_of(token_ids: tuple[int, ...]) -> str:
+    """Complete characters only; what cannot begin one is left out."""
+    return bytes(token - 3 for token in token_ids).decode(errors="ignore")
+
+
+class EchoGateway:
+    """Two tokens per delta. ``hold_after`` tokens it waits for ``go_on``; ``failures`` are
+    raised by turns, each after its number of new tokens."""
+
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.hold_after: int | None = None
+        self.go_on = asyncio.Event()
+        self.failures: list[tuple[int, BaseException]] = []
+        self.requests: list[Request] = []
+        self.num_closed = 0
+        self._aborted: dict[str, asyncio.Event] = {}
+
+    def model_info(self) -> ModelInfo:
+        return ModelInfo("echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32")
+
+    async def status(self) -> ServerStatus:
+        node = NodeStatus("decode-0", "decode", "e1", True, 1, 2, 3, 4, 5, 6)
+        return ServerStatus(SERVING, "split", 99, (node,))
+
+    async def abort(self, request_id: str) -> bool:
+        event = self._aborted.get(request_id)
+        if event is not None:
+            event.set()
+            self.go_on.set()
+        return event is not None
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+        self.requests.append(request)
+        aborted = self._aborted[request.request_id] = asyncio.Event()
+        num_before = len(request.output_ids)
+        limit, failure = self.failures.pop(0) if self.failures else (1 << 30, None)
+        tokens = answer_to(request.prompt_ids, request.sampling.max_tokens)
+        assert tokens[:num_before] == request.output_ids
+        try:
+            i = num_before
+            while i < len(tokens):
+                if i - num_before >= limit and failure is not None:
+                    raise failure
+                if self.hold_after is not None and i >= self.hold_after:
+                    await self.go_on.wait()
+                if aborted.is_set():
+                    break
+                piece = tokens[i : i + 2]
+                text = text_of(tokens[: i + 2])[len(text_of(tokens[:i])) :]
+                yield Delta(0, piece, text)
+                await asyncio.sleep(0)
+                i += len(piece)
+            if failure is not None:
+                raise failure
+            yield _finished(request, i, "abort" if aborted.is_set() else "length")
+        finally:
+            del self._aborted[request.request_id]
+            self.num_closed += 1
+
+
+def _finished(request: Request, num_tokens: int, reason: str) -> Finished:
+    return Finished(
+        index=0,
+        finish_reason=reason,
+        num_prompt_tokens=len(request.prompt_ids),
+        num_cached_tokens=0,
+        num_completion_tokens=num_tokens,
+        counts=SpeculationCounts(1, 3, 2, (1, 1, 0), 2),
+        timings_ms=Timings(1.0, 2.0, 3.0, 4.0, 5.0),
+        kv_transfer=TransferStats(10, 20, "gloo", 0.5),
+        seed=request.sampling.seed or 0,
+    )
+
+
+@asynccontextmanager
+async def launch(
+    config: TandemConfig, ray_address: str | None = None, on_progress: Any = print
+) -> AsyncIterator[EchoGateway]:
+    """Stands in for ``cluster.launcher.launch``."""
+    on_progress(f"launching {config.mode}")
+    gateway = EchoGateway()
+    if config.model.max_model_len == 2:
+        gateway.hold_after = 4
+    yield gateway

@@ -1,0 +1,252 @@
+"""Channels between two OS processes over gloo, and inside one over loopback."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from core.errors import HandoverError
+from kv_transfer.base import Channel
+from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.loopback import LoopbackChannels
+from kv_transfer.staging import StagingPool
+
+HOST = "127.0.0.1"
+DEADLINE_S = 2.0
+
+
+def sender_process(pipe: Connection) -> None:
+    """P: makes and uses channels as told, until told to stop."""
+    torch.set_num_threads(1)
+    maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+    pipe.send(maker.listen())
+    channel: Channel | None = None
+    while (order := pipe.recv())[0] != "stop":
+        if order[0] == "accept":
+            channel = maker.accept(order[1], "d")
+        elif order[0] == "send":
+            assert channel is not None
+            channel.send(torch.arange(order[1], dtype=torch.int64)).done.result()
+        elif order[0] == "close":
+            assert channel is not None
+            channel.close()
+            channel.terminal.result(DEADLINE_S)
+        pipe.send("done")
+    maker.close()
+
+
+class Peer:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=sender_process, args=(theirs,), daemon=True)
+        self.process.start()
+        self.address = self.pipe.recv()
+        self.maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+        self.num_channels = 0
+
+    def connect(self) -> Channel:
+        self.num_channels += 1
+        nonce = f"nonce-{self.num_channels}"
+        self.pipe.send(("accept", nonce))
+        channel = self.maker.connect(self.address, nonce, "p")
+        assert self.pipe.recv() == "done"
+        return channel
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send(("stop",))
+        self.process.join(10)
+        assert not self.process.is_alive(), "the sender process was left behind"
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def mortal() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.process.kill()
+    peer.process.join(10)
+    assert not peer.process.is_alive()
+
+
+def ended(channel: Channel, within_s: float = DEADLINE_S + 1) -> None:
+    channel.terminal.result(within_s)
+    assert not channel.usable
+    with pytest.raises(HandoverError):
+        channel.recv(torch.zeros(1)).done.result(1)
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("channel-")]
+
+
+def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:
+    channel = peer.connect()
+    num_warm = channel.num_transfers
+    for num in (1, 5, 100_000):
+        target = torch.zeros(num, dtype=torch.int64)
+        transfer = channel.recv(target)
+        transfer.launched.result(1)
+        peer.pipe.send(("send", num))
+        transfer.done.result(DEADLINE_S)
+        assert peer.pipe.recv() == "done"
+        assert torch.equal(target, torch.arange(num))
+    assert channel.num_transfers == num_warm + 3 and channel.usable
+    peer.pipe.send(("close",))
+    assert peer.pipe.recv() == "done"
+    channel.close()
+    ended(channel)
+    assert threads() == []
+
+
+def test_two_channels_to_one_peer_are_apart(peer: Peer) -> None:
+    first, second = peer.connect(), peer.connect()
+    target = torch.zeros(10, dtype=torch.int64)
+    transfer = second.recv(target)
+    peer.pipe.send(("send", 10))
+    transfer.done.result(DEADLINE_S)
+    assert peer.pipe.recv() == "done" and torch.equal(target, torch.arange(10))
+    for channel in (first, second):
+        channel.abort("enough")
+        ended(channel)
+    assert threads() == []
+
+
+def test_a_receive_that_nobody_fills_ends_at_the_deadline(peer: Peer) -> None:
+    channel = peer.connect()
+    began = time.monotonic()
+    transfer = channel.recv(torch.zeros(8))
+    with pytest.raises(HandoverError, match="recv 2 of 32 B failed"):
+        transfer.done.result(DEADLINE_S + 2)
+    assert DEADLINE_S * 0.9 < time.monotonic() - began < DEADLINE_S + 1
+    ended(channel)
+
+
+def test_the_peers_closing_ends_a_receive_at_once(peer: Peer) -> None:
+    channel = peer.connect()
+    transfer = channel.recv(torch.zeros(8))
+    transfer.launched.result(1)
+    began = time.monotonic()
+    peer.pipe.send(("close",))
+    with pytest.raises(HandoverError):
+        transfer.done.result(DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert peer.pipe.recv() == "done"
+    ended(channel)
+
+
+async def test_death_of_the_peer_returns_the_staging_it_might_write(mortal: Peer) -> None:
+    channel = mortal.connect()
+    pool = StagingPool(1 << 20, 1 << 20)
+    buffer = await pool.reserve()
+    transfer = channel.recv(buffer.bytes)
+    transfer.launched.result(1)
+    pool.quarantine(buffer, channel.terminal)
+    assert pool.num_free == 0
+    assert mortal.process.pid is not None
+    os.kill(mortal.process.pid, signal.SIGKILL)
+    with pytest.raises(HandoverError):
+        await asyncio.wait_for(asyncio.wrap_future(transfer.done), DEADLINE_S + 1)
+    pool.free(await asyncio.wait_for(pool.reserve(), 1))
+    pool.check_integrity()
+    ended(channel)
+    assert pool.num_free == 1 and threads() == []
+
+
+def test_a_frozen_peer_is_given_up_at_the_deadline(mortal: Peer) -> None:
+    channel = mortal.connect()
+    assert mortal.process.pid is not None
+    os.kill(mortal.process.pid, signal.SIGSTOP)
+    transfer = channel.recv(torch.zeros(8))
+    channel.abort("the pull was given up")
+    assert not channel.terminal.done(), "gloo still holds the tensor"
+    with pytest.raises(HandoverError):
+        transfer.done.result(DEADLINE_S + 1)
+    ended(channel)
+    os.kill(mortal.process.pid, signal.SIGCONT)
+
+
+def test_nobody_at_the_rendezvous_is_a_named_error() -> None:
+    maker = ProcessGroupChannels("gloo", HOST, timeout_s=0.5)
+    address = maker.listen()
+    with pytest.raises(HandoverError, match="channel gloo:p at 127.0.0.1"):
+        maker.connect(address, "nobody", "p")
+    maker.close()
+    assert threads() == []
+
+
+def test_the_rendezvous_listens_on_its_address_only() -> None:
+    maker = ProcessGroupChannels("gloo", HOST, timeout_s=1)
+    port = int(maker.listen().rsplit(":", 1)[1])
+    listening = []
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(path) as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        listening += [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    assert listening == [f"0100007F:{port:04X}"]
+    maker.close()
+
+
+def test_wrong_settings_are_the_users_mistake() -> None:
+    with pytest.raises(ValueError, match="kv_transfer.backend"):
+        ProcessGroupChannels("mpi", HOST)
+    with pytest.raises(ValueError, match="cannot listen"):
+        ProcessGroupChannels("gloo", "192.0.2.1").listen()
+
+
+def loopback_pair(timeout_s: float = 1.0) -> tuple[Channel, Channel]:
+    maker = LoopbackChannels(timeout_s)
+    accepted: Future[Channel] = Future()
+    threading.Thread(target=lambda: accepted.set_result(maker.accept("n", "d"))).start()
+    connected = maker.connect(maker.listen(), "n", "p")
+    maker.close()
+    return accepted.result(1), connected
+
+
+def test_loopback_copies_in_order() -> None:
+    sender, receiver = loopback_pair()
+    targets = [torch.zeros(4), torch.zeros(4)]
+    receives = [receiver.recv(target) for target in targets]
+    sends = [sender.send(torch.full((4,), float(i))) for i in (1, 2)]
+    for transfer in receives + sends:
+        transfer.done.result(1)
+    assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4]
+    sender.close()
+    receiver.close()
+    ended(sender)
+    ended(receiver)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline", "wrong size"])
+def test_loopback_errors_destroy_both_ends(end: str) -> None:
+    sender, receiver = loopback_pair(0.3)
+    transfer = receiver.recv(torch.zeros(4))
+    transfer.launched.result(1)
+    if end == "abort":
+        sender.abort("enough")
+    elif end == "wrong size":
+        sent = sender.send(torch.zeros(5))
+        with pytest.raises(HandoverError, match="20 B to send, 16 to receive"):
+            sent.done.result(1)
+    with pytest.raises(HandoverError, match="recv 0 of 16 B failed"):
+        transfer.done.result(1)
+    sender.abort()
+    ended(sender)
+    ended(receiver)
+    assert threads() == []

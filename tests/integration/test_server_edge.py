@@ -1,0 +1,287 @@
+"""The gRPC server and both clients over real sockets, with a gateway that only echoes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from cluster import tandem_pb2 as pb
+from cluster import tandem_pb2_grpc as rpc
+from cluster.client import AsyncClient, Client, Delta, Finished, InferenceError
+from cluster.config import load
+from cluster.server import SERVICE, Server
+from core.errors import Draining, NodeLost, Overloaded
+from tests.integration.echo_gateway import EchoGateway, answer_to, text_of
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+async def gateway() -> EchoGateway:
+    return EchoGateway()
+
+
+@pytest.fixture
+async def server(gateway: EchoGateway) -> AsyncIterator[Server]:
+    config = load(None, ["server.address=127.0.0.1:0", "server.drain_s=0.3"])
+    async with Server(config) as server:
+        await server.attach(gateway)
+        yield server
+    assert gateway.num_closed == len(gateway.requests)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.address, backoff_s=0.01) as client:
+        yield client
+
+
+async def health(address: str, service: str = SERVICE) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return int((await health_pb2_grpc.HealthStub(channel).Check(request)).status)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def failure_of(call: Awaitable[object]) -> InferenceError:
+    with pytest.raises(InferenceError) as caught:
+        await call
+    return caught.value
+
+
+async def test_an_answer_streams_in_order_and_whole(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    pieces = [piece async for piece in client.generate("abc", max_tokens=41, seed=7)]
+    *deltas, finished = pieces
+    expected = answer_to(gateway.requests[0].prompt_ids, 41)
+    assert tuple(token for delta in deltas for token in delta.token_ids) == expected
+    assert "".join(piece.text for piece in pieces) == text_of(expected)
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert isinstance(finished, Finished)
+    assert (finished.finish_reason, finished.seed) == ("length", 7)
+    assert (finished.num_prompt_tokens, finished.num_completion_tokens) == (4, 41)
+    assert finished.kv_transfer.num_bytes == 10
+    assert finished.counts.accepted_per_position == (1, 1, 0)
+
+
+async def test_the_sync_client_gives_the_same(server: Server, client: AsyncClient) -> None:
+    def complete() -> tuple[object, ...]:
+        with Client(server.address) as sync:
+            answer = sync.complete([5, 6, 7], max_tokens=20)
+            return answer, sync.status(), sync.model_info(), sync.abort("nobody")
+
+    answer, status, model, found = await asyncio.to_thread(complete)
+    assert answer == await client.complete([5, 6, 7], max_tokens=20)
+    assert (status, model) == (await client.status(), await client.model_info())
+    assert found is False
+
+
+async def test_status_and_model_info(client: AsyncClient, gateway: EchoGateway) -> None:
+    status = await client.status()
+    assert (status.state, status.mode, status.num_running) == ("SERVING", "split", 0)
+    assert status.nodes == (await gateway.status()).nodes
+    assert await client.model_info() == gateway.model_info()
+
+
+async def test_a_wrong_request_is_refused_and_harms_nobody(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    for options in ({"temperature": -1.0}, {"top_k": -1}, {"max_drafts": 9}, {"request_id": " "}):
+        error = await failure_of(client.complete("x", **options))
+        assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert next(iter(options)) in error.details
+    assert not gateway.requests
+    assert (await client.complete("x", max_tokens=3)).finished.finish_reason == "length"
+    for options in ({"max_tokens": 0}, {"resume_token_ids": [1 << 40]}, {"seed": 1 << 63}):
+        with pytest.raises(ValueError):
+            client.generate("x", **options)
+
+
+@pytest.mark.parametrize("num_before", [0, 6])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Overloaded("full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (ValueError("field: bad"), grpc.StatusCode.INVALID_ARGUMENT),
+        (TimeoutError("slow"), grpc.StatusCode.DEADLINE_EXCEEDED),
+        (asyncio.CancelledError("gone"), grpc.StatusCode.CANCELLED),
+        (KeyError("oops"), grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_errors_become_their_status(
+    client: AsyncClient,
+    gateway: EchoGateway,
+    error: BaseException,
+    code: grpc.StatusCode,
+    num_before: int,
+) -> None:
+    gateway.failures = [(num_before, error)]
+    failure = await failure_of(client.complete("x", max_tokens=20))
+    assert failure.code == code
+    assert failure.retry_after_s == (2.5 if isinstance(error, Overloaded) else None)
+    assert failure.token_ids == answer_to(gateway.requests[0].prompt_ids, num_before)
+    if code == grpc.StatusCode.INTERNAL:
+        assert failure.details.startswith("KeyError")
+
+
+async def test_a_broken_stream_is_resumed_without_a_seam(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.failures = [(n, NodeLost("gone")) for n in (0, 4, 2, 0, 6, 12)]
+    answer = await client.complete("abc", max_tokens=47, temperature=0.9)
+    expected = answer_to(gateway.requests[0].prompt_ids, 47)
+    assert answer.token_ids == expected
+    assert answer.text == text_of(expected)
+    assert len(gateway.requests) == 7
+    assert len({request.request_id for request in gateway.requests}) == 7
+    assert len({request.sampling for request in gateway.requests}) == 1
+
+
+async def test_the_sync_client_resumes_too(server: Server, gateway: EchoGateway) -> None:
+    gateway.failures = [(4, Draining("bye")), (30, NodeLost("gone"))]
+    with Client(server.address, backoff_s=0.01) as sync:
+        answer = await asyncio.to_thread(sync.complete, "abc", max_tokens=30)
+    assert answer.token_ids == answer_to(gateway.requests[0].prompt_ids, 30)
+    assert answer.finished.finish_reason == "length"
+    assert len(gateway.requests) == 2, "only Finished was missing: the server knows that itself"
+
+
+async def test_retries_are_bounded(server: Server, gateway: EchoGateway) -> None:
+    gateway.failures = [(n, NodeLost("gone")) for n in (4, 0, 0, 0, 0)]
+    async with AsyncClient(server.address, max_retries=2, backoff_s=0.01) as client:
+        error = await failure_of(client.complete("abc", max_tokens=30))
+    assert error.code == grpc.StatusCode.UNAVAILABLE
+    assert error.token_ids == answer_to(gateway.requests[0].prompt_ids, 4)
+    assert len(gateway.requests) == 3
+
+
+async def test_a_client_that_leaves_frees_its_request(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.hold_after = 4
+    async with aclosing(client.generate("abc")) as pieces:
+        await anext(pieces)
+    await until(lambda: gateway.num_closed == 1)
+    assert (await client.status()).num_running == 0
+
+
+async def test_a_deadline_frees_its_request(client: AsyncClient, gateway: EchoGateway) -> None:
+    gateway.hold_after = 4
+    error = await failure_of(client.complete("abc", timeout_s=0.2))
+    assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(error.token_ids) == 4
+    await until(lambda: gateway.num_closed == 1)
+
+
+async def test_abort_ends_a_stream_even_after_a_resume(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.hold_after = 4
+    gateway.failures = [(2, NodeLost("gone"))]
+    task = asyncio.create_task(client.complete("abc", request_id="mine"))
+    await until(lambda: len(gateway.requests) == 2)
+    assert await client.abort("mine")
+    assert (await task).finished.finish_reason == "abort"
+    assert not await client.abort("mine")
+    assert (await failure_of(client.abort(""))).code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_name_in_use_is_refused(client: AsyncClient, gateway: EchoGateway) -> None:
+    gateway.hold_after = 0
+    first = asyncio.create_task(client.complete("abc", request_id="same", max_tokens=2))
+    await until(lambda: len(gateway.requests) == 1)
+    error = await failure_of(client.complete("abc", request_id="same"))
+    assert "request_id='same'" in error.details
+    gateway.go_on.set()
+    await first
+    await client.complete("abc", request_id="same", max_tokens=2)
+
+
+async def test_many_streams_at_once_do_not_mix(client: AsyncClient) -> None:
+    prompts = [(i + 1, 3 * i) for i in range(24)]
+    answers = await asyncio.gather(*(client.complete(p, max_tokens=30) for p in prompts))
+    assert [answer.token_ids for answer in answers] == [answer_to(p, 30) for p in prompts]
+
+
+async def test_nothing_is_served_before_a_gateway_is_attached(gateway: EchoGateway) -> None:
+    async with Server(load(None, ["server.address=127.0.0.1:0"])) as server:
+        async with AsyncClient(server.address, max_retries=0) as client:
+            assert await health(server.address) == NOT_SERVING
+            assert (await client.status()).state == "STARTING"
+            for call in (client.complete("x"), client.model_info(), client.abort("x")):
+                assert (await failure_of(call)).code == grpc.StatusCode.UNAVAILABLE
+            await server.attach(gateway)
+            for service in ("", SERVICE):
+                assert await health(server.address, service) == SERVING
+            await server.set_healthy(False)
+            assert await health(server.address) == NOT_SERVING
+
+
+async def test_a_drain_lets_running_streams_finish(
+    server: Server, client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.hold_after = 4
+    running = asyncio.create_task(client.complete("abc", max_tokens=10))
+    await until(lambda: len(gateway.requests) == 1)
+    drain = asyncio.create_task(server.drain())
+    await asyncio.sleep(0.02)
+    assert await health(server.address) == NOT_SERVING
+    assert (await client.status()).state == "DRAINING"
+    async with AsyncClient(server.address, max_retries=0) as late:
+        error = await failure_of(late.complete("x"))
+        assert error.code == grpc.StatusCode.UNAVAILABLE
+    gateway.go_on.set()
+    assert (await running).finished.finish_reason == "length"
+    await drain
+
+
+async def test_a_drain_ends_what_does_not_finish(server: Server, gateway: EchoGateway) -> None:
+    gateway.hold_after = 4
+    async with AsyncClient(server.address, max_retries=0) as client:
+        running = asyncio.create_task(client.complete("abc"))
+        await until(lambda: len(gateway.requests) == 1)
+        await server.drain()
+        assert gateway.num_closed == 1
+        error = await failure_of(running)
+    assert error.code == grpc.StatusCode.UNAVAILABLE
+    assert "shut down" in error.details and len(error.token_ids) == 4
+
+
+async def test_a_port_in_use_is_told(server: Server) -> None:
+    with pytest.raises(ValueError, match="Address already in use.*--set server.address"):
+        await Server(load(None, [f"server.address={server.address}"])).start()
+
+
+async def test_reflection_describes_the_service(server: Server) -> None:
+    def services() -> list[str]:
+        with grpc.insecure_channel(server.address) as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(await asyncio.to_thread(services))
+
+
+async def test_a_long_prompt_fits_through_the_wire(client: AsyncClient) -> None:
+    error = await failure_of(client.complete("x" * 6_000_000))
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "6000001 tokens" in error.details
+
+
+async def test_other_languages_get_the_bare_proto(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = rpc.InferenceStub(channel)
+        request = pb.GenerateRequest(text="a", sampling=pb.Sampling(max_tokens=2))
+        kinds = [response.WhichOneof("piece") async for response in stub.Generate(request)]
+    assert kinds == ["delta", "finished"]

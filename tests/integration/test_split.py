@@ -1,0 +1,228 @@
+"""Prefill node, decode node and gateway with real channels between them, in one process.
+
+The shipped checkpoint against transformers; whatever happens, nothing is left behind.
+"""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from cluster.config import TINY_MODEL
+from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
+from core.request import Delta, Finished, Request
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.rig import Rig, rig
+from training.corpus import held_out_prompts
+
+SMALL = ("kv.num_pages=200", "kv.page_size=16")
+
+
+def prompts(num: int, min_len: int = 5, max_len: int = 90, seed: int = 1) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    return held_out_prompts(tokenizer, num, min_len, max_len, seed)
+
+
+def sampled(request_id: str, ids: list[int], max_tokens: int, **changes: object) -> Request:
+    request = greedy(request_id, ids, max_tokens, ignore_eos=True)
+    changes = {"temperature": 0.9, "seed": 5} | changes
+    return replace(request, sampling=replace(request.sampling, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("mode=colocated",),
+        ("speculation.first_step=zero_hidden",),
+        ("prefill.max_batch_tokens=16", "kv_transfer.staging_bytes=262144"),
+        ("prefill.replicas=2", "decode.replicas=2"),
+        ("speculation.drafter=none",),
+    ],
+    ids=lambda sets: " ".join(sets) or "split",
+)
+async def test_answers_are_exact(sets: tuple[str, ...]) -> None:
+    async with rig(TINY_MODEL, *SMALL, *sets) as cluster:
+        asked = [
+            greedy(f"r{i}", ids, 24, max_drafts=i % 4, ignore_eos=True)
+            for i, ids in enumerate(prompts(8))
+        ]
+        answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        for request, (ids, text, finished) in zip(asked, answers, strict=True):
+            assert finished.finish_reason == "length" and len(ids) == 24
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+            assert text == cluster.gateway.tokenizer.decode(ids)
+            check_figures(cluster, request, finished)
+        await cluster.check_empty()
+
+
+def check_figures(cluster: Rig, request: Request, finished: Finished) -> None:
+    counts, transfer = finished.counts, finished.kv_transfer
+    most = 1 + counts.num_steps + counts.num_accepted
+    assert most - 1 <= finished.num_completion_tokens <= most, "a cut last run has no own token"
+    assert sum(counts.accepted_per_position) == counts.num_accepted
+    layers = 11 if cluster.decodes[0].info.num_drafts else 10
+    assert transfer.num_tokens == len(request.prompt_ids)
+    assert transfer.num_bytes == len(request.prompt_ids) * layers * 576 * 4
+    assert finished.timings_ms.total >= finished.timings_ms.first_token > 0
+    if not counts.num_drafted:
+        assert counts.num_accepted == 0
+
+
+async def test_sampled_output_depends_on_the_seed_alone() -> None:
+    """Not on n, batch, split or chunking; different seeds differ."""
+    [ids] = prompts(1)
+    answers = set()
+    for sets in ((), ("mode=colocated", "prefill.max_batch_tokens=7")):
+        async with rig(TINY_MODEL, *SMALL, *sets) as cluster:
+            asked = [
+                replace(sampled(f"r{n}", ids, 30), speculation=replace(
+                    greedy("x", ids, 1).speculation, max_drafts=n))
+                for n in (0, 1, 3)
+            ]  # fmt: skip
+            done = await asyncio.gather(*(cluster.complete(request) for request in asked))
+            answers |= {tuple(tokens) for tokens, _, _ in done}
+            other, _, _ = await cluster.complete(sampled("other", ids, 30, seed=6))
+            await cluster.check_empty()
+    assert len(answers) == 1
+    assert tuple(other) not in answers
+
+
+async def test_a_missing_seed_is_drawn_and_told() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        tokens, _, finished = await cluster.complete(sampled("a", ids, 20, seed=None))
+        again, _, _ = await cluster.complete(sampled("b", ids, 20, seed=finished.seed))
+        assert tokens == again
+        await cluster.check_empty()
+
+
+async def test_resume_continues_where_an_answer_stopped() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        for make in (greedy, sampled):
+            whole, _, _ = await cluster.complete(make("whole", ids, 24))
+            for cut in (1, 7, 23):
+                request = replace(make("rest", ids, 24), output_ids=tuple(whole[:cut]))
+                rest, _, finished = await cluster.complete(request)
+                assert whole[:cut] + rest == whole
+                assert finished.num_completion_tokens == len(rest)
+        await cluster.check_empty()
+
+
+async def test_an_answer_of_one_token_needs_no_hand_over() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        tokens, _, finished = await cluster.complete(greedy("r", ids, 1))
+        assert len(tokens) == 1 and finished.finish_reason == "length"
+        assert finished.kv_transfer.num_bytes == 0
+        stopped, text, finished = await cluster.complete(
+            greedy("s", ids, 9, stop_token_ids=(tokens[0],))
+        )
+        assert (stopped, text, finished.finish_reason) == (tokens, "", "stop")
+        await cluster.check_empty()
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 2, 3])
+async def test_closing_the_stream_frees_everything(num_pieces: int) -> None:
+    [ids] = prompts(1, 60, 80)
+    async with rig(TINY_MODEL, *SMALL, "prefill.max_batch_tokens=8") as cluster:
+        for round_number in range(3):
+            stream = cluster.gateway.generate(greedy(f"r{round_number}", ids, 60))
+            if num_pieces == 0:
+                task = asyncio.create_task(anext(stream))
+                await asyncio.sleep(0.01 * (round_number + 1))
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            for _ in range(num_pieces):
+                await anext(stream)
+            await stream.aclose()
+        await cluster.check_empty()
+        assert not (await cluster.gateway.status()).num_running
+
+
+async def test_abort_ends_the_stream_with_its_reason() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        pieces = []
+        async for piece in cluster.gateway.generate(greedy("r", ids, 100, ignore_eos=True)):
+            pieces.append(piece)
+            if len(pieces) == 2:
+                assert await cluster.gateway.abort("r")
+        assert isinstance(pieces[-1], Finished) and pieces[-1].finish_reason == "abort"
+        num_told = sum(len(p.token_ids) for p in pieces if isinstance(p, Delta))
+        assert pieces[-1].num_completion_tokens == num_told < 100
+        assert not await cluster.gateway.abort("r")
+        await cluster.check_empty()
+
+
+async def test_more_requests_than_rows_wait_their_turn() -> None:
+    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2", "server.max_queued=5") as cluster:
+        asked = [greedy(f"r{i}", ids, 6) for i, ids in enumerate(prompts(9))]
+        done = await asyncio.gather(
+            *(cluster.complete(request) for request in asked), return_exceptions=True
+        )
+        refused = [d for d in done if isinstance(d, BaseException)]
+        assert all(isinstance(error, Overloaded) for error in refused)
+        assert len(refused) == 2, "two run, five wait, two are refused"
+        await cluster.check_empty()
+
+
+async def test_requests_that_can_never_fit_are_refused_and_nothing_is_lost() -> None:
+    async with rig(TINY_MODEL, "kv.num_pages=9", "kv.page_size=16") as cluster:
+        [ids] = prompts(1, 40, 50)
+        with pytest.raises(ValueError, match=r"max_tokens.*pages"):
+            await cluster.complete(greedy("long answer", ids, 500))
+        with pytest.raises(ValueError, match=r"prompt.*pages|max_tokens.*pages"):
+            await cluster.complete(greedy("long prompt", ids * 4, 2))
+        tokens, _, _ = await cluster.complete(greedy("fits", ids, 8, ignore_eos=True))
+        assert not near_ties(TINY_MODEL, ids, tokens)
+        await cluster.check_empty()
+
+
+async def test_nodes_that_cache_unlike_never_exchange_kv() -> None:
+    """A decode node without the draft layer refuses an offer that carries one, by name."""
+    async with (
+        rig(TINY_MODEL, *SMALL) as mtp,
+        rig(TINY_MODEL, *SMALL, "speculation.drafter=none") as plain,
+    ):
+        [ids] = prompts(1)
+        mixed = mtp.gateway
+        handle = next(iter(plain.gateway._decodes.values()))
+        own = mixed._decodes.pop(handle.info.name)
+        mixed._decodes["decode-0"] = handle
+        with pytest.raises(NodeLost, match="cache alike"):
+            await mtp.complete(greedy("routed", ids, 5))
+        disguised = replace(handle.info, fingerprint=own.info.fingerprint)
+        handle.info = disguised
+        with pytest.raises((LayoutMismatch, HandoverError), match="both need the same checkpoint"):
+            await mtp.complete(greedy("forced", ids, 5))
+        mixed._decodes["decode-0"] = own
+        tokens, _, _ = await mtp.complete(greedy("served", ids, 5, ignore_eos=True))
+        assert len(tokens) == 5
+        await mtp.check_empty()
+        await plain.check_empty()
+
+
+async def test_a_request_id_may_run_once() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        first = cluster.gateway.generate(greedy("same", ids, 50, ignore_eos=True))
+        await anext(first)
+        with pytest.raises(ValueError, match="already running"):
+            await cluster.complete(greedy("same", ids, 5))
+        rest = [piece async for piece in first]
+        assert isinstance(rest[-1], Finished) and rest[-1].finish_reason == "length"
+        await cluster.check_empty()
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    async def start() -> None:
+        async with rig(tmp_path / "nowhere"):
+            raise AssertionError("started without a checkpoint")
+
+    with pytest.raises(ValueError, match="nowhere"):
+        asyncio.run(start())

@@ -1,0 +1,120 @@
+"""The config tree: defaults, YAML, overrides, and errors that say what would be right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import TINY_MODEL, TandemConfig, describe, leaves, load
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = load()
+    assert config == TandemConfig()
+    assert config.mode == "split"
+    assert config.model.path == TINY_MODEL
+    assert config.speculation.num_tokens == 3
+    assert (config.prefill.max_batch_tokens, config.decode.max_rows) == (2048, 16)
+    assert (config.kv.page_size, config.kv.num_pages) == (64, None)
+    assert config.kv_transfer.staging_bytes == 64 << 20
+    assert config.server.host_port == ("127.0.0.1", 50051)
+
+
+def test_overrides_win_over_the_file_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("mode: colocated\ndecode: {max_rows: 4}\nmodel:\n  path: /models/v3\n")
+    config = load(file, ["decode.max_rows=8", "kv.num_pages=100", "decode.max_rows=9"])
+    assert config.mode == "colocated"
+    assert config.model.path == Path("/models/v3")
+    assert (config.decode.max_rows, config.kv.num_pages) == (9, 100)
+    assert load(None, ["kv.num_pages=null", "kv_transfer.lease_s=5"]).kv_transfer.lease_s == 5.0
+
+
+def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("decode:\n")
+    assert load(file, ["decode.max_rows=3"]).decode.max_rows == 3
+    assert load(None, ["decode={max_rows: 2, num_threads: 2}"]).decode.num_threads == 2
+    file.write_text("")
+    assert load(file) == TandemConfig()
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("decode.max_row=3", "unknown key 'decode.max_row'; did you mean 'decode.max_rows'?"),
+        ("max_rows=3", "did you mean 'decode.max_rows'?"),
+        ("decod.max_rows=3", "unknown key 'decod'; did you mean 'decode'?"),
+        ("zzzz=3", "sections are"),
+        ("decode.max_rows=x", "decode.max_rows='x': input should be a valid integer"),
+        ("decode.max_rows=true", "decode.max_rows=True: input should be a valid integer"),
+        ("decode.max_rows=0", "greater than or equal to 1"),
+        ("speculation.num_tokens=9", "speculation.num_tokens=9: input should be less than"),
+        ("mode=both", "mode='both': input should be 'split' or 'colocated'"),
+        ("decode=3", "decode=3: a section of keys is expected"),
+        ("mode.x=3", "mode={'x': 3}"),
+        ("decode.max_rows", "write it as key=value"),
+        (".a=1", "write it as key=value"),
+        ("decode.max_rows=[", "the value is not YAML"),
+        ("decode.dp_size=2", "decode.dp_size=2 is not implemented yet; set it to 1"),
+        ("prefill.dp_size=4", "prefill.dp_size=4 is not implemented yet; set it to 1"),
+        ("server.address=here", "server.address='here': write HOST:PORT"),
+        ("server.address=h:65536", "write HOST:PORT"),
+        ("kv_transfer.backend=nccl", "kv_transfer.backend='nccl' needs prefill.device"),
+        ("kv_transfer.lease_s=0", "kv_transfer.lease_s=0: input should be greater than 0"),
+        ("kv.num_pages=1", "kv.num_pages=1"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_the_remedy(item: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load(None, [item])
+    assert message in str(error.value)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        load(None, ["decode.max_row=3", "kv.page_size=big"])
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n", "must hold a mapping"),
+        ("1: 2\n", "must hold a mapping"),
+        ("a: [", "is not YAML"),
+        ("decode: {max_rows: 1, max_rows: 2}\n", "'max_rows' is given twice"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="c.yaml") as error:
+        load(file)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_sections_are_frozen_and_survive_json() -> None:
+    config = load(None, ["decode.max_rows=5"])
+    with pytest.raises(ValidationError):
+        config.decode.max_rows = 6
+    assert TandemConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_help_names_every_key_with_a_meaning() -> None:
+    assert all(field.description for _, field in leaves())
+    assert [line.split()[0] for line in describe().splitlines()] == [name for name, _ in leaves()]
+
+
+@pytest.mark.parametrize("module", ["cluster.config", "cluster.client", "cluster.cli"])
+def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
+    code = f"import sys, {module}; print(*({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""

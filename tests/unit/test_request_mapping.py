@@ -1,0 +1,192 @@
+"""Requests from the wire: what is accepted, and that nothing wrong or unknown gets through."""
+
+import math
+from typing import Any
+
+import pytest
+
+from cluster import tandem_pb2 as pb
+from cluster.info import ModelInfo
+from cluster.messages import finished_fields, piece_from_proto, piece_to_proto
+from cluster.request_mapping import ended_already, to_request
+from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
+
+MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
+
+
+class Bytes:
+    def encode(self, text: str) -> list[int]:
+        return [1, *(byte + 3 for byte in text.encode())]
+
+
+def make(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**({"text": "ab"} | fields))
+
+
+def mapped(message: pb.GenerateRequest) -> Request:
+    return to_request(message, MODEL, Bytes())
+
+
+def test_an_empty_request_gets_the_defaults() -> None:
+    request = mapped(make())
+    assert request == Request(request.request_id, (1, 100, 101))
+    assert len(request.request_id) == 32
+    assert mapped(make()).request_id != request.request_id
+
+
+def test_every_implemented_field_arrives() -> None:
+    sampling = pb.Sampling(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        seed=2**63 - 1,
+        stop_token_ids=[7, 8],
+        max_tokens=9,
+        ignore_eos=True,
+    )
+    message = pb.GenerateRequest(
+        request_id="a-1",
+        token_ids=pb.TokenIds(ids=[0, 299]),
+        sampling=sampling,
+        speculation=pb.Speculation(max_drafts=0),
+        resume_token_ids=[5, 6],
+    )
+    request = mapped(message)
+    assert (request.request_id, request.prompt_ids, request.output_ids) == ("a-1", (0, 299), (5, 6))
+    got = request.sampling
+    assert (got.temperature, got.top_k, got.top_p, got.min_p) == (0.7, 5, 0.9, 0.1)
+    assert (got.seed, got.stop_token_ids, got.max_tokens) == (2**63 - 1, (7, 8), 9)
+    assert got.ignore_eos and request.speculation.max_drafts == 0
+
+
+def test_defaults_spelled_out_are_accepted() -> None:
+    sampling = pb.Sampling(repetition_penalty=1.0, n=1, top_p=1.0, seed=0)
+    assert mapped(make(sampling=sampling)).sampling.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-9),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", 1.0),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("seed", -1),
+        ("max_tokens", -1),
+        ("stop_token_ids", [300]),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^sampling\.{field}.*(use|are) "):
+        mapped(make(sampling=pb.Sampling(**{field: value})))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 1.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {3: 1.0}),
+        ("stop", ["\n"]),
+        ("min_tokens", 1),
+        ("logprobs", 0),
+        ("n", 2),
+    ],
+)
+def test_an_unimplemented_sampling_field_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^sampling\.{field}=.*not implemented yet"):
+        mapped(make(sampling=pb.Sampling(**{field: value})))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("acceptance", 1), ("acceptance", 2), ("relaxed_top_n", 2), ("relaxed_delta", 0.5)],
+)
+def test_an_unimplemented_speculation_field_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^speculation\.{field}=.*not implemented yet"):
+        mapped(make(speculation=pb.Speculation(**{field: value})))
+
+
+@pytest.mark.parametrize("num_drafts", [-1, 4])
+def test_more_drafts_than_the_server_has_are_refused(num_drafts: int) -> None:
+    with pytest.raises(ValueError, match="speculation.max_drafts=.*0 to 3"):
+        mapped(make(speculation=pb.Speculation(max_drafts=num_drafts)))
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (pb.GenerateRequest(), "no prompt"),
+        (make(text=""), "the prompt is empty"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds()), "no tokens"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4, -1])), r"token_ids\[1\]=-1: .* 0 to 299"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 32)), "32 tokens; at most 31"),
+        (make(text="x" * 40), "text: the prompt has 41 tokens"),
+        (make(request_id="a b"), "request_id='a b'"),
+        (make(request_id="x" * 129), "request_id="),
+        (make(resume_token_ids=[300]), r"resume_token_ids\[0\]=300"),
+        (make(resume_token_ids=[2, 5]), r"resume_token_ids\[0\]=2: ends the answer"),
+        (make(resume_token_ids=[5] * 30), r"len\(resume_token_ids\)=30: .* at most 29"),
+    ],
+)
+def test_a_wrong_prompt_name_or_resume_is_refused(
+    message: pb.GenerateRequest, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        mapped(message)
+
+
+def test_fields_of_a_newer_client_are_refused() -> None:
+    newer = pb.GenerateRequest.FromString(make().SerializeToString() + b"\xf8\x06\x01")
+    with pytest.raises(ValueError, match="field number 111 is unknown"):
+        mapped(newer)
+    newer.CopyFrom(make())
+    newer.sampling.MergeFromString(b"\xf8\x06\x01")
+    with pytest.raises(ValueError, match="sampling.field number 111"):
+        mapped(newer)
+
+
+def test_resumed_tokens_may_be_a_whole_answer() -> None:
+    assert ended_already(mapped(make()), MODEL) is None
+    assert ended_already(mapped(make(resume_token_ids=[5, 2])), MODEL) == "stop"
+    assert ended_already(mapped(make(resume_token_ids=[5] * 29)), MODEL) == "length"
+    limited = make(resume_token_ids=[5, 5], sampling=pb.Sampling(max_tokens=2))
+    assert ended_already(mapped(limited), MODEL) == "length"
+    ignoring = make(resume_token_ids=[5, 2, 5], sampling=pb.Sampling(ignore_eos=True))
+    assert ended_already(mapped(ignoring), MODEL) is None
+
+
+def test_pieces_survive_the_wire() -> None:
+    delta = Delta(0, (4, 5), "é")
+    assert piece_from_proto(piece_to_proto(delta)) == delta
+    finished = Finished(
+        index=0,
+        finish_reason="error",
+        num_prompt_tokens=3,
+        num_cached_tokens=1,
+        num_completion_tokens=6,
+        counts=SpeculationCounts(2, 6, 3, (2, 1, 0), 1),
+        timings_ms=Timings(0.5, 1.5, 2.5, 3.5, 4.5),
+        kv_transfer=TransferStats(2**40, 3, "gloo", 0.25),
+        seed=2**63 - 1,
+        error="it broke",
+    )
+    again = piece_from_proto(piece_to_proto(finished))
+    assert isinstance(again, Finished)
+    assert finished_fields(again) == finished_fields(finished)
+    assert (again.text, again.token_ids) == ("", ())
+
+
+def test_a_piece_of_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(ValueError, match="update the client"):
+        piece_from_proto(pb.GenerateResponse())
