@@ -16,6 +16,9 @@ from kv_transfer.progress import Chunk, Progress
 from kv_transfer.staging import Buffer, Fence, StagingPool, fence
 from kv_transfer.tasks import Tasks, in_thread
 
+GRACE_S = 1.0
+"""A channel that P dropped fails here at once; P's reason may be a little behind."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -96,7 +99,7 @@ class Receiver:
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
             await asyncio.wrap_future(transfer.launched)
             call = self._tasks.start(link.call("send", ask, m.Sent, self._timeout_s))
-            sent, _ = await asyncio.gather(call, asyncio.wrap_future(transfer.done))
+            sent = await _arrival(call, asyncio.wrap_future(transfer.done))
             if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, num_bytes):
                 raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
         except BaseException as error:
@@ -128,6 +131,18 @@ class Receiver:
                 await _pass(waiting.result())
             raise
         await _pass(waiting.result())
+
+
+async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Future[None]") -> m.Sent:
+    """P's answer, once the bytes are here too. P's own error goes before that of the wire."""
+    done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    await asyncio.wait([call, done], return_when=asyncio.FIRST_EXCEPTION)
+    if not call.done():
+        await asyncio.wait([call], timeout=GRACE_S)
+    if call.done():
+        call.result()
+    await done
+    return await call
 
 
 async def _pass(mark: Fence | None) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,11 +29,18 @@ def allocate_caches(
     device: torch.device,
 ) -> Caches:
     """Zeroed caches: whatever is read before it was written, the dummy page too, is finite."""
-    shape = (num_pages, page_size)
     return {
         group.name: [
-            torch.zeros(*shape, group.width, dtype=dtype, device=device)
+            _zeros((num_pages, page_size, group.width), dtype, device)
             for _ in range(group.num_layers)
         ]
         for group in groups
     }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU the system gives each memory page out only when it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)

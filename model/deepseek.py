@@ -56,8 +56,9 @@ class MtpLayer(DecoderLayer):
 class Trunk(nn.Module):
     def __init__(self, config: ModelConfig, num_mtp_layers: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_tokens.requires_grad_(False)
+        # Given weights skip random initialisation: on the meta device that costs seconds of imports.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
         main = [
             DecoderLayer(config, moe=config.is_moe_layer(i))
             for i in range(config.num_hidden_layers)

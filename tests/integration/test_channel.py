@@ -92,7 +92,11 @@ def ended(channel: Channel, within_s: float = DEADLINE_S + 1) -> None:
 
 
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("channel-")]
+    """Channel threads that do not end by themselves."""
+    found = [t for t in threading.enumerate() if t.name.startswith("channel-")]
+    for thread in found:
+        thread.join(1)
+    return [thread.name for thread in found if thread.is_alive()]
 
 
 def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:

@@ -217,17 +217,19 @@ async def test_many_streams_at_once_do_not_mix(client: AsyncClient) -> None:
 
 
 async def test_nothing_is_served_before_a_gateway_is_attached(gateway: EchoGateway) -> None:
-    async with Server(load(None, ["server.address=127.0.0.1:0"])) as server:
-        async with AsyncClient(server.address, max_retries=0) as client:
-            assert await health(server.address) == NOT_SERVING
-            assert (await client.status()).state == "STARTING"
-            for call in (client.complete("x"), client.model_info(), client.abort("x")):
-                assert (await failure_of(call)).code == grpc.StatusCode.UNAVAILABLE
-            await server.attach(gateway)
-            for service in ("", SERVICE):
-                assert await health(server.address, service) == SERVING
-            await server.set_healthy(False)
-            assert await health(server.address) == NOT_SERVING
+    async with (
+        Server(load(None, ["server.address=127.0.0.1:0"])) as server,
+        AsyncClient(server.address, max_retries=0) as client,
+    ):
+        assert await health(server.address) == NOT_SERVING
+        assert (await client.status()).state == "STARTING"
+        for call in (client.complete("x"), client.model_info(), client.abort("x")):
+            assert (await failure_of(call)).code == grpc.StatusCode.UNAVAILABLE
+        await server.attach(gateway)
+        for service in ("", SERVICE):
+            assert await health(server.address, service) == SERVING
+        await server.set_healthy(False)
+        assert await health(server.address) == NOT_SERVING
 
 
 async def test_a_drain_lets_running_streams_finish(

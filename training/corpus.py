@@ -1,0 +1,81 @@
+"""The training corpus: the Python standard library's own source files.
+
+Everything here needs only the standard library, so tests can import it without torch.
+"""
+
+import hashlib
+import random
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+BOS_ID = 0
+EOS_ID = 1
+HELD_OUT_FRACTION = 0.04
+_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def library_root() -> Path:
+    """Folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Whether a file is held out: a stable function of its path (POSIX form, from the root)."""
+    digest = hashlib.blake2b(relative_path.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < HELD_OUT_FRACTION * 2**64
+
+
+@lru_cache(maxsize=1)
+def _split() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    root = library_root()
+    train: list[Path] = []
+    held_out: list[Path] = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIPPED_FOLDERS.intersection(relative.parts):
+            (held_out if is_held_out(relative.as_posix()) else train).append(path)
+    return tuple(train), tuple(held_out)
+
+
+def train_files() -> list[Path]:
+    """Files the checkpoint is trained on, sorted by path."""
+    return list(_split()[0])
+
+
+def held_out_files() -> list[Path]:
+    """Files the checkpoint never sees (about 4 %), sorted by path."""
+    return list(_split()[1])
+
+
+def read_text(path: Path) -> str:
+    """Text of a source file; undecodable bytes are replaced."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, without special tokens.
+
+    `tokenizer` is a `tokenizers.Tokenizer` or a transformers tokenizer.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return list(getattr(ids, "ids", ids))
+
+
+def held_out_prompts(
+    tokenizer: Any, num: int, min_len: int, max_len: int, seed: int
+) -> list[list[int]]:
+    """Prompts from held-out files: BOS and a slice, min_len to max_len tokens in all."""
+    documents = [encode(tokenizer, read_text(path)) for path in held_out_files()]
+    documents = [ids for ids in documents if len(ids) >= max_len]
+    if not documents:
+        raise ValueError(f"no held-out file has {max_len} tokens")
+    generator = random.Random(seed)
+    prompts = []
+    for _ in range(num):
+        ids = generator.choice(documents)
+        length = generator.randint(min_len, max_len) - 1
+        start = generator.randint(0, len(ids) - length)
+        prompts.append([BOS_ID, *ids[start : start + length]])
+    return prompts

@@ -1,0 +1,98 @@
+"""Held-out loss of a checkpoint and how often its MTP drafts match the main model."""
+
+import argparse
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training import corpus
+from training.export import load_tensors
+from training.model import Network
+from training.network import NetworkConfig
+
+DEPTH = 3
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss in nats per token; agreement[k - 1]: share of rows whose depth-k draft is right.
+
+    A draft is right if it equals the main model's argmax. accepted[n - 1] is the expected
+    number of tokens per step with n drafts, with true tokens as context.
+    """
+
+    loss: float
+    agreement: list[float]
+    accepted: list[float]
+
+
+def held_out_windows(tokenizer: Tokenizer, length: int, num: int | None = None) -> Tensor:
+    """Windows [N, length + 1] spread evenly over the held-out documents, BOS + file + EOS."""
+    stream: list[int] = []
+    for path in corpus.held_out_files():
+        ids = corpus.encode(tokenizer, corpus.read_text(path))
+        stream += [corpus.BOS_ID, *ids, corpus.EOS_ID]
+    windows = torch.tensor(stream).unfold(0, length + 1, length)
+    if num is None or num >= len(windows):
+        return windows
+    return windows[torch.linspace(0, len(windows) - 1, num).long()]
+
+
+@torch.inference_mode()
+def evaluate(network: Network, windows: Tensor, batch: int = 8) -> Evaluation:
+    """Teacher-forced evaluation over windows [N, T + 1]."""
+    loss = 0.0
+    hits = torch.zeros(DEPTH)
+    runs = torch.zeros(DEPTH)
+    rows = 0
+    for window in windows.split(batch):
+        tokens, targets = window[:, :-1], window[:, 1:]
+        out = network(tokens)
+        loss += float(F.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+        drafts, _ = network.draft(tokens, out.hidden, DEPTH)
+        count = drafts[0].shape[1]
+        best = out.logits.argmax(-1)
+        run = torch.ones(len(window), count, dtype=torch.bool)
+        for k, logits in enumerate(drafts):
+            right = logits.argmax(-1) == best[:, k + 1 : k + 1 + count]
+            run &= right
+            hits[k] += right.sum()
+            runs[k] += run.sum()
+        rows += run.numel()
+    accepted = 1 + (runs / rows).cumsum(0)
+    return Evaluation(loss / windows[:, 1:].numel(), (hits / rows).tolist(), accepted.tolist())
+
+
+def load_network(folder: Path) -> Network:
+    """Reads a checkpoint folder written by training.export, in fp32."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = {field.name for field in fields(NetworkConfig)}
+    network = Network(NetworkConfig(**{k: v for k, v in settings.items() if k in names}))
+    load_tensors(network, load_file(folder / "model.safetensors"))
+    return network.eval()
+
+
+def main() -> None:
+    """Command line: python -m training.evaluate."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path(__file__).parent / "tiny-v3"
+    parser.add_argument("--checkpoint", type=Path, default=default, help="checkpoint folder")
+    parser.add_argument("--length", type=int, default=256, help="window length in tokens")
+    parser.add_argument("--windows", type=int, default=None, help="number of windows (default all)")
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
+    windows = held_out_windows(tokenizer, arguments.length, arguments.windows)
+    result = evaluate(load_network(arguments.checkpoint), windows)
+    print(f"held-out loss: {result.loss:.4f} nats/token ({windows[:, 1:].numel()} tokens)")
+    for depth, share in enumerate(result.agreement, 1):
+        print(f"depth {depth}: agreement {share:.4f}, n={depth}: {result.accepted[depth - 1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
