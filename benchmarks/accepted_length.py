@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from core.request import Request, SamplingParams, SequenceUpdate
 from core.settings import NodeSettings
 from model.loaded import LoadedModel, load_model
-
 from tests.engines import Bench
 from training.corpus import held_out_prompts
 

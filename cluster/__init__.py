@@ -4,3 +4,4 @@ import os
 
 # Ray forks its own servers while ours has gRPC threads: with fork handlers on, those hang.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

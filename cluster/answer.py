@@ -2,8 +2,6 @@
 
 import time
 
-from model.tokenizer import TextStream
-
 from core.request import (
     ABORT,
     STOP,
@@ -17,6 +15,7 @@ from core.request import (
 )
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.messages import Pulled
+from model.tokenizer import TextStream
 from prefill_node.messages import Prefilled
 
 

@@ -4,15 +4,12 @@ The hand-over is the same code as between machines; only its wire is a copy in m
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from cluster.plan import COLOCATED
-from core.failure import encode_failure
 from core.mailbox import EngineLoop
 from core.node import NodeInfo
 from core.settings import NodeSettings
-from core.wire import pack, unpack
 from decode_node.build import DecodeRank
 from decode_node.build import assemble as assemble_decode
 from kv_transfer.control import InProcessControl
@@ -61,32 +58,3 @@ async def build(settings: NodeSettings) -> ColocatedRank:
     )
     loop.start()
     return ColocatedRank(prefill, decode)
-
-
-class ColocatedActor:
-    """The Ray actor of a colocated rank."""
-
-    def __init__(self, settings: bytes) -> None:
-        self._settings = unpack(NodeSettings, settings)
-        self._rank: ColocatedRank | None = None
-
-    async def start(self) -> bytes:
-        """Packed NodeInfo, or the packed Failure that kept the node from starting."""
-        try:
-            self._rank = await build(self._settings)
-            return pack(self._rank.info)
-        except Exception as error:
-            return encode_failure(error)
-
-    async def call(self, method: str, payload: bytes) -> bytes:
-        assert self._rank is not None, "start comes first"
-        return await self._rank.handle(method, payload)
-
-    async def frames(self) -> AsyncIterator[bytes]:
-        assert self._rank is not None, "start comes first"
-        async for frame in self._rank.decode.node.frames():
-            yield frame
-
-    async def stop(self) -> None:
-        if self._rank is not None:
-            await self._rank.stop()

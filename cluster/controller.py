@@ -12,9 +12,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import TandemConfig
 from cluster.plan import NodePlan, plan_nodes
+from core.errors import Overloaded
+from core.failure import encode_failure
 
 NAMESPACE = "tandem"
 CONTROLLER = "controller"
+PLACEMENT_TIMEOUT_S = 60
 
 
 class Controller:
@@ -32,7 +35,9 @@ class Controller:
         """
         bundles = [plan.resources for plan in self._plans]
         self._group = placement_group(bundles, strategy="SPREAD")
-        await self._group.ready()
+        # Group.ready() would start a worker process of its own just to tell.
+        if not await asyncio.to_thread(self._group.wait, PLACEMENT_TIMEOUT_S):
+            return [encode_failure(Overloaded(f"Ray has no room for {bundles}"))]
         for index, plan in enumerate(self._plans):
             self._nodes[plan.settings.name] = self._create(plan, index)
         starts = [node.start.remote() for node in self._nodes.values()]

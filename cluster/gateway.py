@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from model.tokenizer import TextStream, Tokenizer
-
 from cluster.answer import Answer
 from cluster.config import TandemConfig
 from cluster.flow import Pair, run_request
@@ -21,6 +19,7 @@ from core import node as core_node
 from core.errors import Overloaded
 from core.failure import decode
 from core.request import Delta, Finished, Request, SamplingParams
+from model.tokenizer import TextStream, Tokenizer
 
 STATUS_TIMEOUT_S = 2.0
 WARM_UP_TOKENS = 3

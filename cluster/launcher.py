@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from model.tokenizer import Tokenizer
 
 from cluster.config import TandemConfig
 from cluster.controller import CONTROLLER, NAMESPACE, Controller
@@ -17,6 +16,7 @@ from cluster.plan import COLOCATED, plan_nodes
 from cluster.ray_control import RayControl, frames_of
 from core.failure import decode
 from core.node import DECODE, PREFILL, NodeInfo
+from model.tokenizer import Tokenizer
 
 OBJECT_STORE_BYTES = 128 << 20
 

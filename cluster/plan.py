@@ -31,7 +31,7 @@ class NodePlan:
             from decode_node.actor import DecodeActor
 
             return DecodeActor
-        from cluster.colocated import ColocatedActor
+        from cluster.colocated_actor import ColocatedActor
 
         return ColocatedActor
 

@@ -1,6 +1,10 @@
-"""The decode node as a Ray actor: a thin shell, bytes in and bytes out."""
+"""The decode node as a Ray actor: a thin shell, bytes in and bytes out.
+
+It imports the rank only in ``start``: whoever creates the actor needs no torch.
+"""
 
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -8,7 +12,9 @@ from core.errors import NodeLost
 from core.failure import encode_failure
 from core.settings import NodeSettings
 from core.wire import pack, unpack
-from decode_node.build import DecodeRank, build
+
+if TYPE_CHECKING:
+    from decode_node.build import DecodeRank
 
 
 class RayOwner:
@@ -34,6 +40,8 @@ class DecodeActor:
 
     async def start(self) -> bytes:
         """Packed NodeInfo, or the packed Failure that kept the node from starting."""
+        from decode_node.build import build
+
         try:
             self._rank = await build(self._settings, RayOwner)
             return pack(self._rank.info)

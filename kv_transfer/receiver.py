@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from core.errors import HandoverError
 from core.mailbox import EngineLoop
@@ -29,7 +30,7 @@ class Job:
     pages: Sequence[int]
     progress: Progress
     window: asyncio.Semaphore
-    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
+    exchanges: set[asyncio.Task[Chunk]] = field(default_factory=set)
 
 
 class Receiver:
@@ -55,23 +56,21 @@ class Receiver:
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
         async with job.window:
-            began = time.perf_counter()
             exchange, buffer = await self._start(job, group, lo, hi)
             try:
-                sent = await asyncio.shield(exchange)
+                chunk = await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
-            wire_s = time.perf_counter() - began
             try:
                 await self._scatter(group, job.pages, lo, hi, buffer)
             finally:
                 self._staging.free(buffer)
-            job.progress.chunks.append(Chunk(sent, wire_s))
+            job.progress.chunks.append(chunk)
 
     async def _start(
         self, job: Job, group: Group, lo: int, hi: int
-    ) -> tuple[asyncio.Task[m.Sent], Buffer]:
+    ) -> tuple[asyncio.Task[Chunk], Buffer]:
         link, offer = job.link, job.offer
         await link.lock.acquire()
         try:
@@ -92,8 +91,9 @@ class Receiver:
 
     async def _exchange(
         self, link: Link, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
-    ) -> m.Sent:
+    ) -> Chunk:
         """Runs to its end holding ``link.lock``; quarantines the buffer when it fails."""
+        began = time.perf_counter()
         try:
             transfer = channel.recv(buffer.bytes[:num_bytes])
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
@@ -108,9 +108,9 @@ class Receiver:
             raise
         finally:
             link.lock.release()
-        return sent
+        return Chunk(sent, time.perf_counter() - began)
 
-    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
+    def _free_unread(self, exchange: "asyncio.Task[Chunk]", buffer: Buffer) -> None:
         if not exchange.cancelled() and exchange.exception() is None:
             self._staging.free(buffer)
 
@@ -136,7 +136,8 @@ class Receiver:
 async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Future[None]") -> m.Sent:
     """P's answer, once the bytes are here too. P's own error goes before that of the wire."""
     done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    await asyncio.wait([call, done], return_when=asyncio.FIRST_EXCEPTION)
+    both: list[asyncio.Future[Any]] = [call, done]
+    await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
     if not call.done():
         await asyncio.wait([call], timeout=GRACE_S)
     if call.done():

@@ -56,7 +56,7 @@ class MtpLayer(DecoderLayer):
 class Trunk(nn.Module):
     def __init__(self, config: ModelConfig, num_mtp_layers: int) -> None:
         super().__init__()
-        # Given weights skip random initialisation: on the meta device that costs seconds of imports.
+        # Given weights skip the random ones, which on the meta device cost seconds of imports.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
         main = [

@@ -1,9 +1,16 @@
-"""The prefill node as a Ray actor: a thin shell, bytes in and bytes out."""
+"""The prefill node as a Ray actor: a thin shell, bytes in and bytes out.
+
+It imports the rank only in ``start``: whoever creates the actor needs no torch.
+"""
+
+from typing import TYPE_CHECKING
 
 from core.failure import encode_failure
 from core.settings import NodeSettings
 from core.wire import pack, unpack
-from prefill_node.build import PrefillRank, build
+
+if TYPE_CHECKING:
+    from prefill_node.build import PrefillRank
 
 
 class PrefillActor:
@@ -15,6 +22,8 @@ class PrefillActor:
 
     async def start(self) -> bytes:
         """Packed NodeInfo, or the packed Failure that kept the node from starting."""
+        from prefill_node.build import build
+
         try:
             self._rank = await build(self._settings)
             return pack(self._rank.info)
