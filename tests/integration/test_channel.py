@@ -1,4 +1,4 @@
-"""Channels between two OS processes over gloo, and inside one over loopback."""
+"""Channels between two OS processes over gloo."""
 
 import asyncio
 import multiprocessing
@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from core.errors import HandoverError
 from kv_transfer.base import Channel
 from kv_transfer.channel import ProcessGroupChannels
-from kv_transfer.loopback import LoopbackChannels
 from kv_transfer.staging import StagingPool
 
 HOST = "127.0.0.1"
@@ -211,46 +209,3 @@ def test_wrong_settings_are_the_users_mistake() -> None:
         ProcessGroupChannels("mpi", HOST)
     with pytest.raises(ValueError, match="cannot listen"):
         ProcessGroupChannels("gloo", "192.0.2.1").listen()
-
-
-def loopback_pair(timeout_s: float = 1.0) -> tuple[Channel, Channel]:
-    maker = LoopbackChannels(timeout_s)
-    accepted: Future[Channel] = Future()
-    threading.Thread(target=lambda: accepted.set_result(maker.accept("n", "d"))).start()
-    connected = maker.connect(maker.listen(), "n", "p")
-    maker.close()
-    return accepted.result(1), connected
-
-
-def test_loopback_copies_in_order() -> None:
-    sender, receiver = loopback_pair()
-    targets = [torch.zeros(4), torch.zeros(4)]
-    receives = [receiver.recv(target) for target in targets]
-    sends = [sender.send(torch.full((4,), float(i))) for i in (1, 2)]
-    for transfer in receives + sends:
-        transfer.done.result(1)
-    assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4]
-    sender.close()
-    receiver.close()
-    ended(sender)
-    ended(receiver)
-    assert threads() == []
-
-
-@pytest.mark.parametrize("end", ["abort", "deadline", "wrong size"])
-def test_loopback_errors_destroy_both_ends(end: str) -> None:
-    sender, receiver = loopback_pair(0.3)
-    transfer = receiver.recv(torch.zeros(4))
-    transfer.launched.result(1)
-    if end == "abort":
-        sender.abort("enough")
-    elif end == "wrong size":
-        sent = sender.send(torch.zeros(5))
-        with pytest.raises(HandoverError, match="20 B to send, 16 to receive"):
-            sent.done.result(1)
-    with pytest.raises(HandoverError, match="recv 0 of 16 B failed"):
-        transfer.done.result(1)
-    sender.abort()
-    ended(sender)
-    ended(receiver)
-    assert threads() == []

@@ -1,0 +1,154 @@
+"""A prefill rank that computes made-up values: the other side in hand-over tests."""
+
+import asyncio
+import hashlib
+import os
+import struct
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgpack
+import torch
+
+from core.mailbox import EngineLoop
+from kv_transfer.base import ChannelMaker
+from kv_transfer.caches import Caches
+from kv_transfer.layout import Group, Layout
+from kv_transfer.leases import Key
+from kv_transfer.options import TransferOptions
+from kv_transfer.pages import PagePool
+from kv_transfer.source import Source
+
+HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", "life-1", 3.0, 24
+LAYOUT = Layout((Group("main", 3, 4 * WIDTH), Group("mtp", 1, 4 * WIDTH)), "float32", "tiny")
+# Small chunks: 3 layers of 96 B make 288 B per token, so a chunk holds 7 tokens.
+OPTIONS = TransferOptions(
+    lease_s=1.2, staging_bytes=4 * 2048, chunk_bytes=2048, wait_s=0.5, call_timeout_s=3.0,
+    progress_timeout_s=4.0,
+)  # fmt: skip
+BackendHandler = Callable[[str, bytes], Awaitable[bytes]]
+
+
+def values(request_id: str, layer: int, num_tokens: int) -> torch.Tensor:
+    """What request's cache holds in a layer (counted over all groups): [num_tokens, WIDTH]."""
+    digest = hashlib.sha256(f"{request_id}/{layer}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(num_tokens, WIDTH, generator=generator)
+
+
+class Rank:
+    """Caches, pages and an engine thread: what both sides have."""
+
+    def __init__(self, name: str, page_size: int, num_pages: int, layout: Layout = LAYOUT) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.tensors = {
+            group.name: [torch.zeros(num_pages * page_size, WIDTH) for _ in range(group.num_layers)]
+            for group in layout.groups
+        }
+        self.caches = Caches(layout, self.pool, self.tensors)
+        self.engine = EngineLoop(name)
+        self.engine.start()
+
+    def layers(self) -> list[torch.Tensor]:
+        return [tensor for tensors in self.tensors.values() for tensor in tensors]
+
+    def slots(self, pages: list[int], lo: int, hi: int) -> list[int]:
+        size = self.pool.page_size
+        return [pages[t // size] * size + t % size for t in range(lo, hi)]
+
+
+class Prefill(Rank):
+    """A prefill engine that computes made-up values, scripted by ``test.*`` control calls."""
+
+    def __init__(self, maker: ChannelMaker) -> None:
+        super().__init__("prefill", page_size=5, num_pages=200)
+        self.maker = maker
+        self.source = Source(
+            EPOCH, self.caches, self.engine, maker, self.on_release, OPTIONS
+        )  # fmt: skip
+        self.pages: dict[Key, list[int]] = {}
+        self.released: list[Key] = []
+        self.asked: list[str] = []
+
+    def on_release(self, key: Key) -> None:
+        assert threading.current_thread().name == "prefill"
+        self.pool.release(self.pages.pop(key, []))
+        self.released.append(key)
+
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        if not method.startswith("test."):
+            self.asked.append(method)
+            return await self.source.handle(method, payload)
+        order = msgpack.unpackb(payload)
+        reply = await getattr(self, method.removeprefix("test."))(**order)
+        return msgpack.packb(reply)
+
+    async def run(self, request_id: str, attempt: int, num_tokens: int, step: int,
+                  delay_s: float, seal: bool) -> None:  # fmt: skip
+        """Prefill in chunks of ``step``; the mtp group lags by one token until the end."""
+        key = (request_id, attempt)
+        await self.engine.call(lambda: self.source.open(key))
+        for hi in range(step, num_tokens + step, step):
+            await asyncio.sleep(delay_s)
+            done = min(hi, num_tokens)
+            await self.engine.call(partial(self.compute, key, done, num_tokens))
+        if seal:
+            hidden = struct.pack("4f", 1, 2, 3, 4)
+            await self.engine.call(lambda: self.source.seal(key, 77, hidden, "float32"))
+
+    def compute(self, key: Key, hi: int, num_tokens: int) -> None:
+        if key in self.released:
+            return
+        pages = self.pages.setdefault(key, [])
+        pages += self.pool.allocate(self.pool.num_pages_for(hi) - len(pages))
+        counts = (hi, hi if hi == num_tokens else hi - 1)
+        for layer, cache in enumerate(self.layers()):
+            count = counts[0] if layer < 3 else counts[1]
+            cache[self.slots(pages, 0, count)] = values(key[0], layer, num_tokens)[:count]
+        self.source.advance(key, pages, counts)
+
+    async def fail(self, request_id: str, attempt: int) -> None:
+        key = (request_id, attempt)
+        await self.engine.call(lambda: self.source.fail(key, "the prompt was refused"))
+
+    async def steal_page(self, request_id: str, attempt: int) -> None:
+        """The bug that must never be served: a page changes hands while it is offered."""
+
+        def steal() -> None:
+            page = self.pages[request_id, attempt][0]
+            self.pool.release([page])
+            taken = self.pool.allocate(self.pool.num_free)
+            assert page in taken
+            self.pool.release([p for p in taken if p != page])
+
+        await self.engine.call(steal)
+
+    async def die(self, in_gather: bool) -> None:
+        def end(*_: Any) -> None:
+            os._exit(9)
+
+        if in_gather:
+            self.caches.gather = end  # type: ignore[method-assign]
+        else:
+            end()
+
+    async def slow_gather(self, delay_s: float) -> None:
+        gather = type(self.caches).gather
+
+        def slow(*args: Any) -> None:
+            time.sleep(delay_s)
+            gather(self.caches, *args)
+
+        self.caches.gather = slow  # type: ignore[method-assign]
+
+    async def report(self) -> dict[str, Any]:
+        self.source.check_integrity()
+        await self.engine.call(self.pool.check_integrity)
+        used, asked = self.pool.num_used, self.asked
+        self.asked = []
+        self.caches.__dict__.pop("gather", None)
+        return {**self.source.counts(), "pages": used, "released": len(self.released),
+                "asked": asked}  # fmt: skip

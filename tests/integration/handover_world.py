@@ -1,0 +1,216 @@
+"""Both sides of a hand-over: the prefill process, its control socket, and a decode rank."""
+
+import asyncio
+import itertools
+import multiprocessing
+import struct
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import torch
+
+from core.errors import NodeLost
+from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.control import Control, InProcessControl
+from kv_transfer.layout import PROTOCOL
+from kv_transfer.loopback import LoopbackChannels
+from kv_transfer.messages import Offer
+from kv_transfer.sink import Pulled, Sink
+from tests.integration.handover_peer import (
+    DEADLINE_S,
+    EPOCH,
+    HOST,
+    LAYOUT,
+    OPTIONS,
+    BackendHandler,
+    Prefill,
+    Rank,
+    values,
+)
+
+_ids = itertools.count()
+
+
+async def serve(handler: BackendHandler, reader: asyncio.StreamReader,
+                writer: asyncio.StreamWriter) -> None:  # fmt: skip
+    async def one(call: int, method: str, payload: bytes) -> None:
+        data = msgpack.packb([call, await handler(method, payload)])
+        writer.write(struct.pack("!I", len(data)) + data)
+
+    tasks = set()
+    with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        while True:
+            frame = await reader.readexactly(struct.unpack("!I", await reader.readexactly(4))[0])
+            tasks.add(task := asyncio.create_task(one(*msgpack.unpackb(frame))))
+            task.add_done_callback(tasks.discard)
+    writer.close()
+
+
+class SocketControl:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._ids = itertools.count()
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        if self._reading.done():
+            raise NodeLost("the control connection is closed")
+        call = next(self._ids)
+        self._calls[call] = asyncio.get_running_loop().create_future()
+        data = msgpack.packb([call, method, payload])
+        self._writer.write(struct.pack("!I", len(data)) + data)
+        return await self._calls[call]
+
+    async def close(self) -> None:
+        self._writer.close()
+        await asyncio.wait([self._reading])
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                size = struct.unpack("!I", await reader.readexactly(4))[0]
+                call, data = msgpack.unpackb(await reader.readexactly(size))
+                waiter = self._calls.pop(call)
+                if not waiter.done():
+                    waiter.set_result(data)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for waiter in self._calls.values():
+                if not waiter.done():
+                    waiter.set_exception(NodeLost("the control connection broke"))
+
+
+def prefill_process(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    asyncio.run(_prefill_process(pipe))
+
+
+async def _prefill_process(pipe: Connection) -> None:
+    prefill = Prefill(ProcessGroupChannels("gloo", HOST, DEADLINE_S))
+    await prefill.source.start()
+    server = await asyncio.start_server(lambda r, w: serve(prefill.handle, r, w), HOST, 0)
+    pipe.send(server.sockets[0].getsockname()[1])
+    await asyncio.to_thread(pipe.recv)
+    await prefill.source.stop()
+    counts = prefill.source.counts()
+    prefill.engine.stop()
+    prefill.maker.close()  # type: ignore[attr-defined]
+    server.close()
+    pipe.send(counts)
+
+
+class Process:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=prefill_process, args=(theirs,), daemon=True)
+        self.process.start()
+        self.port = self.pipe.recv()
+
+    def stop(self) -> None:
+        self.pipe.send("stop")
+        counts = self.pipe.recv()
+        self.process.join(10)
+        assert not self.process.is_alive() and self.process.exitcode == 0
+        assert not any(counts.values()), counts
+
+
+@dataclass
+class World:
+    """A decode rank, and the prefill rank behind ``control``."""
+
+    decode: Rank
+    sink: Sink
+    control: Control
+    backend: str
+
+    async def tell(self, order: str, **what: Any) -> Any:
+        return msgpack.unpackb(await self.control.call(f"test.{order}", msgpack.packb(what)))
+
+    def prefill(self, offer: Offer, step: int = 100, delay_s: float = 0.0,
+                seal: bool = True) -> Awaitable[Any]:  # fmt: skip
+        return asyncio.create_task(
+            self.tell("run", request_id=offer.request_id, attempt=offer.attempt,
+                      num_tokens=offer.num_tokens, step=step, delay_s=delay_s, seal=seal)
+        )  # fmt: skip
+
+    async def pull(self, offer: Offer) -> tuple[Pulled, list[int]]:
+        """Pull into fresh pages; they are freed again if the pull fails."""
+        pool = self.decode.pool
+        pages = await self.decode.engine.call(
+            lambda: pool.allocate(pool.num_pages_for(offer.num_tokens))
+        )
+        try:
+            return await self.sink.pull(offer, self.control, pages), pages
+        except BaseException:
+            await self.decode.engine.call(lambda: pool.release(pages))
+            raise
+
+    async def check_bytes(self, offer: Offer, pages: list[int]) -> None:
+        slots = self.decode.slots(pages, 0, offer.num_tokens)
+        for layer, cache in enumerate(self.decode.layers()):
+            wanted = values(offer.request_id, layer, offer.num_tokens)
+            assert torch.equal(cache[slots], wanted), f"layer {layer} differs"
+        await self.decode.engine.call(lambda: self.decode.pool.release(pages))
+
+    async def check_clean(self, channels: int | None = None) -> dict[str, Any]:
+        """Nothing is held on either side; waits only for what runs in the background."""
+        await self.sink.idle()
+        counts = self.sink.counts()
+        assert (counts["pulls"], counts["staging"], counts["tasks"]) == (0, 0, 0), counts
+        self.sink.check_integrity()
+        self.decode.pool.check_integrity()
+        assert self.decode.pool.num_used == 0
+        report: dict[str, Any] = {}
+        for _ in range(100):
+            report = await self.tell("report")
+            held = {k: report[k] for k in ("keys", "leases", "waiting", "staging", "pages")}
+            if not any(held.values()) and not report["tasks"]:
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError(f"prefill still holds {report}")
+        assert channels is None or report["channels"] == channels, report
+        return report
+
+
+def offer(num_tokens: int = 33, **changed: Any) -> Offer:
+    fingerprint = LAYOUT.fingerprint()
+    made = Offer(PROTOCOL, "p0", EPOCH, f"r{next(_ids)}", 0, fingerprint, num_tokens)
+    return replace(made, **changed)
+
+
+@asynccontextmanager
+async def world_over(control: Control, maker: Any, backend: str) -> AsyncIterator[World]:
+    decode = Rank("decode", page_size=4, num_pages=100)
+    sink = Sink(f"d{next(_ids)}", decode.caches, decode.engine, maker, OPTIONS)
+    yield World(decode, sink, control, backend)
+    await sink.close()
+    assert not any(sink.counts().values()), sink.counts()
+    decode.engine.stop()
+
+
+@asynccontextmanager
+async def over_process(process: Process) -> AsyncIterator[World]:
+    control = SocketControl(*await asyncio.open_connection(HOST, process.port))
+    maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+    async with world_over(control, maker, "gloo") as world:
+        yield world
+    await control.close()
+
+
+@asynccontextmanager
+async def over_loopback() -> AsyncIterator[World]:
+    maker = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(maker)
+    await prefill.source.start()
+    async with world_over(InProcessControl(prefill.handle), maker, "loopback") as world:
+        yield world
+    await prefill.source.stop()
+    assert not any(prefill.source.counts().values()), prefill.source.counts()
+    prefill.engine.stop()
+    maker.close()
