@@ -4,6 +4,7 @@ The hand-over is the same code as between machines; only its wire is a copy in m
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from cluster.plan import COLOCATED
@@ -37,6 +38,9 @@ class ColocatedRank:
     async def handle(self, method: str, payload: bytes) -> bytes:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
         return await rank.node.handle(method, payload)
+
+    def frames(self) -> AsyncIterator[bytes]:
+        return self.decode.frames()
 
     async def stop(self) -> None:
         await self.decode.node.stop()

@@ -1,42 +1,22 @@
-"""The colocated rank as a Ray actor: a thin shell, bytes in and bytes out."""
+"""The colocated rank as a Ray actor."""
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from core.failure import encode_failure
 from core.settings import NodeSettings
-from core.wire import pack, unpack
+from core.shell import Rank, RankShell
 
 if TYPE_CHECKING:
     from cluster.colocated import ColocatedRank
 
 
-class ColocatedActor:
-    """The Ray actor of a colocated rank."""
-
-    def __init__(self, settings: bytes) -> None:
-        self._settings = unpack(NodeSettings, settings)
-        self._rank: ColocatedRank | None = None
-
-    async def start(self) -> bytes:
-        """Packed NodeInfo, or the packed Failure that kept the node from starting."""
+class ColocatedActor(RankShell):
+    async def build(self, settings: NodeSettings) -> Rank:
         from cluster.colocated import build
 
-        try:
-            self._rank = await build(self._settings)
-            return pack(self._rank.info)
-        except Exception as error:
-            return encode_failure(error)
-
-    async def call(self, method: str, payload: bytes) -> bytes:
-        assert self._rank is not None, "start comes first"
-        return await self._rank.handle(method, payload)
+        return await build(settings)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        assert self._rank is not None, "start comes first"
-        async for frame in self._rank.decode.node.frames():
+        """One packed TokenFrame per step, as a Ray streaming generator."""
+        async for frame in cast("ColocatedRank", self.rank).frames():
             yield frame
-
-    async def stop(self) -> None:
-        if self._rank is not None:
-            await self._rank.stop()

@@ -1,24 +1,20 @@
-"""The decode node as a Ray actor: a thin shell, bytes in and bytes out.
-
-It imports the rank only in ``start``: whoever creates the actor needs no torch.
-"""
+"""The decode node as a Ray actor."""
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import ray
 
 from core.errors import NodeLost
-from core.failure import encode_failure
 from core.settings import NodeSettings
-from core.wire import pack, unpack
+from core.shell import Rank, RankShell
 
 if TYPE_CHECKING:
     from decode_node.build import DecodeRank
 
 
 class RayOwner:
-    """The prefill node called ``name`` as the hand-over's control; looked up on first use."""
+    """The prefill node called ``name`` as the hand-over's control."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,33 +27,13 @@ class RayOwner:
             raise NodeLost(f"prefill node {self._name}: {method}: {error}") from error
 
 
-class DecodeActor:
-    """One rank. ``start`` loads the model; until then nothing else may be called."""
-
-    def __init__(self, settings: bytes) -> None:
-        self._settings = unpack(NodeSettings, settings)
-        self._rank: DecodeRank | None = None
-
-    async def start(self) -> bytes:
-        """Packed NodeInfo, or the packed Failure that kept the node from starting."""
+class DecodeActor(RankShell):
+    async def build(self, settings: NodeSettings) -> Rank:
         from decode_node.build import build
 
-        try:
-            self._rank = await build(self._settings, RayOwner)
-            return pack(self._rank.info)
-        except Exception as error:
-            return encode_failure(error)
-
-    async def call(self, method: str, payload: bytes) -> bytes:
-        assert self._rank is not None, "start comes first"
-        return await self._rank.node.handle(method, payload)
+        return await build(settings, RayOwner)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """One packed TokenFrame per step, as a Ray streaming generator."""
-        assert self._rank is not None, "start comes first"
-        async for frame in self._rank.node.frames():
+        async for frame in cast("DecodeRank", self.rank).frames():
             yield frame
-
-    async def stop(self) -> None:
-        if self._rank is not None:
-            await self._rank.stop()

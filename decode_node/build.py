@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from core.mailbox import EngineLoop
@@ -27,6 +27,12 @@ class DecodeRank:
     node: DecodeNode
     engine: DecodeEngine
     loop: EngineLoop
+
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        return await self.node.handle(method, payload)
+
+    def frames(self) -> AsyncIterator[bytes]:
+        return self.node.frames()
 
     async def stop(self) -> None:
         await self.node.stop()

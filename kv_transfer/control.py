@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from core.errors import HandoverError, NodeLost, TandemError
-from core.wire import WireError, pack
-from kv_transfer.messages import failure_of, read_reply
+from core.failure import decode, encode_failure
+from core.wire import pack
 
 Reply = TypeVar("Reply")
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -39,15 +39,15 @@ async def ask(
             data = await control.call(method, pack(message))
     except TimeoutError:
         raise NodeLost(f"no answer to {method} within {timeout_s} s") from None
-    return read_reply(reply, data)
+    return decode(reply, data)
 
 
 async def answer(handle: Callable[[], Awaitable[Any]], method: str) -> bytes:
     """Run a handler and encode its reply, or the error it raised, for the other side."""
     try:
         return pack(await handle())
-    except (TandemError, WireError) as error:
-        return pack(failure_of(error))
+    except TandemError as error:
+        return encode_failure(error)
     except Exception as error:
         log.exception("hand-over handler %s failed", method)
-        return pack(failure_of(HandoverError(f"{method}: {type(error).__name__}: {error}")))
+        return encode_failure(HandoverError(f"{method}: {type(error).__name__}: {error}"))

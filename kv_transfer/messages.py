@@ -11,19 +11,14 @@ release    Ack       D needs nothing more of it; saying so twice is fine
 hang_up    Ack       D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
-A request that fails is answered by ``Failure``; `read_reply` turns it back into the error.
+A request that fails is answered by a Failure (core.failure).
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
-from core import errors
-from core.errors import HandoverError, NodeLost, TandemError
-from core.wire import pack, unpack
+from core.errors import NodeLost
 from kv_transfer.layout import Layout
 from kv_transfer.leases import Key
-
-Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,36 +141,6 @@ class HangUp:
 @dataclass(frozen=True, slots=True)
 class Ack:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A named error on its way to the other side; ``kind`` is its class in core.errors."""
-
-    kind: str
-    text: str
-
-
-_FAILURE_HEAD = pack(Failure("", ""))[: len(b"\x92\xa7Failure")]
-
-
-def failure_of(error: Exception) -> Failure:
-    return Failure(type(error).__name__, str(error))
-
-
-def read_reply(cls: type[Reply], data: bytes) -> Reply:
-    """Decode a reply, or raise the error it carries.
-
-    Raises the class in core.errors that the failure names, HandoverError for any other
-    kind, WireError for bytes that are neither ``cls`` nor a failure.
-    """
-    if not data.startswith(_FAILURE_HEAD):
-        return unpack(cls, data)
-    failure = unpack(Failure, data)
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, TandemError):
-        raise kind(failure.text)
-    raise HandoverError(f"{failure.kind}: {failure.text}")
 
 
 def check_epoch(mine: str, theirs: str) -> None:

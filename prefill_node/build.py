@@ -26,6 +26,9 @@ class PrefillRank:
     engine: PrefillEngine
     loop: EngineLoop
 
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        return await self.node.handle(method, payload)
+
     async def stop(self) -> None:
         await self.node.source.stop()
         await asyncio.to_thread(self.loop.stop)
