@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -138,12 +138,12 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 @lru_cache(maxsize=4)
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3ForCausalLM:
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model of the checkpoint, its MTP keys made findable (spec §5)."""
     num_layers = ModelConfig.from_dir(folder).num_hidden_layers
     pattern = rf"model\.layers\.{num_layers}\..*"
     DeepseekV3ForCausalLM._keys_to_ignore_on_load_unexpected = [pattern]
-    model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 

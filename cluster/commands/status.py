@@ -49,11 +49,11 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 
 
 def _node_table(state: ServerStatus) -> Table:
-    table = Table()
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("node", "kind", "alive", "epoch"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("rows", "free pages", "leases", "channels", "steps"):
-        table.add_column(name, justify="right")
+        table.add_column(name, overflow="fold", justify="right")
     for node in state.nodes:
         table.add_row(
             node.name,

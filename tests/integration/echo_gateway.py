@@ -1,12 +1,16 @@
 """A gateway that answers from the prompt alone, so that the edge is tested without a cluster."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.config import TandemConfig
+import pytest
+
+from cluster.client import InferenceError
+from cluster.config import TandemConfig, load
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
+from cluster.server import Server
 from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
 
 EOS = 2
@@ -111,3 +115,25 @@ async def launch(
     if config.model.max_model_len == 2:
         gateway.hold_after = 4
     yield gateway
+
+
+@asynccontextmanager
+async def echo_server(gateway: EchoGateway) -> AsyncIterator[Server]:
+    """A server on any port that drains for 0.3 s; checks that every stream was closed."""
+    config = load(None, ["server.address=127.0.0.1:0", "server.drain_s=0.3"])
+    async with Server(config) as server:
+        await server.attach(gateway)
+        yield server
+    assert gateway.num_closed == len(gateway.requests)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def failure_of(call: Awaitable[object]) -> InferenceError:
+    with pytest.raises(InferenceError) as caught:
+        await call
+    return caught.value

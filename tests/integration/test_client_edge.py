@@ -1,0 +1,111 @@
+"""Both clients over real sockets: resuming, leaving, deadlines and aborts, with no seam."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from cluster.client import AsyncClient, Client
+from cluster.server import Server
+from core.errors import Draining, NodeLost
+from tests.integration.echo_gateway import (
+    EchoGateway,
+    answer_to,
+    echo_server,
+    failure_of,
+    text_of,
+    until,
+)
+
+
+@pytest.fixture
+async def gateway() -> EchoGateway:
+    return EchoGateway()
+
+
+@pytest.fixture
+async def server(gateway: EchoGateway) -> AsyncIterator[Server]:
+    async with echo_server(gateway) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.address, backoff_s=0.01) as client:
+        yield client
+
+
+async def test_the_sync_client_gives_the_same(server: Server, client: AsyncClient) -> None:
+    def complete() -> tuple[object, ...]:
+        with Client(server.address) as sync:
+            answer = sync.complete([5, 6, 7], max_tokens=20)
+            return answer, sync.status(), sync.model_info(), sync.abort("nobody")
+
+    answer, status, model, found = await asyncio.to_thread(complete)
+    assert answer == await client.complete([5, 6, 7], max_tokens=20)
+    assert (status, model) == (await client.status(), await client.model_info())
+    assert found is False
+
+
+async def test_a_broken_stream_is_resumed_without_a_seam(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.failures = [(n, NodeLost("gone")) for n in (0, 4, 2, 0, 6, 12)]
+    answer = await client.complete("abc", max_tokens=47, temperature=0.9)
+    expected = answer_to(gateway.requests[0].prompt_ids, 47)
+    assert answer.token_ids == expected
+    assert answer.text == text_of(expected)
+    assert len(gateway.requests) == 7
+    assert len({request.request_id for request in gateway.requests}) == 7
+    assert len({request.sampling for request in gateway.requests}) == 1
+
+
+async def test_the_sync_client_resumes_too(server: Server, gateway: EchoGateway) -> None:
+    gateway.failures = [(4, Draining("bye")), (30, NodeLost("gone"))]
+    with Client(server.address, backoff_s=0.01) as sync:
+        answer = await asyncio.to_thread(sync.complete, "abc", max_tokens=30)
+    assert answer.token_ids == answer_to(gateway.requests[0].prompt_ids, 30)
+    assert answer.finished.finish_reason == "length"
+    assert len(gateway.requests) == 2, "only Finished was missing: the server knows that itself"
+
+
+async def test_retries_are_bounded(server: Server, gateway: EchoGateway) -> None:
+    gateway.failures = [(n, NodeLost("gone")) for n in (4, 0, 0, 0, 0)]
+    async with AsyncClient(server.address, max_retries=2, backoff_s=0.01) as client:
+        error = await failure_of(client.complete("abc", max_tokens=30))
+    assert error.code == grpc.StatusCode.UNAVAILABLE
+    assert error.token_ids == answer_to(gateway.requests[0].prompt_ids, 4)
+    assert len(gateway.requests) == 3
+
+
+async def test_a_client_that_leaves_frees_its_request(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.hold_after = 4
+    async with aclosing(client.generate("abc")) as pieces:
+        await anext(pieces)
+    await until(lambda: gateway.num_closed == 1)
+    assert (await client.status()).num_running == 0
+
+
+async def test_a_deadline_frees_its_request(client: AsyncClient, gateway: EchoGateway) -> None:
+    gateway.hold_after = 4
+    error = await failure_of(client.complete("abc", timeout_s=0.2))
+    assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(error.token_ids) == 4
+    await until(lambda: gateway.num_closed == 1)
+
+
+async def test_abort_ends_a_stream_even_after_a_resume(
+    client: AsyncClient, gateway: EchoGateway
+) -> None:
+    gateway.hold_after = 4
+    gateway.failures = [(2, NodeLost("gone"))]
+    task = asyncio.create_task(client.complete("abc", request_id="mine"))
+    await until(lambda: len(gateway.requests) == 2)
+    assert await client.abort("mine")
+    assert (await task).finished.finish_reason == "abort"
+    assert not await client.abort("mine")
+    assert (await failure_of(client.abort(""))).code == grpc.StatusCode.INVALID_ARGUMENT

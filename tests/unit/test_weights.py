@@ -1,0 +1,266 @@
+"""The loader: every way a checkpoint may be laid out, and every way it may be broken."""
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.checkpoint_files import CheckpointFiles, dequantise
+from model.config import ModelConfig
+from model.deepseek import DeepseekV3
+from model.weights import has_mtp, load_weights
+from tests import tiny
+from tests.engines import Bench, greedy, load
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.write_tiny(tmp_path, seed=5)
+    return tmp_path
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def network(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3:
+    config = ModelConfig.from_dir(folder)
+    with torch.device("meta"):
+        built = DeepseekV3(config, with_mtp=has_mtp(folder, config))
+    load_weights(built, folder, dtype=dtype, device=torch.device("cpu"))
+    return built
+
+
+def shard(folder: Path, pieces: list[dict[str, Tensor]]) -> None:
+    """Rewrite the checkpoint as an index and files of arbitrary names."""
+    weight_map = {}
+    for i, piece in enumerate(pieces):
+        name = f"part-{i:05}-of-{len(pieces):06}.safetensors"
+        save_file(piece, folder / name)
+        weight_map |= dict.fromkeys(piece, name)
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_every_tensor_arrives(folder: Path) -> None:
+    built, stored = network(folder), tensors(folder)
+    assert torch.equal(built.lm_head.weight, stored["lm_head.weight"])
+    experts = built.model.layers[1].mlp.experts
+    for e in (0, 7):
+        prefix = f"model.layers.1.mlp.experts.{e}."
+        gate_up = torch.cat([stored[prefix + f"{p}_proj.weight"] for p in ("gate", "up")])
+        assert torch.equal(experts.gate_up_proj[e], gate_up)
+        assert torch.equal(experts.down_proj[e], stored[prefix + "down_proj.weight"])
+    assert not any(p.is_meta for p in [*built.parameters(), *built.buffers()] if p.dim())
+
+
+def test_shards_split_anywhere(folder: Path) -> None:
+    whole, stored = network(folder), tensors(folder)
+    names = sorted(stored)
+    shard(folder, [{n: stored[n] for n in names[i::3]} for i in range(3)])
+    sharded = network(folder)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, sharded.get_parameter(name)), name
+
+
+def test_bf16_keeps_the_routing_bias_in_fp32(folder: Path) -> None:
+    built = network(folder, torch.bfloat16)
+    gate = built.model.layers[1].mlp.gate
+    assert gate.weight.dtype == torch.bfloat16
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scale = torch.zeros(rows, columns)
+    quantised = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+            scale[i, j] = weight[part].abs().max() / 448
+            quantised[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+    return quantised, scale
+
+
+def test_fp8_blocks_with_scales_in_another_shard(tmp_path: Path) -> None:
+    """Ragged edges too: nothing here is a multiple of the block."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8 | {"activation_scheme": "dynamic"})
+    weights, scales, expected = {}, {}, {}
+    for name, tensor in tensors(tmp_path).items():
+        if "self_attn" in name and tensor.dim() == 2:
+            weights[name], scales[name + "_scale_inv"] = quantise(tensor, 16)
+            blocks = scales[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+            cut = blocks[: tensor.shape[0], : tensor.shape[1]]
+            expected[name] = weights[name].float() * cut
+        else:
+            weights[name] = tensor
+    shard(tmp_path, [weights, scales])
+    built = network(tmp_path)
+    assert expected
+    for name, tensor in expected.items():
+        assert torch.equal(built.get_parameter(name), tensor), name
+    ragged = torch.ones(20, 17, dtype=torch.float8_e4m3fn)
+    dense = dequantise(ragged, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (16, 16))
+    assert dense[15, 15] == 1 and dense[15, 16] == 2 and dense[16, 0] == 3 and dense[19, 16] == 4
+    del scales["model.layers.0.self_attn.o_proj.weight_scale_inv"]
+    (tmp_path / "model.safetensors").touch()
+    shard(tmp_path, [weights, scales])
+    with pytest.raises(ValueError, match=r"o_proj\.weight is torch\.float8.*no .*_scale_inv"):
+        network(tmp_path)
+
+
+def test_copies_of_embedding_and_head_in_the_mtp_layer_are_tolerated(folder: Path) -> None:
+    stored = tensors(folder)
+    stored["model.layers.3.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(stored, folder / "model.safetensors")
+    assert network(folder).has_mtp
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    tiny.write_tiny(tmp_path, seed=5, tie_word_embeddings=True)
+    stored = tensors(tmp_path)
+    del stored["lm_head.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    built = network(tmp_path)
+    assert torch.equal(built.lm_head.weight, stored["model.embed_tokens.weight"])
+
+
+def edited(folder: Path, edit: str) -> None:
+    stored = tensors(folder)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    if edit == "missing":
+        del stored[name]
+    elif edit == "missing expert":
+        del stored["model.layers.1.mlp.experts.3.up_proj.weight"]
+    elif edit == "unknown":
+        stored["model.layers.1.self_attn.extra.weight"] = torch.ones(2)
+    elif edit == "surplus expert":
+        stored["model.layers.1.mlp.experts.8.up_proj.weight"] = torch.ones(24, 48)
+    elif edit == "shape":
+        stored[name] = torch.ones(3, 4)
+    save_file(stored, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        ("missing", r"missing.*layers\.1\.self_attn\.o_proj"),
+        ("missing expert", r"missing.*layers\.1\.mlp\.experts\.gate_up_proj"),
+        ("unknown", r"unknown tensor model\.layers\.1\.self_attn\.extra"),
+        ("surplus expert", r"unknown tensor model\.layers\.1\.mlp\.experts\.8"),
+        ("shape", r"o_proj\.weight has shape \(3, 4\).*\(48, 40\)"),
+    ],
+)
+def test_what_is_wrong_is_named(folder: Path, edit: str, expected: str) -> None:
+    edited(folder, edit)
+    with pytest.raises(ValueError, match=expected):
+        network(folder)
+
+
+def test_truncated_and_missing_files(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    stored = tensors(folder)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors.*not a readable"):
+        network(folder)
+    file.write_bytes(data)
+    names = sorted(stored)
+    shard(folder, [{n: stored[n] for n in names[i::2]} for i in range(2)])
+    part = folder / "part-00001-of-000002.safetensors"
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"part-00001.*cannot read tensor"):
+        network(folder)
+    part.unlink()
+    with pytest.raises(ValueError, match=r"missing: part-00001"):
+        network(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="neither"):
+        network(folder)
+
+
+def test_one_tensor_is_in_memory_beside_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a tensor is read, those read before it are gone."""
+    read, alive = CheckpointFiles.read, []
+
+    def watched(self: CheckpointFiles, name: str) -> Tensor:
+        assert not [ref for ref in alive if ref() is not None], f"tensors pile up before {name}"
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(CheckpointFiles, "read", watched)
+    network(folder)
+    assert len(alive) == len(tensors(folder))
+
+
+V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 4.0,
+    "num_nextn_predict_layers": 0,
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "moonlight": {
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 0,
+        "n_shared_experts": 2,
+    },
+    "kimi_k2": {
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "v2_lite": V2,
+    "v2": V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "v2_two_groups": V2 | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_family_members_match_transformers(tmp_path: Path, name: str) -> None:
+    tiny.write_tiny(tmp_path, seed=8, with_mtp=False, **VARIANTS[name])
+    ids = [5, 17, 33, 80, 41, 22, 9]
+    expected = tiny.reference_greedy(tmp_path, ids, 16)
+    if name == "kimi_k2":
+        config = tmp_path / "config.json"
+        config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
+    bench = Bench(load(tmp_path))
+    assert bench.loaded.config.model_type == str(VARIANTS[name].get("model_type", name)).replace(
+        "moonlight", "deepseek_v3"
+    )
+    [(tokens, _)] = bench.generate(greedy("r", ids, 16, ignore_eos=True))
+    assert tokens == expected
+    bench.check_empty()
