@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
+from model.chat import ChatTemplate
+
 REPLACEMENT = "\ufffd"
 
 
@@ -20,7 +22,9 @@ class Tokenizer:
             self._tokenizer = _Tokenizer.from_file(str(file))
         except Exception as error:
             raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
-        self._bos_id = self._find_bos(Path(path))
+        config = _read_json(Path(path) / "tokenizer_config.json")
+        self._bos_id = self._find_bos(config)
+        self._chat = ChatTemplate.from_dir(Path(path), config)
 
     @property
     def vocab_size(self) -> int:
@@ -33,12 +37,20 @@ class Tokenizer:
             ids.insert(0, self._bos_id)
         return ids
 
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation ({role, content} each) by the checkpoint's template.
+
+        Raises ValueError when it has none, or the template refuses the messages.
+        """
+        if self._chat is None:
+            raise ValueError("chat: this checkpoint has no chat template; send text instead")
+        return self._tokenizer.encode(self._chat.render(messages), add_special_tokens=False).ids
+
     def decode(self, token_ids: list[int]) -> str:
         """Text of ``token_ids`` without special tokens; broken bytes become U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _find_bos(self, path: Path) -> int | None:
-        config = _read_json(path / "tokenizer_config.json")
+    def _find_bos(self, config: dict[str, Any]) -> int | None:
         token = config.get("bos_token")
         if isinstance(token, dict):
             token = token.get("content")

@@ -1,0 +1,132 @@
+"""config.json: the family's own values are read, everything beyond it is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import ModelConfig
+from tests.tiny import BASE
+
+V3 = BASE | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+def make(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(V3 | changes)
+
+
+def test_v3_as_published() -> None:
+    config = make()
+    assert config.latent_dim == 576 and config.qk_head_dim == 192
+    assert config.softmax_scale == pytest.approx(0.135234, abs=1e-6)
+    assert [config.is_moe_layer(i) for i in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
+    assert config.quantization is not None and config.quantization.block_size == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("mscale", "factor", "theta", "betas", "scale"),
+    [(0.707, 40, 1e4, (32, 1), 0.114721), (1.0, 32, 5e4, (1, 1), 0.130861)],
+)
+def test_published_softmax_scales(
+    mscale: float, factor: float, theta: float, betas: tuple[float, float], scale: float
+) -> None:
+    """V2-Lite and Kimi-K2 (spec §3)."""
+    yarn = V3["rope_scaling"] | {
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "factor": factor,
+        "beta_fast": betas[0],
+        "beta_slow": betas[1],
+    }
+    assert make(rope_scaling=yarn, rope_theta=theta).softmax_scale == pytest.approx(scale, abs=1e-6)
+
+
+def test_both_spellings_of_rope() -> None:
+    nested = {k: v for k, v in V3["rope_scaling"].items() if k != "type"}
+    nested |= {"rope_type": "yarn", "rope_theta": 10000.0}
+    raw = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")}
+    config = ModelConfig.from_dict(raw | {"rope_parameters": nested})
+    assert config.yarn == make().yarn and config.rope_theta == 10000.0
+
+
+def test_null_and_zero_mean_no_query_compression() -> None:
+    assert make(q_lora_rank=None).q_lora_rank is make(q_lora_rank=0).q_lora_rank is None
+
+
+def test_identity_follows_what_shapes_the_cache() -> None:
+    assert make().identity() == make(torch_dtype="float32").identity()
+    assert make().identity() != make(rope_theta=5e4).identity()
+    assert make().identity() != make(num_hidden_layers=60).identity()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "deepseek_v32"}, "deepseek_v32"),
+        ({"model_type": "deepseek_v4"}, "deepseek_v4"),
+        ({"model_type": "llama"}, "llama"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"scoring_func": "sqrtsoftplus"}, "scoring_func"),
+        ({"topk_method": "nearest"}, "topk_method"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope scaling"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
+        ({"n_group": 7}, "n_group"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        make(**changes)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("{,")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_generation_config_adds_eos_ids(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert set(ModelConfig.from_dir(tmp_path).eos_token_ids) == {1, 7}
