@@ -22,8 +22,9 @@ from prefill_node.messages import Prefilled
 class Answer:
     """Token ids, text and figures of one request, across the nodes that wrote it.
 
-    Tokens arrive already cut at a stop, except the first one, which no decode node has seen:
-    ``prefilled`` applies the same rule to it.
+    Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
+    already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
+    applies the same rule to it.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = text
+        self._text.push(request.output_ids)
         self._stops = stop_ids(request.sampling, eos_ids)
         self._max_model_len = max_model_len
         self._counts = SpeculationCounts()
         self._transfer = TransferStats()
         self._started_at = time.monotonic()
-        self._prefill = Prefilled(0, 0.0, 0.0)
+        self._prefill = Prefilled(0, 0, 0.0, 0.0)
         self._first_token_ms = self._transfer_ms = 0.0
 
     @property
@@ -94,7 +96,7 @@ class Answer:
             index=0,
             finish_reason=self.finish_reason,
             num_prompt_tokens=len(self.request.prompt_ids),
-            num_cached_tokens=0,
+            num_cached_tokens=self._prefill.num_cached,
             num_completion_tokens=len(self.token_ids),
             counts=self._counts,
             timings_ms=Timings(

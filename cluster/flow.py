@@ -47,6 +47,7 @@ async def run_request(
     inbox = pair.decode.open_inbox(request.request_id)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     pair.prefill.num_tokens += num_tokens
+    pair.prefill.num_sent += 1
     decoded = False
     try:
         await _reserve(request, pair, num_tokens)

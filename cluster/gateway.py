@@ -7,14 +7,15 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from cluster.affinity import PrefixAffinity
 from cluster.answer import Answer
 from cluster.config import TandemConfig
 from cluster.flow import Pair, run_request
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from cluster.nodes import DecodeHandle, FramePump, PrefillHandle
-from cluster.router import choose_route
+from cluster.router import DecodeLoad, PrefillLoad, choose_route, usable_pairs
 from core import node as core_node
 from core.errors import Overloaded
 from core.failure import decode
@@ -23,6 +24,21 @@ from model.tokenizer import TextStream, Tokenizer
 
 STATUS_TIMEOUT_S = 2.0
 WARM_UP_TOKENS = 3
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request's stream. While its reader holds a piece (not ``is_inside``) an abort must not
+    cancel it: the cancellation would hit the reader."""
+
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    is_inside: bool = True
+    is_aborted: bool = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        if self.is_inside:
+            self.scope.reschedule(asyncio.get_running_loop().time())
 
 
 class ClusterGateway:
@@ -40,7 +56,8 @@ class ClusterGateway:
         self._prefills = {handle.info.name: handle for handle in prefills}
         self._decodes = {handle.info.name: handle for handle in decodes}
         self._lost: set[str] = set()
-        self._running: dict[str, asyncio.Timeout] = {}
+        self._affinity = PrefixAffinity()
+        self._running: dict[str, _Running] = {}
         self._num_queued = 0
         self._rows = asyncio.Semaphore(sum(d.info.max_rows for d in decodes))
         self._pumps = [FramePump(handle, self._on_lost) for handle in decodes]
@@ -73,17 +90,23 @@ class ClusterGateway:
         answer = Answer(
             request, TextStream(self.tokenizer), model.eos_token_ids, model.max_model_len
         )
-        scope = self._running[request.request_id] = asyncio.timeout(None)
+        running = self._running[request.request_id] = _Running()
+        pieces, piece = self._serve(request, answer), None
         try:
-            async with scope, self._admitted(), aclosing(self._serve(request, answer)) as pieces:
+            async with running.scope, self._admitted(), aclosing(pieces):
                 async for piece in pieces:
+                    running.is_inside = False
                     yield piece
+                    running.is_inside = True
+                    if running.is_aborted and not answer.is_finished:
+                        break
         except TimeoutError:
-            if not scope.expired():
+            if not running.scope.expired():
                 raise
-            yield answer.aborted()
         finally:
             del self._running[request.request_id]
+        if running.is_aborted and not isinstance(piece, Finished):
+            yield answer.aborted()
 
     async def warm_up(self) -> None:
         """Send one tiny request over every pair of nodes: channels and first calls are slow,
@@ -104,11 +127,16 @@ class ClusterGateway:
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets a Finished with reason abort."""
-        scope = self._running.get(request_id)
-        if scope is None:
+        running = self._running.get(request_id)
+        if running is None:
             return False
-        scope.reschedule(asyncio.get_running_loop().time())
+        running.abort()
         return True
+
+    def is_healthy(self) -> bool:
+        """A prefill and a decode node are left that cache alike."""
+        prefills, decodes = self._loads()
+        return bool(usable_pairs(prefills, decodes, self._lost))
 
     async def status(self) -> ServerStatus:
         handles: list[PrefillHandle | DecodeHandle] = [
@@ -140,16 +168,18 @@ class ClusterGateway:
     async def _serve(
         self, request: Request, answer: Answer
     ) -> AsyncGenerator[Delta | Finished, None]:
-        route = choose_route(
-            [p.load() for p in self._prefills.values()],
-            [d.load() for d in self._decodes.values()],
-            excluded=self._lost,
-        )
+        token_ids = request.prompt_ids + request.output_ids
+        route = choose_route(*self._loads(), self._lost, self._affinity.find(token_ids))
+        self._affinity.remember(token_ids, route.prefill)
         pair = Pair(self._prefills[route.prefill], self._decodes[route.decode])
         run = run_request(request, pair, answer)
         async with aclosing(run) as pieces:
             async for piece in pieces:
                 yield piece
+
+    def _loads(self) -> tuple[list[PrefillLoad], list[DecodeLoad]]:
+        prefills = [prefill.load() for prefill in self._prefills.values()]
+        return prefills, [decode_node.load() for decode_node in self._decodes.values()]
 
     async def _node_status(self, handle: PrefillHandle | DecodeHandle) -> NodeStatus:
         info = handle.info

@@ -20,9 +20,11 @@ class PrefillHandle:
     info: NodeInfo
     control: Control
     num_tokens: int = 0
+    num_sent: int = 0
 
     def load(self) -> PrefillLoad:
-        return PrefillLoad(self.info.name, self.num_tokens, self.info.fingerprint)
+        info = self.info
+        return PrefillLoad(info.name, self.num_tokens, info.fingerprint, self.num_sent)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,9 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
+WATCH_S = 1.0
+"""How often health follows the state of the nodes."""
+
 
 class Server:
     """Listens from ``start`` on, serves from ``attach`` on, until ``drain`` and ``stop``.
@@ -44,6 +47,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
+        self._watcher: asyncio.Task[None] | None = None
         self.address = self._config.address
 
     async def start(self) -> None:
@@ -64,7 +68,17 @@ class Server:
     async def attach(self, gateway: Gateway) -> None:
         """Serve requests through ``gateway`` from now on."""
         self._servicer.gateway = gateway
-        await self.set_healthy(True)
+        await self.set_healthy(gateway.is_healthy())
+        self._watcher = asyncio.create_task(self._watch(gateway))
+
+    async def _watch(self, gateway: Gateway) -> None:
+        """Tell health checks when the nodes are lost."""
+        told = gateway.is_healthy()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if gateway.is_healthy() != told:
+                told = not told
+                await self.set_healthy(told)
 
     async def set_healthy(self, healthy: bool) -> None:
         """Tell health checks whether requests belong here; draining overrules it."""
@@ -84,6 +98,8 @@ class Server:
 
     async def stop(self) -> None:
         """Close the port; streams still open end with UNAVAILABLE."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         self._servicer.draining = True
         await self._evict()
         await self._server.stop(None)

@@ -34,6 +34,9 @@ class Gateway(Protocol):
     async def status(self) -> ServerStatus:
         """The state of the cluster now."""
 
+    def is_healthy(self) -> bool:
+        """Whether new requests can be served: a usable pair of nodes is left."""
+
     def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Deltas, then one ``Finished``. Closed or cancelled when the client has gone.
 

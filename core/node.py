@@ -27,7 +27,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node as it is now."""
+    """A node as it is now; pages that only the prefix cache holds count as free."""
 
     name: str
     kind: str

@@ -149,7 +149,7 @@ class DecodeNode:
             kind=DECODE,
             epoch=self.epoch,
             num_active_rows=len(self.engine.scheduler.sequences),
-            num_free_pages=self._pool.num_free,
+            num_free_pages=await self._loop.call(lambda: self._pool.num_available),
             num_pages=self._pool.num_pages,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],

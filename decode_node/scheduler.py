@@ -49,8 +49,8 @@ class Scheduler:
                 f"max_tokens: prompt and answer need {num_pages} pages of this node's "
                 f"{self._pool.num_pages - 1}; ask for fewer tokens or raise kv.num_pages"
             )
-        if num_pages > self._pool.num_free:
-            raise Overloaded(f"{num_pages} pages needed, {self._pool.num_free} free")
+        if num_pages > self._pool.num_available:
+            raise Overloaded(f"{num_pages} pages needed, {self._pool.num_available} free")
         limit = request.speculation.max_drafts
         sequence = Sequence(
             request=request,

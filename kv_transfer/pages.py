@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from core.errors import Overloaded, StalePages
 
@@ -11,6 +12,16 @@ DUMMY_PAGE = 0
 
 class OutOfPages(Overloaded):
     """Fewer pages are free than were asked for; nothing was allocated."""
+
+
+class Reclaimer(Protocol):
+    """Who holds pages that it can do without."""
+
+    def num_reclaimable(self) -> int: ...
+
+    def reclaim(self, num_pages: int) -> None:
+        """Release up to ``num_pages`` of them."""
+        ...
 
 
 class PagePool:
@@ -27,6 +38,7 @@ class PagePool:
             raise ValueError(f"kv.page_size must be at least 1, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.reclaimer: Reclaimer | None = None
         self._free = deque(range(1, num_pages))
         self._refcounts = [0] * num_pages
         self._generations = [0] * num_pages
@@ -34,6 +46,12 @@ class PagePool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Free pages and those the reclaimer would give back."""
+        reclaimable = self.reclaimer.num_reclaimable() if self.reclaimer else 0
+        return len(self._free) + reclaimable
 
     @property
     def num_used(self) -> int:
@@ -45,6 +63,8 @@ class PagePool:
     def allocate(self, num_pages: int) -> list[int]:
         """Take pages with one reference each, all or none. Raises OutOfPages."""
         assert num_pages >= 0, f"cannot allocate {num_pages} pages"
+        if num_pages > len(self._free) and self.reclaimer is not None:
+            self.reclaimer.reclaim(num_pages - len(self._free))
         if num_pages > len(self._free):
             raise OutOfPages(f"{num_pages} pages wanted, {len(self._free)} free")
         pages = [self._free.popleft() for _ in range(num_pages)]
@@ -52,6 +72,9 @@ class PagePool:
             self._refcounts[page] = 1
             self._generations[page] += 1
         return pages
+
+    def refcount(self, page: int) -> int:
+        return self._refcounts[page]
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that are held already."""

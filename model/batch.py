@@ -5,6 +5,7 @@ Shape legend: B sequences, Q query rows of each, P pages of a page table, S cont
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 DUMMY_PAGE = 0
@@ -39,3 +40,25 @@ def physical_slots(
     keep_BQ = keep_BQ & (pages_BQ < page_table_BP.shape[1])
     page_ids_BQ = page_table_BP.gather(1, pages_BQ.clamp(max=page_table_BP.shape[1] - 1))
     return page_ids_BQ.where(keep_BQ, DUMMY_PAGE) * page_size + slots_BQ.clamp(min=0) % page_size
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Consecutive sequence slots to compute; rows where ``keep_BQ`` is False are padding."""
+
+    slots_BQ: Tensor
+    keep_BQ: Tensor
+    page_table_BP: Tensor
+
+    def batch(self, token_ids_BQ: Tensor, position_offset: int, page_size: int) -> Batch:
+        """An expanded-form batch; a slot's position is the slot plus ``position_offset``."""
+        return Batch(
+            token_ids_BQ=token_ids_BQ,
+            positions_BQ=self.slots_BQ + position_offset,
+            write_slots_BQ=physical_slots(
+                self.page_table_BP, self.slots_BQ, self.keep_BQ, page_size
+            ),
+            context_lens_BQ=torch.where(self.keep_BQ, self.slots_BQ + 1, 1),
+            page_table_BP=self.page_table_BP,
+            expanded=True,
+        )

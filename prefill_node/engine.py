@@ -1,6 +1,7 @@
 """The prefill engine of one rank: prompt to cache pages, first token and last hidden state.
 
-Runs on the engine thread. Shape legend: Q tokens of a chunk, D hidden, V vocabulary.
+Runs on the engine thread. Shape legend: B chunks of a batch, Q tokens of the
+longest, D hidden, V vocabulary.
 """
 
 import time
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from core.request import Request
 from kv_transfer.pages import PagePool
-from model.batch import Batch, physical_slots
+from model.batch import DUMMY_PAGE, Batch, PromptRows
 from model.cache import Caches
 from model.loaded import LoadedModel
 from model.sampling import SamplingRows, choose
@@ -31,6 +32,7 @@ class Progress:
     key: Key
     pages: tuple[int, ...]
     num_tokens: tuple[int, ...]
+    num_cached: int
     started_at: float
     first_token: int | None = None
     hidden_D: Tensor | None = None
@@ -67,44 +69,64 @@ class PrefillEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Compute one chunk: main model, then the drafter's rows over the shifted tokens."""
-        chunk = self.scheduler.next_chunk()
-        if chunk is None:
-            return
-        if chunk.lo == 0:
-            chunk.sequence.started_at = time.monotonic()
-        page_table = torch.tensor([chunk.sequence.pages], device=self._loaded.device)
-        hidden_1QD = self._run_main(chunk, page_table)
-        first_token = self._first_token(chunk, hidden_1QD[:, -1]) if chunk.is_last else None
-        self._run_drafter(chunk, page_table, hidden_1QD, first_token)
+        """Compute the next chunks: main model, then the drafter's rows over shifted tokens."""
+        for chunks in alike(self.scheduler.next_chunks()):
+            self._compute(chunks)
         self.num_steps += 1
-        self.scheduler.advance(chunk)
-        self._on_progress(
-            Progress(
-                key=(chunk.sequence.request.request_id, chunk.sequence.attempt),
-                pages=tuple(chunk.sequence.pages),
-                num_tokens=(chunk.hi,) * len(self._caches),
-                started_at=chunk.sequence.started_at,
-                first_token=first_token,
-                hidden_D=hidden_1QD[0, -1].clone() if chunk.is_last else None,
-            )
+
+    def _compute(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.lo == chunk.sequence.num_cached:
+                chunk.sequence.started_at = time.monotonic()
+        rows = self._rows(chunks)
+        hidden_BQD = self._loaded.network(self._main_batch(chunks, rows), self._caches)
+        first_tokens = [
+            self._first_token(chunk, hidden_BQD[i, chunk.num_tokens - 1].unsqueeze(0))
+            if chunk.is_last
+            else None
+            for i, chunk in enumerate(chunks)
+        ]
+        self._run_drafter(chunks, rows, hidden_BQD, first_tokens)
+        for i, (chunk, first_token) in enumerate(zip(chunks, first_tokens, strict=True)):
+            self.scheduler.advance(chunk, first_token)
+            hidden_D = hidden_BQD[i, chunk.num_tokens - 1].clone() if chunk.is_last else None
+            self._on_progress(self._progress(chunk, first_token, hidden_D))
+
+    def _progress(self, chunk: Chunk, first_token: int | None, hidden_D: Tensor | None) -> Progress:
+        sequence = chunk.sequence
+        return Progress(
+            key=(sequence.request.request_id, sequence.attempt),
+            pages=tuple(sequence.pages),
+            num_tokens=(chunk.hi,) * len(self._caches),
+            num_cached=sequence.num_cached,
+            started_at=sequence.started_at,
+            first_token=first_token,
+            hidden_D=hidden_D,
         )
 
-    def _run_main(self, chunk: Chunk, page_table: Tensor) -> Tensor:
+    def _rows(self, chunks: list[Chunk]) -> PromptRows:
+        """Chunks as rows of one batch, padded to the longest; padding leaves no trace."""
         device = self._loaded.device
-        slots = torch.arange(chunk.lo, chunk.hi, device=device).unsqueeze(0)
-        keep = torch.ones_like(slots, dtype=torch.bool)
-        ids = torch.tensor([chunk.sequence.token_ids[chunk.lo : chunk.hi]], device=device)
-        context = page_table[:, : -(-chunk.hi // self._page_size)]
-        batch = Batch(
-            token_ids_BQ=ids,
-            positions_BQ=slots,
-            write_slots_BQ=physical_slots(page_table, slots, keep, self._page_size),
-            context_lens_BQ=slots + 1,
-            page_table_BP=context,
-            expanded=True,
+        longest = max(chunk.num_tokens for chunk in chunks)
+        num_pages = max(-(-chunk.hi // self._page_size) for chunk in chunks)
+        tables = [(c.sequence.pages + [DUMMY_PAGE] * num_pages)[:num_pages] for c in chunks]
+        offsets = torch.arange(longest, device=device)
+        lo_B1 = torch.tensor([[chunk.lo] for chunk in chunks], device=device)
+        length_B1 = torch.tensor([[chunk.num_tokens] for chunk in chunks], device=device)
+        return PromptRows(
+            slots_BQ=lo_B1 + offsets,
+            keep_BQ=offsets < length_B1,
+            page_table_BP=torch.tensor(tables, device=device),
         )
-        return self._loaded.network(batch, self._caches)
+
+    def _main_batch(self, chunks: list[Chunk], rows: PromptRows) -> Batch:
+        ids = [chunk.sequence.token_ids[chunk.lo : chunk.hi] for chunk in chunks]
+        return rows.batch(self._padded(ids, rows), 0, self._page_size)
+
+    def _padded(self, ids: list[tuple[int, ...]], rows: PromptRows) -> Tensor:
+        width = rows.slots_BQ.shape[1]
+        padded = [[*row, *[0] * (width - len(row))] for row in ids]
+        return torch.tensor(padded, device=self._loaded.device)
 
     def _first_token(self, chunk: Chunk, hidden_1D: Tensor) -> int:
         request = chunk.sequence.request
@@ -113,15 +135,30 @@ class PrefillEngine:
         return int(choose(self._loaded.network.logits(hidden_1D), rows, index))
 
     def _run_drafter(
-        self, chunk: Chunk, page_table: Tensor, hidden_1QD: Tensor, first_token: int | None
+        self,
+        chunks: list[Chunk],
+        rows: PromptRows,
+        hidden_BQD: Tensor,
+        first_tokens: list[int | None],
     ) -> None:
         """Draft rows [lo, hi): row i takes token i + 1, the last row of all the first token."""
-        next_ids = list(chunk.sequence.token_ids[chunk.lo + 1 : chunk.hi + 1])
-        if first_token is not None:
-            next_ids.append(first_token)
-        ids_1Q = torch.tensor([next_ids], device=self._loaded.device)
-        context = page_table[:, : -(-chunk.hi // self._page_size)]
-        self._loaded.drafter.prefill(ids_1Q, hidden_1QD, chunk.lo, context, self._caches)
+        next_ids = []
+        for chunk, first_token in zip(chunks, first_tokens, strict=True):
+            known = chunk.sequence.token_ids[chunk.lo + 1 : chunk.hi + 1]
+            next_ids.append(known if first_token is None else (*known, first_token))
+        ids_BQ = self._padded(next_ids, rows)
+        self._loaded.drafter.prefill(ids_BQ, hidden_BQD, rows, self._caches)
+
+
+def alike(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Chunks that may share a batch: none is padded to more than twice its length."""
+    groups: list[list[Chunk]] = []
+    for chunk in sorted(chunks, key=lambda chunk: -chunk.num_tokens):
+        if groups and 2 * chunk.num_tokens >= groups[-1][0].num_tokens:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
 
 
 def sampling_rows(request: Request, device: torch.device) -> SamplingRows:

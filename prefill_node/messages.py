@@ -15,9 +15,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The first token, and how long the prompt waited and was computed."""
+    """The first token, how long the prompt waited and was computed, and how many of its tokens
+    an earlier prompt had computed already."""
 
     first_token: int
+    num_cached: int
     queue_ms: float
     prefill_ms: float
 

@@ -88,9 +88,7 @@ class PrefillNode:
         assert progress.hidden_D is not None
         hidden, dtype = self._packed_hidden(progress.hidden_D)
         self.source.seal(progress.key, progress.first_token, hidden, dtype)
-        self._asyncio.call_soon_threadsafe(
-            self._answer, progress.key, progress.first_token, progress.started_at
-        )
+        self._asyncio.call_soon_threadsafe(self._answer, progress)
 
     def on_release(self, key: Key) -> None:
         """The hand-over needs the pages no more. Engine thread."""
@@ -122,12 +120,17 @@ class PrefillNode:
         self._engine.submit(request, key[1])
         self.source.open(key)
 
-    def _answer(self, key: Key, first_token: int, started_at: float) -> None:
-        caller = self._callers.get(key)
+    def _answer(self, progress: Progress) -> None:
+        caller = self._callers.get(progress.key)
         if caller is not None and not caller.answer.done():
-            queue_ms = (started_at - caller.submitted_at) * 1e3
-            prefill_ms = (time.monotonic() - started_at) * 1e3
-            caller.answer.set_result(Prefilled(first_token, queue_ms, prefill_ms))
+            assert progress.first_token is not None
+            prefilled = Prefilled(
+                progress.first_token,
+                progress.num_cached,
+                queue_ms=(progress.started_at - caller.submitted_at) * 1e3,
+                prefill_ms=(time.monotonic() - progress.started_at) * 1e3,
+            )
+            caller.answer.set_result(prefilled)
 
     def _refuse(self, key: Key, text: str) -> None:
         caller = self._callers.get(key)
@@ -153,7 +156,7 @@ class PrefillNode:
             kind=PREFILL,
             epoch=self.epoch,
             num_active_rows=self._engine.scheduler.num_waiting,
-            num_free_pages=self._pool.num_free,
+            num_free_pages=await self._loop.call(lambda: self._pool.num_available),
             num_pages=self._pool.num_pages,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],

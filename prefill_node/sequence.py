@@ -7,12 +7,15 @@ from core.request import Request
 
 @dataclass(slots=True)
 class Sequence:
-    """``token_ids`` are prompt and resumed output; slots [0, num_done) of the main cache are
-    computed. ``pages`` belong to the sequence until its lease ends. ``started_at`` is monotonic."""
+    """``token_ids`` are prompt and resumed output; slots [0, num_done) are computed, the first
+    ``num_cached`` of them by an earlier prompt. ``pages`` belong to the sequence until its
+    lease ends. ``started_at`` is monotonic.
+    """
 
     request: Request
     attempt: int
     pages: list[int]
+    num_cached: int = 0
     token_ids: tuple[int, ...] = field(init=False)
     num_done: int = 0
     started_at: float = 0.0

@@ -106,7 +106,8 @@ class Bench:
     def check_empty(self) -> None:
         self.prefill.scheduler.check_integrity()
         self.decode.scheduler.check_integrity()
-        assert self.pool.num_used == 0, f"{self.pool.num_used} pages leaked"
+        num_held = self.num_pages - 1 - self.pool.num_available
+        assert num_held == 0, f"{num_held} pages leaked"
 
 
 def load(path: Path, **settings: object) -> LoadedModel:

@@ -64,7 +64,9 @@ class Rig:
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             decode.engine.scheduler.check_integrity()
             assert not decode.engine.scheduler.sequences
-            assert decode.engine.scheduler._pool.num_used == 0
+        for rank in (*self.prefills, *self.decodes):
+            pool = rank.engine.scheduler._pool
+            assert pool.num_available == pool.num_pages - 1, "pages leaked"
 
 
 @asynccontextmanager

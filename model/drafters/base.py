@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from model.batch import PromptRows
 from model.cache import CacheGroup, Caches
 
 
@@ -59,15 +60,10 @@ class Drafter(Protocol):
     cache_groups: tuple[CacheGroup, ...]
 
     def prefill(
-        self,
-        next_ids_BQ: Tensor,
-        hidden_BQD: Tensor,
-        first_slot: int,
-        page_table_BP: Tensor,
-        caches: Caches,
+        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
     ) -> None:
-        """Fill draft slots first_slot .. first_slot + Q - 1: row i pairs the hidden state of
-        token first_slot + i with the token after it."""
+        """Fill the draft slots of ``rows``: slot i pairs the hidden state of token i with the
+        token after it."""
         ...
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:

@@ -6,7 +6,7 @@ Shape legend: B rows, M = n_max + 1, N drafts, D hidden, P pages.
 import torch
 from torch import Tensor
 
-from model.batch import Batch, physical_slots
+from model.batch import Batch, PromptRows, physical_slots
 from model.cache import MTP, CacheGroup, Caches
 from model.deepseek import DeepseekV3
 from model.drafters.base import Drafts, DraftState, chain
@@ -25,25 +25,9 @@ class MtpDrafter:
         self.cache_groups: tuple[CacheGroup, ...] = (CacheGroup(MTP, 1, model.config.latent_dim),)
 
     def prefill(
-        self,
-        next_ids_BQ: Tensor,
-        hidden_BQD: Tensor,
-        first_slot: int,
-        page_table_BP: Tensor,
-        caches: Caches,
+        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
     ) -> None:
-        num_rows, num_tokens = next_ids_BQ.shape
-        slots_BQ = torch.arange(
-            first_slot, first_slot + num_tokens, device=next_ids_BQ.device
-        ).expand(num_rows, -1)
-        rows = PassRows(
-            slots_BQ=slots_BQ,
-            positions_BQ=slots_BQ + 1,
-            context_lens_BQ=slots_BQ + 1,
-            keep_BQ=torch.ones_like(slots_BQ, dtype=torch.bool),
-            head_B=slots_BQ[:, 0],
-        )
-        batch = self._batch(next_ids_BQ, rows, page_table_BP, caches, expanded=True)
+        batch = rows.batch(next_ids_BQ, 1, caches[MTP][0].shape[1])
         self._model.forward_mtp(batch, hidden_BQD, caches)
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
@@ -70,24 +54,13 @@ class MtpDrafter:
         state: DraftState,
         caches: Caches,
     ) -> Tensor:
-        batch = self._batch(token_ids_BQ, rows, state.page_table_BP, caches, expanded=False)
-        return self._model.forward_mtp(batch, hidden_BQD, caches)
-
-    def _batch(
-        self,
-        token_ids_BQ: Tensor,
-        rows: PassRows,
-        page_table_BP: Tensor,
-        caches: Caches,
-        *,
-        expanded: bool,
-    ) -> Batch:
         page_size = caches[MTP][0].shape[1]
-        return Batch(
+        page_table_BP = state.page_table_BP
+        batch = Batch(
             token_ids_BQ=token_ids_BQ,
             positions_BQ=rows.positions_BQ,
             write_slots_BQ=physical_slots(page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
             context_lens_BQ=rows.context_lens_BQ,
             page_table_BP=page_table_BP,
-            expanded=expanded,
         )
+        return self._model.forward_mtp(batch, hidden_BQD, caches)

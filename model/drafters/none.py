@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from model.batch import PromptRows
 from model.cache import CacheGroup, Caches
 from model.drafters.base import Drafts, DraftState
 
@@ -12,12 +13,7 @@ class NoDrafter:
     cache_groups: tuple[CacheGroup, ...] = ()
 
     def prefill(
-        self,
-        next_ids_BQ: Tensor,
-        hidden_BQD: Tensor,
-        first_slot: int,
-        page_table_BP: Tensor,
-        caches: Caches,
+        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
     ) -> None:
         return
 

@@ -51,6 +51,9 @@ class EchoGateway:
     def model_info(self) -> ModelInfo:
         return ModelInfo("echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32")
 
+    def is_healthy(self) -> bool:
+        return True
+
     async def status(self) -> ServerStatus:
         node = NodeStatus("decode-0", "decode", "e1", True, 1, 2, 3, 4, 5, 6)
         return ServerStatus(SERVING, "split", 99, (node,))
