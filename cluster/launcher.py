@@ -19,6 +19,7 @@ from core.node import DECODE, PREFILL, NodeInfo
 from model.tokenizer import Tokenizer
 
 OBJECT_STORE_BYTES = 128 << 20
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -44,6 +45,8 @@ async def launch(
         actor: Any = controller.remote(config.model_dump_json())
         try:
             infos = [decode(NodeInfo, data) for data in await actor.start.remote()]
+            for notice in notices(infos):
+                log.warning(notice)
             gateway = _gateway(config, tokenizer, infos)
             try:
                 on_progress("warming up")
@@ -58,6 +61,19 @@ async def launch(
         await asyncio.to_thread(ray.shutdown)
 
 
+def notices(infos: list[NodeInfo]) -> list[str]:
+    """What users should know of the checkpoint that the nodes loaded."""
+    info = infos[0]
+    found = []
+    if not info.has_mtp:
+        found.append("this checkpoint has no MTP layer: it is served without drafts")
+    if info.num_mtp_layers > 1:
+        found.append(
+            f"this checkpoint has {info.num_mtp_layers} MTP layers: the first gives every draft"
+        )
+    return found
+
+
 def _init_ray(config: TandemConfig, ray_address: str | None) -> None:
     common: dict[str, Any] = {
         "namespace": NAMESPACE,
@@ -65,7 +81,13 @@ def _init_ray(config: TandemConfig, ray_address: str | None) -> None:
         "log_to_driver": False,
     }
     if ray_address is not None:
-        ray.init(address=ray_address, **common)
+        try:
+            ray.init(address=ray_address, **common)
+        except ConnectionError as error:
+            raise ValueError(
+                f"--ray-address={ray_address!r}: cannot join ({error}); is it up, and if it "
+                "wants a token, is RAY_AUTH_TOKEN set?"
+            ) from error
         return
     plans = plan_nodes(config)
     ray.init(

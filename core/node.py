@@ -19,6 +19,7 @@ class NodeInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     has_mtp: bool
+    num_mtp_layers: int
     num_drafts: int
     num_pages: int
     page_size: int

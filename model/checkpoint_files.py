@@ -65,8 +65,10 @@ def _file_of(path: Path) -> dict[str, str]:
 
 def _from_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = {
+            str(n): str(f) for n, f in json.loads(index.read_text())["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: has no weight_map ({error!r}); download it again") from None
     missing = sorted({file for file in weight_map.values() if not (index.parent / file).is_file()})
     if missing:

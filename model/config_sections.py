@@ -63,7 +63,8 @@ def refuse_unsupported(fields: Fields) -> None:
 
 
 def num_mtp_layers(fields: Fields) -> int:
-    name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else "num_nextn_predict_layers"
+    alias = fields.raw.get("num_mtp_layers") is not None
+    name = "num_mtp_layers" if alias else "num_nextn_predict_layers"
     return fields.integer(name, default=0, minimum=0)
 
 
@@ -78,14 +79,14 @@ def rope_fields(fields: Fields) -> Fields:
     scaling: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         scaling |= fields.section(name)
-    if "rope_theta" in fields.raw:
+    if fields.raw.get("rope_theta") is not None:
         scaling["rope_theta"] = fields.raw["rope_theta"]
     return Fields(scaling, fields.origin)
 
 
 def yarn(fields: Fields) -> YarnScaling | None:
     rope = rope_fields(fields)
-    name = "rope_type" if "rope_type" in rope.raw else "type"
+    name = "rope_type" if rope.raw.get("rope_type") is not None else "type"
     kind = rope.text(name, "default")
     if kind == "default":
         return None

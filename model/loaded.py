@@ -106,6 +106,7 @@ def describe(
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_token_ids,
         has_mtp=loaded.network.has_mtp,
+        num_mtp_layers=loaded.config.num_nextn_predict_layers,
         num_drafts=num_drafts,
         num_pages=num_pages,
         page_size=settings.page_size,

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer as _Tokenizer
 from model.chat import ChatTemplate
 
 REPLACEMENT = "\ufffd"
+# Tokens looked back at: a character has at most 4 bytes, and a token with text at least one.
+_WINDOW = 4
 
 
 class Tokenizer:
@@ -23,6 +25,8 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
         config = _read_json(Path(path) / "tokenizer_config.json")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {i for i, token in added.items() if token.special}
         self._bos_id = self._find_bos(config)
         self._chat = ChatTemplate.from_dir(Path(path), config)
 
@@ -50,6 +54,11 @@ class Tokenizer:
         """Text of ``token_ids`` without special tokens; broken bytes become U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def has_text(self, token_id: int) -> bool:
+        """False for special tokens, and for ids beyond the vocabulary (padding rows of lm_head)."""
+        known = self._tokenizer.id_to_token(token_id) is not None
+        return known and token_id not in self._special_ids
+
     def _find_bos(self, config: dict[str, Any]) -> int | None:
         token = config.get("bos_token")
         if isinstance(token, dict):
@@ -62,8 +71,8 @@ class Tokenizer:
 class TextStream:
     """Text as tokens come; no piece ends inside a character.
 
-    The pieces, with that of ``finish``, join to the text of all tokens. Only the tokens since
-    the last complete piece are decoded again.
+    The pieces, with that of ``finish``, join to the text of all tokens. For byte-level BPE, as
+    this family uses: the cost of a token does not grow with what came before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -73,23 +82,21 @@ class TextStream:
 
     def push(self, token_ids: tuple[int, ...] | list[int]) -> str:
         """The text that became certain with ``token_ids``; "" inside a character."""
-        self._ids.extend(token_ids)
-        text, told = self._window()
-        if len(text) <= len(told) or text.endswith(REPLACEMENT):
-            return ""
-        self._ids = self._ids[self._num_told :]
-        self._num_told = len(self._ids)
-        return text[len(told) :]
+        self._ids.extend(i for i in token_ids if self._tokenizer.has_text(i))
+        text = self._tokenizer.decode(self._ids)
+        piece = text[self._num_told : _num_certain(text)]
+        self._ids = self._ids[-_WINDOW:]
+        self._num_told = _num_certain(self._tokenizer.decode(self._ids))
+        return piece
 
     def finish(self) -> str:
         """What was held back; call it once, at the end."""
-        text, told = self._window()
-        return text[len(told) :]
+        return self._tokenizer.decode(self._ids)[self._num_told :]
 
-    def _window(self) -> tuple[str, str]:
-        """Text of all kept tokens, and of those among them that were told already."""
-        decode = self._tokenizer.decode
-        return decode(self._ids), decode(self._ids[: self._num_told])
+
+def _num_certain(text: str) -> int:
+    """Characters that no later token can change: an unfinished one is a single U+FFFD, last."""
+    return len(text) - text.endswith(REPLACEMENT)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

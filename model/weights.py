@@ -104,8 +104,10 @@ class _Loader:
 
     def finish(self, path: Path) -> None:
         """Check that nothing is missing, then hand the tensors to the network."""
-        if self._config.tie_word_embeddings and "lm_head.weight" not in self._ready:
-            self._ready["lm_head.weight"] = self._ready["model.embed_tokens.weight"]
+        embedding = self._ready.get("model.embed_tokens.weight")
+        tied = self._config.tie_word_embeddings and "lm_head.weight" not in self._ready
+        if tied and embedding is not None:
+            self._ready["lm_head.weight"] = embedding
             self._loaded["lm_head.weight"] = 1
         missing = [n for n in self._slots if self._loaded.get(n, 0) != self._num_pieces(n)]
         if missing:
@@ -149,8 +151,13 @@ class _Loader:
 
     def _plain(self, files: CheckpointFiles, name: str, tensor: Tensor) -> Tensor:
         """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
-        if tensor.element_size() > 1:
+        if tensor.is_floating_point() and tensor.element_size() > 1:
             return tensor
+        if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
+            raise ValueError(
+                f"{files.path / files.file_of[name]}: {name} is {tensor.dim()}-d {tensor.dtype}; "
+                "only bf16, fp16 and fp32 tensors, and fp8 e4m3 matrices, can be loaded"
+            )
         scale, quantization = name + _SCALE, self._config.quantization
         if scale not in files or quantization is None:
             raise ValueError(

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from model.config import ModelConfig
+from model.deepseek import DeepseekV3
 from tests.tiny import BASE
 
 V3 = BASE | {
@@ -83,6 +85,26 @@ def test_both_spellings_of_rope() -> None:
     raw = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")}
     config = ModelConfig.from_dict(raw | {"rope_parameters": nested})
     assert config.yarn == make().yarn and config.rope_theta == 10000.0
+
+
+def test_a_null_spelling_does_not_hide_the_other() -> None:
+    yarn = V3["rope_scaling"] | {"rope_type": None}
+    assert make(rope_scaling=yarn).yarn == make().yarn is not None
+    assert make(num_mtp_layers=None).num_nextn_predict_layers == 1
+    nested = {"rope_type": "default", "rope_theta": 5e4}
+    assert make(rope_theta=None, rope_scaling=None, rope_parameters=nested).rope_theta == 5e4
+
+
+def test_v3_has_as_many_parameters_as_published() -> None:
+    """671.026e9 in the main model; 11.61e9 of the MTP layer's own (spec §2)."""
+    config = make()
+    with torch.device("meta"):
+        counts = [
+            sum(p.numel() for p in DeepseekV3(config, with_mtp=with_mtp).parameters())
+            for with_mtp in (False, True)
+        ]
+    assert counts[0] == pytest.approx(671.026e9, abs=1e6)
+    assert counts[1] - counts[0] == pytest.approx(11.61e9, abs=1e7)
 
 
 def test_null_and_zero_mean_no_query_compression() -> None:

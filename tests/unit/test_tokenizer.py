@@ -48,6 +48,27 @@ def test_a_character_of_several_tokens_is_held_back() -> None:
     assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
 
 
+def test_broken_bytes_are_told_and_cost_nothing_to_carry() -> None:
+    """One U+FFFD is held back, as it may yet become a character; nothing piles up behind it."""
+    broken = next(i for i in range(TOKENIZER.vocab_size) if TOKENIZER.decode([i]) == REPLACEMENT)
+    text = TextStream(TOKENIZER)
+    assert [text.push([broken]) for _ in range(50)] == ["", *[REPLACEMENT] * 49]
+    assert len(text._ids) <= 4
+    assert text.finish() == REPLACEMENT
+
+
+@pytest.mark.parametrize("silent", [0, 10**6])
+def test_tokens_without_text_do_not_part_a_character(silent: int) -> None:
+    """Special tokens, and ids of lm_head's padding rows, even amid the bytes of one character."""
+    first, *rest = TOKENIZER.encode("😀")[1:]
+    assert len(rest) == 3
+    text = TextStream(TOKENIZER)
+    assert text.push([first]) == ""
+    assert [text.push([silent]) for _ in range(50)] == [""] * 50
+    assert len(text._ids) <= 4
+    assert text.push(rest) + text.finish() == "😀"
+
+
 def test_begin_of_sentence_comes_once() -> None:
     ids = TOKENIZER.encode("x")
     assert ids[0] == 0 and ids.count(0) == 1
@@ -105,6 +126,32 @@ def test_no_or_broken_chat_template_is_said(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="not valid Jinja"):
         Tokenizer(tmp_path)
+
+
+def with_template(folder: Path, template: object, **config: object) -> Tokenizer:
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(folder)
+
+
+def test_the_default_of_several_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    tokenizer = with_template(tmp_path, named)
+    assert TOKENIZER.decode(tokenizer.encode_chat([])) == "yes"
+
+
+def test_a_null_special_token_is_no_text(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{{ bos_token }}x", bos_token=None)
+    assert TOKENIZER.decode(tokenizer.encode_chat([])) == "x"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 'a' + 3 }}", "{{ range(10 ** 9) | list }}", "{{ ''.__class__.__mro__ }}"]
+)
+def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match="the template refuses"):
+        with_template(tmp_path, template).encode_chat([])
 
 
 def test_importable_without_torch() -> None:
