@@ -2,6 +2,7 @@
 
 import typer
 
+from cluster.commands.bench import bench
 from cluster.commands.generate import generate
 from cluster.commands.serve import serve
 from cluster.commands.status import status
@@ -13,7 +14,7 @@ app = typer.Typer(
     help="Serve DeepSeek-V3-family models with prefill and decode on different nodes.",
     epilog="Start with: tandem generate 'def fibonacci(n):'",
 )
-for command in (serve, generate, status):
+for command in (serve, generate, status, bench):
     app.command()(command)
 
 

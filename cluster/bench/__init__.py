@@ -1,0 +1,1 @@
+"""The load generator behind ``tandem bench``; it needs neither torch nor Ray."""

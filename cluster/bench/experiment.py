@@ -1,0 +1,172 @@
+"""From options to results: which runs are made, in which order, and what they say."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.progress import Progress
+
+from cluster.bench import speculation
+from cluster.bench.arrivals import arrival_times_s
+from cluster.bench.options import BenchOptions
+from cluster.bench.runner import Generator, Record, Run
+from cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
+from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
+from cluster.client import AsyncClient, GenerateOptions
+from cluster.info import ModelInfo
+
+DEFAULT_CONCURRENCY = 8
+NUM_ROUNDS = 2
+"""Compared numbers of drafts run this often, in turns (0 3, then 3 0), so that drift cancels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """All runs with one ``max_drafts``."""
+
+    max_drafts: int | None
+    runs: tuple[Run, ...]
+    metrics: Metrics
+    acceptance: Acceptance
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for run in self.runs for record in run.records]
+
+
+@dataclass(frozen=True, slots=True)
+class Speedups:
+    """Of TPOT: ``model_first`` with a as measured at position 1, ``model_fitted`` with the a
+    that gives the accepted length, ``measured`` over the arm without drafts (and by round)."""
+
+    cost_ratio: float | None
+    model_first: float | None
+    model_fitted: float | None
+    measured: float | None
+    measured_per_round: tuple[float | None, ...]
+
+
+class Trial:
+    """Makes the runs that ``options`` ask for; no request is sent after ``duration_s``.
+
+    Raises ``ValueError`` if the server cannot serve them.
+    """
+
+    def __init__(
+        self, client: AsyncClient, model: ModelInfo, options: BenchOptions, progress: Progress
+    ) -> None:
+        most = max(arm or 0 for arm in options.arms)
+        if most > model.num_draft_tokens:
+            raise ValueError(f"{most} drafts: this server makes at most {model.num_draft_tokens}")
+        self._client, self._options, self._progress = client, options, progress
+        self._jobs = jobs_of(options, model, options.num_requests)
+        num = options.warm_up
+        self._warm_up = jobs_of(options, model, num, warm_up=True) if num else []
+        self._due_s = due_times_s(options, self._jobs)
+
+    async def run(self) -> list[Arm]:
+        """Every arm's warm-up, then its runs, all with the same jobs."""
+        arms = self._options.arms
+        num_rounds = NUM_ROUNDS if len(arms) > 1 else 1
+        stop_at = time.monotonic() + self._options.duration_s
+        plan: list[tuple[int, int | None]] = [(-1, arm) for arm in arms if self._warm_up]
+        for i in range(num_rounds):
+            plan += [(i, arm) for arm in arms[:: -1 if i % 2 else 1]]
+        runs: dict[int | None, list[Run]] = {arm: [] for arm in arms}
+        for i, (number, arm) in enumerate(plan):
+            share_s = max(0.0, stop_at - time.monotonic()) / (len(plan) - i)
+            run = await self._run(number, num_rounds, arm, share_s)
+            if number >= 0:
+                runs[arm].append(run)
+        slo = Slo(self._options.slo_ttft_ms, self._options.slo_tpot_ms)
+        return [arm_of(arm, runs[arm], slo) for arm in arms]
+
+    async def _run(self, number: int, num_rounds: int, arm: int | None, stop_s: float) -> Run:
+        """Round ``number``'s part of the jobs; -1 is the warm-up."""
+        jobs, due_s = self._warm_up, None
+        if number >= 0:
+            low, high = (len(self._jobs) * i // num_rounds for i in (number, number + 1))
+            jobs = self._jobs[low:high]
+            if self._due_s is not None:
+                start_s = self._due_s[low - 1] if low else 0.0
+                due_s = [at - start_s for at in self._due_s[low:high]]
+        name = "warm-up" if number < 0 else f"round {number + 1}"
+        drafts = "" if arm is None else f", {arm} drafts"
+        task = self._progress.add_task(name + drafts, total=len(jobs))
+        options = self._options
+        sampling = GenerateOptions(
+            temperature=options.temperature,
+            seed=options.seed,
+            ignore_eos=options.ignore_eos,
+            max_drafts=arm,
+            timeout_s=options.timeout_s,
+        )
+        generator = Generator(self._client, sampling, lambda: self._progress.advance(task))
+        if due_s is None:
+            concurrency = options.concurrency or DEFAULT_CONCURRENCY
+            return await generator.closed_loop(jobs, concurrency, stop_s)
+        return await generator.open_loop(jobs, due_s, stop_s)
+
+
+def jobs_of(
+    options: BenchOptions, model: ModelInfo, num: int, *, warm_up: bool = False
+) -> list[Job]:
+    """The workload, or another one to warm up with: of the same kind, random for a trace."""
+    if options.trace is not None and not warm_up:
+        return trace_jobs(options.trace, model, num, options.seed)
+    shape = Shape(
+        parse_range("--prompt-tokens", options.prompt_tokens),
+        parse_range("--output-tokens", options.output_tokens),
+    )
+    if options.workload == "shared-prefix":
+        lengths = shape.prompt_tokens, shape.output_tokens
+        shape = Shape(*lengths, options.num_prefixes, options.prefix_tokens)
+    return random_jobs(model, num, shape, options.seed, warm_up=warm_up)
+
+
+def due_times_s(options: BenchOptions, jobs: Sequence[Job]) -> list[float] | None:
+    """When each job is due, from the start; None is a closed loop."""
+    if options.rate is not None:
+        return arrival_times_s(len(jobs), options.rate, options.burstiness, options.seed)
+    if options.concurrency is not None or jobs[0].arrival_s is None:
+        return None
+    return [(job.arrival_s or 0.0) - jobs[0].arrival_s for job in jobs]
+
+
+def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
+    records = [record for run in runs for record in run.records]
+    return Arm(max_drafts, tuple(runs), measure(runs, slo), acceptance(records))
+
+
+def speedups(arms: Sequence[Arm], cost_ratio: float | None) -> list[Speedups]:
+    """One for each arm; without a ``cost_ratio`` it is taken from the arm with most drafts."""
+    base = next((arm for arm in arms if arm.max_drafts == 0), None)
+    most = max(arms, key=lambda arm: arm.acceptance.num_drafts)
+    num_drafts = most.acceptance.num_drafts
+    if cost_ratio is None and base is not None and num_drafts:
+        step_ms, base_ms = most.metrics.step_ms, base.metrics.step_ms
+        if step_ms and base_ms:
+            cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_drafts)
+    return [_speedups(arm, base, cost_ratio) for arm in arms]
+
+
+def _speedups(arm: Arm, base: Arm | None, cost_ratio: float | None) -> Speedups:
+    def model(share: float | None) -> float | None:
+        if share is None or cost_ratio is None:
+            return None
+        return speculation.speedup(share, arm.acceptance.num_drafts, cost_ratio)
+
+    seen = arm.acceptance
+    pairs = [] if base is None else list(zip(base.runs, arm.runs, strict=True))
+    return Speedups(
+        cost_ratio,
+        model(seen.first),
+        model(seen.fitted),
+        None if base is None else _tpot_ratio(base.runs, arm.runs),
+        tuple(_tpot_ratio([before], [after]) for before, after in pairs),
+    )
+
+
+def _tpot_ratio(before: Sequence[Run], after: Sequence[Run]) -> float | None:
+    old, new = (measure(runs, Slo()).tpot_ms for runs in (before, after))
+    return old.mean / new.mean if old is not None and new is not None and new.mean else None

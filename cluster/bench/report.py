@@ -1,0 +1,124 @@
+"""Results for people (tables) and for programs (one JSON object)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bench.experiment import Arm, Speedups
+from cluster.bench.options import BenchOptions
+from cluster.bench.stats import Distribution, Metrics
+from cluster.info import ModelInfo
+
+LATENCIES = {
+    "ttft_ms": "to first token",
+    "tpot_ms": "per output token",
+    "itl_message_ms": "between messages",
+    "itl_token_ms": "between tokens",
+    "e2e_ms": "end to end",
+    "lag_ms": "generator's lag",
+}
+
+
+def as_json(
+    options: BenchOptions, model: ModelInfo, arms: Sequence[Arm], ratios: Sequence[Speedups]
+) -> str:
+    """``{"options", "model", "runs": [{"max_drafts", "metrics", "acceptance", "speedup"}]}``"""
+    runs = [
+        {
+            "max_drafts": arm.max_drafts,
+            "metrics": asdict(arm.metrics),
+            "acceptance": {**asdict(arm.acceptance), "first": arm.acceptance.first},
+            "speedup": asdict(ratio),
+        }
+        for arm, ratio in zip(arms, ratios, strict=True)
+    ]
+    report = {"options": asdict(options), "model": asdict(model), "runs": runs}
+    return json.dumps(report, default=str)
+
+
+def show(
+    console: Console,
+    model: ModelInfo,
+    arms: Sequence[Arm],
+    ratios: Sequence[Speedups],
+    cost_ratio_given: bool,
+) -> None:
+    """Print everything."""
+    console.print(f"{model.name}  {model.architecture}  {model.dtype}", markup=False)
+    for arm in arms:
+        console.print()
+        console.print(latency_table(arm))
+        console.print(totals(arm.metrics))
+    if any(arm.acceptance.num_drafts for arm in arms):
+        console.print()
+        console.print(speculation_table(arms, ratios))
+        source = "given" if cost_ratio_given else "measured here"
+        if ratios[0].cost_ratio is None:
+            source = "unknown: give --cost-ratio or --compare-drafts"
+        console.print(
+            f"model: (1 - a^(n+1)) / ((1 - a)(n c + 1)), of steps alone; c is {source}.\n"
+            "TPOT also holds each answer's wait for its hand-over.",
+            style="dim",
+        )
+
+
+def latency_table(arm: Arm) -> Table:
+    title = f"{_drafts(arm)}: {arm.metrics.num_ok} answers in {arm.metrics.duration_s:.1f} s"
+    table = _table("ms", ["mean", "p50", "p90", "p99"], title)
+    for name, label in LATENCIES.items():
+        one: Distribution | None = getattr(arm.metrics, name)
+        values = [None] * 4 if one is None else [one.mean, one.p50, one.p90, one.p99]
+        table.add_row(label, *map(_number, values))
+    return table
+
+
+def totals(metrics: Metrics) -> str:
+    """Throughput, tokens and failures in three lines."""
+    failed = ", ".join(f"{num} {code}" for code, num in sorted(metrics.errors.items()))
+    return (
+        f"{metrics.requests_per_s:.2f} requests/s (goodput {metrics.goodput_per_s:.2f}/s), "
+        f"tokens/s: in {metrics.input_tokens_per_s:.1f}, out {metrics.output_tokens_per_s:.1f}\n"
+        f"tokens: prompt {metrics.num_prompt_tokens} (cached {metrics.num_cached_tokens}), "
+        f"output {metrics.num_output_tokens}; KV moved: {metrics.kv_bytes / 1e6:.1f} MB\n"
+        f"sent {metrics.num_sent}, not sent in time {metrics.num_not_sent}, "
+        f"failed {failed or 'none'}"
+    )
+
+
+def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups]) -> Table:
+    """The model beside the measurement, one column per arm."""
+    table = _table("speculation", [_drafts(arm) for arm in arms], "")
+    seen = [arm.acceptance for arm in arms]
+    shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
+    rounds = [", ".join(map(_number, ratio.measured_per_round)) or "-" for ratio in ratios]
+    table.add_row("accepted by position", *shares)
+    table.add_row("accepted length, tokens/step", *(_number(one.accepted_length) for one in seen))
+    table.add_row("step, ms", *(_number(arm.metrics.step_ms) for arm in arms))
+    table.add_row("a at position 1", *(_number(one.first) for one in seen))
+    table.add_row("a of that accepted length", *(_number(one.fitted) for one in seen))
+    table.add_row("c, cost of a draft in steps", *(_number(ratio.cost_ratio) for ratio in ratios))
+    table.add_row("speed-up, model, a at 1", *(_number(ratio.model_first) for ratio in ratios))
+    table.add_row("speed-up, model, that a", *(_number(ratio.model_fitted) for ratio in ratios))
+    table.add_row("speed-up of TPOT, measured", *(_number(ratio.measured) for ratio in ratios))
+    table.add_row("  by round", *rounds)
+    return table
+
+
+def _drafts(arm: Arm) -> str:
+    num = arm.acceptance.num_drafts if arm.max_drafts is None else arm.max_drafts
+    return "1 draft" if num == 1 else f"{num} drafts"
+
+
+def _table(first: str, others: Sequence[str], title: str) -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 3, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

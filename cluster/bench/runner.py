@@ -1,0 +1,123 @@
+"""Sends requests and notes when what came back; judges nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cluster.bench.workload import Job
+from cluster.client import AsyncClient, Finished, GenerateOptions, InferenceError
+from cluster.messages import LastPiece
+from cluster.status_codes import status_of
+from core.request import ABORT, ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What happened to one request; seconds from the start of its run.
+
+    ``due_s`` is when it should have been sent: the scheduled arrival of an open loop, else
+    ``sent_s``. ``messages`` are the arrival (s) and number of tokens of each message.
+    """
+
+    due_s: float
+    sent_s: float
+    end_s: float
+    messages: tuple[tuple[float, int], ...] = ()
+    finished: Finished | None = None
+    error: str | None = None
+    """``CODE: details``."""
+
+    @property
+    def code(self) -> str | None:
+        """gRPC code of the error."""
+        return None if self.error is None else self.error.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One uninterrupted run; ``num_not_sent`` requests were left when the time was up."""
+
+    records: tuple[Record, ...]
+    num_not_sent: int
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last end."""
+        return max((record.end_s for record in self.records), default=0.0)
+
+
+class Generator:
+    """Puts load on one server, once. ``on_end`` is called after every request."""
+
+    def __init__(
+        self, client: AsyncClient, options: GenerateOptions, on_end: Callable[[], None]
+    ) -> None:
+        self._client, self._options, self._on_end = client, options, on_end
+        self._started_at = time.perf_counter()
+
+    async def open_loop(self, jobs: Sequence[Job], due_s: Sequence[float], stop_s: float) -> Run:
+        """Send each job when it is due, however many are running; none after ``stop_s``."""
+        tasks: list[asyncio.Task[Record]] = []
+        async with asyncio.TaskGroup() as group:
+            for job, due in zip(jobs, due_s, strict=True):
+                if due > stop_s:
+                    break
+                await asyncio.sleep(max(0.0, due - self._now_s()))
+                tasks.append(group.create_task(self._send(job, len(tasks), due)))
+        return Run(tuple(task.result() for task in tasks), len(jobs) - len(tasks))
+
+    async def closed_loop(self, jobs: Sequence[Job], concurrency: int, stop_s: float) -> Run:
+        """Keep ``concurrency`` requests running while there are any; none after ``stop_s``."""
+        records: list[Record] = []
+        queue = iter(enumerate(jobs))
+
+        async def work() -> None:
+            while self._now_s() < stop_s and (entry := next(queue, None)) is not None:
+                records.append(await self._send(entry[1], entry[0]))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+        return Run(tuple(records), len(jobs) - len(records))
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._started_at
+
+    async def _send(self, job: Job, index: int, due_s: float | None = None) -> Record:
+        sent_s = self._now_s()
+        messages: list[tuple[float, int]] = []
+        finished, error = await self._receive(job, index, messages)
+        end_s = self._now_s()
+        self._on_end()
+        due = sent_s if due_s is None else due_s
+        return Record(due, sent_s, end_s, tuple(messages), finished, error)
+
+    async def _receive(
+        self, job: Job, index: int, messages: list[tuple[float, int]]
+    ) -> tuple[Finished | None, str | None]:
+        options = GenerateOptions(**self._options)
+        options["max_tokens"] = job.max_tokens
+        options["seed"] = (self._options.get("seed") or 0) + index
+        try:
+            async with aclosing(self._client.generate(job.prompt, **options)) as stream:
+                async for piece in stream:
+                    if isinstance(piece, LastPiece):
+                        return piece, _problem(piece)
+                    if piece.token_ids:
+                        messages.append((self._now_s(), len(piece.token_ids)))
+        except InferenceError as failure:
+            return None, f"{failure.code.name}: {failure.details}"
+        except Exception as failure:
+            status = status_of(failure)
+            return None, f"{status.code.name}: {status.details}"
+        raise AssertionError("a stream ends with its last piece or an error")
+
+
+def _problem(finished: Finished) -> str | None:
+    if finished.finish_reason == ABORT:
+        return "ABORTED: the request was aborted"
+    if finished.finish_reason == ERROR:
+        return f"INTERNAL: {finished.error}"
+    return None

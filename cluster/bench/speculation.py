@@ -1,0 +1,39 @@
+"""The usual model of speculative decoding, beside which the measurement is printed.
+
+Each draft is accepted with probability ``a`` if those before it were; drafting one token more
+makes a step longer by ``c`` steps without drafts (drafting it and verifying it together). Then
+a step of ``n`` drafts gives ``E = (1 - a^(n+1)) / (1 - a)`` tokens and the speed-up is
+``E / (n c + 1)``.
+"""
+
+
+def expected_length(acceptance: float, num_drafts: int) -> float:
+    """Tokens per step."""
+    return sum(acceptance**i for i in range(num_drafts + 1))
+
+
+def speedup(acceptance: float, num_drafts: int, cost_ratio: float) -> float:
+    """Of time per token, over a step without drafts."""
+    return expected_length(acceptance, num_drafts) / (num_drafts * cost_ratio + 1)
+
+
+def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
+    """The ``a`` of which ``expected_length`` is ``accepted_length``; None without drafts.
+
+    Lengths that no ``a`` gives (below 1, above ``num_drafts + 1``) take the nearest.
+    """
+    if num_drafts == 0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if expected_length(middle, num_drafts) < accepted_length:
+            low = middle
+        else:
+            high = middle
+    return round((low + high) / 2, 12)
+
+
+def cost_ratio(step_ms: float, step_ms_without: float, num_drafts: int) -> float:
+    """``c`` from the mean step with ``num_drafts`` drafts and the mean step without any."""
+    return (step_ms / step_ms_without - 1) / num_drafts

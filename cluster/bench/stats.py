@@ -1,0 +1,170 @@
+"""From records to figures: pure functions."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, quantiles
+
+from cluster.bench import speculation
+from cluster.bench.runner import Record, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Percentiles are interpolated."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Distribution | None":
+        """None if there is no value."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        percentiles = quantiles(
+            ordered if len(ordered) > 1 else ordered * 2, n=100, method="inclusive"
+        )
+        return cls(fmean(ordered), percentiles[49], percentiles[89], percentiles[98])
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Bounds in milliseconds; None is no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def kept_by(self, record: Record) -> bool:
+        """An answer of one token has no time per output token, and keeps that bound."""
+        pairs = ((ttft_ms(record), self.ttft_ms), (tpot_ms(record), self.tpot_ms))
+        late = any(
+            value is not None and bound is not None and value > bound for value, bound in pairs
+        )
+        return record.error is None and not late
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Several runs put together. Latencies are of good answers, ``lag_ms`` is of all.
+
+    ``lag_ms`` is how late the generator itself sent, and part of the latencies. ``step_ms`` is
+    the mean gap between messages but the first, which waits for the hand-over.
+    """
+
+    num_ok: int
+    num_sent: int
+    num_not_sent: int
+    errors: dict[str, int]
+    duration_s: float
+    requests_per_s: float
+    goodput_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    kv_bytes: int
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    itl_message_ms: Distribution | None
+    itl_token_ms: Distribution | None
+    e2e_ms: Distribution | None
+    lag_ms: Distribution | None
+    step_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of the drafts; what a stop or ``max_tokens`` cut off is not accepted.
+
+    ``accepted_length`` is tokens per step. ``per_position`` is the share of the drafts at each
+    position that was accepted, ``fitted`` the single share that gives the accepted length.
+    """
+
+    num_drafts: int
+    num_steps: int
+    accepted_length: float | None
+    per_position: tuple[float, ...]
+    fitted: float | None
+
+    @property
+    def first(self) -> float | None:
+        return self.per_position[0] if self.per_position else None
+
+
+def ttft_ms(record: Record) -> float | None:
+    """Milliseconds from when the request was due to its first token."""
+    return (record.messages[0][0] - record.due_s) * 1e3 if record.messages else None
+
+
+def tpot_ms(record: Record) -> float | None:
+    """Mean milliseconds per token after the first message."""
+    num_later = sum(num for _, num in record.messages[1:])
+    if not num_later:
+        return None
+    return (record.messages[-1][0] - record.messages[0][0]) / num_later * 1e3
+
+
+def message_gaps_ms(record: Record) -> list[tuple[float, int]]:
+    """Milliseconds before each message but the first, and its number of tokens."""
+    return [((b - a) * 1e3, num) for (a, _), (b, num) in pairwise(record.messages)]
+
+
+def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
+    """The figures of ``runs``, made one after the other."""
+    records = [record for run in runs for record in run.records]
+    good = [record for record in records if record.error is None]
+    finished = [record.finished for record in good if record.finished is not None]
+    duration_s = sum(run.duration_s for run in runs)
+    per_s = 1 / duration_s if duration_s else 0.0
+    answers = [message_gaps_ms(record) for record in good]
+    gaps = [gap for answer in answers for gap in answer]
+    steps = Distribution.of(gap for answer in answers for gap, _ in answer[1:])
+    num_prompt = sum(one.num_prompt_tokens for one in finished)
+    num_output = sum(one.num_completion_tokens for one in finished)
+    return Metrics(
+        num_ok=len(good),
+        num_sent=len(records),
+        num_not_sent=sum(run.num_not_sent for run in runs),
+        errors=dict(Counter(record.code for record in records if record.code is not None)),
+        duration_s=duration_s,
+        requests_per_s=len(good) * per_s,
+        goodput_per_s=sum(map(slo.kept_by, good)) * per_s,
+        input_tokens_per_s=num_prompt * per_s,
+        output_tokens_per_s=num_output * per_s,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=sum(one.num_cached_tokens for one in finished),
+        num_output_tokens=num_output,
+        kv_bytes=sum(one.kv_transfer.num_bytes for one in finished),
+        ttft_ms=Distribution.of(x for x in map(ttft_ms, good) if x is not None),
+        tpot_ms=Distribution.of(x for x in map(tpot_ms, good) if x is not None),
+        itl_message_ms=Distribution.of(gap for gap, _ in gaps),
+        itl_token_ms=Distribution.of(gap / num for gap, num in gaps for _ in range(num)),
+        e2e_ms=Distribution.of((r.end_s - r.due_s) * 1e3 for r in good),
+        lag_ms=Distribution.of((r.sent_s - r.due_s) * 1e3 for r in records),
+        step_ms=None if steps is None else steps.mean,
+    )
+
+
+def acceptance(records: Iterable[Record]) -> Acceptance:
+    """Of all good answers."""
+    good = [r.finished for r in records if r.finished is not None and r.error is None]
+    drafted, accepted = Counter[int](), Counter[int]()
+    for counts in (one.counts for one in good):
+        num_drafts = round(counts.num_drafted / max(counts.num_steps, 1))
+        drafted.update(dict.fromkeys(range(num_drafts), counts.num_steps))
+        accepted.update(dict(enumerate(counts.accepted_per_position)))
+    num_steps = sum(one.counts.num_steps for one in good)
+    num_later = sum(one.num_completion_tokens - 1 for one in good)
+    length = num_later / num_steps if num_steps else None
+    return Acceptance(
+        num_drafts=len(drafted),
+        num_steps=num_steps,
+        accepted_length=length,
+        per_position=tuple(accepted[i] / drafted[i] for i in sorted(drafted)),
+        fitted=None if length is None else speculation.fitted_acceptance(length, len(drafted)),
+    )

@@ -1,0 +1,99 @@
+"""``tandem bench``: load on a server, and what it made of it."""
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cluster.bench.experiment import Arm, Trial, speedups
+from cluster.bench.options import BenchOptions
+from cluster.bench.report import as_json, show
+from cluster.client import AsyncClient
+from cluster.commands.common import DEFAULT_ADDRESS, fail, run, running_server
+from cluster.config import load
+
+
+def bench(**values: Any) -> None:
+    """Put load on a server: latency, throughput, and what drafting made of it.
+
+    --concurrency keeps so many requests in flight (closed loop). --rate, or a
+    trace with arrival times, sends on schedule (open loop): latency counts
+    from the schedule, so a slow server or generator cannot hide. A failed
+    request is counted; only when all of them fail is the exit code 1. Random
+    prompts do not tell how well drafts do on real text: use a trace. Compared
+    runs share their prompts, so a prefix cache helps the later ones.
+
+    \b
+    Examples:
+      tandem bench --concurrency 8 --num-requests 32
+      tandem bench --rate 4 --burstiness 0.5 --slo-ttft-ms 500 --slo-tpot-ms 50
+      tandem bench --compare-drafts 0,3 --ignore-eos --plot drafts.png
+      tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
+      tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
+      tandem bench --own --set speculation.num_tokens=2
+    \b
+    A line of a trace:
+      {"arrival_s": 0.25, "text": "def f(", "max_tokens": 64}
+    """
+    run(_bench(BenchOptions(**values)))
+
+
+bench.__signature__ = inspect.signature(BenchOptions)  # type: ignore[attr-defined]
+bench.__annotations__ = dict(BenchOptions.__annotations__)
+
+
+async def _bench(options: BenchOptions) -> None:
+    options.check()
+    if not options.own:
+        await _report(options.address or DEFAULT_ADDRESS, options)
+        return
+    own = load(options.config, [*(options.sets or []), "server.address=127.0.0.1:0"])
+    async with running_server(own) as server:
+        await _report(server.address, options)
+
+
+async def _report(address: str, options: BenchOptions) -> None:
+    # A retry would hide a failure and stretch a latency.
+    async with AsyncClient(address, max_retries=0) as client:
+        model = await client.model_info()
+        with _progress() as progress:
+            arms = await Trial(client, model, options, progress).run()
+    ratios = speedups(arms, options.cost_ratio)
+    text = as_json(options, model, arms, ratios)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+    if options.plot is not None:
+        from cluster.bench.plot import save_plot
+
+        save_plot(options.plot, f"{model.name} at {address}", arms)
+    if options.as_json:
+        print(text, flush=True)
+    else:
+        console = Console(highlight=False)
+        show(console, model, arms, ratios, options.cost_ratio is not None)
+    _tell_failures(arms)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+def _tell_failures(arms: Sequence[Arm]) -> None:
+    """The commonest gRPC code and an example on stderr; exit code 1 if no request was answered."""
+    records = [record for arm in arms for record in arm.records]
+    failed = [record for record in records if record.error is not None]
+    if not records:
+        fail("DEADLINE_EXCEEDED", "nothing could be sent in time; raise --duration-s")
+    if not failed:
+        return
+    code = Counter(record.code for record in failed).most_common(1)[0][0] or ""
+    example = next(record.error or "" for record in failed if record.code == code)
+    details = f"{len(failed)} of {len(records)} requests failed, such as {example}"
+    if len(failed) == len(records):
+        fail(code, details)
+    print(f"warning: {code}: {details}", file=sys.stderr, flush=True)
