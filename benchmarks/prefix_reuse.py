@@ -25,7 +25,8 @@ TAIL_TOKENS = 16
 
 async def first_token_ms(client: AsyncClient, ids: list[int]) -> tuple[float, list[int], int]:
     """TTFT as the client sees it, the answer, and how many prompt tokens were known."""
-    started_at, first_at, tokens = time.perf_counter(), 0.0, []
+    started_at, first_at = time.perf_counter(), 0.0
+    tokens: list[int] = []
     async for piece in client.generate(ids, max_tokens=12, ignore_eos=True):
         if isinstance(piece, Finished):
             return (first_at - started_at) * 1e3, tokens, piece.num_cached_tokens

@@ -1,9 +1,12 @@
 """What a request has been answered so far, and the messages made of it."""
 
 import time
+from dataclasses import replace
 
+from core.errors import Preempted
 from core.request import (
     ABORT,
+    PREEMPTED,
     STOP,
     Delta,
     Finished,
@@ -53,11 +56,12 @@ class Answer:
     def prefilled(self, prefilled: Prefilled) -> None:
         """The first token is here."""
         request = self.request
-        self._prefill = prefilled
-        self._first_token_ms = self.elapsed_ms()
+        if not self.token_ids:
+            self._prefill = prefilled
+            self._first_token_ms = self.elapsed_ms()
         budget = num_budget(
             len(request.prompt_ids),
-            len(request.output_ids),
+            len(request.output_ids) + len(self.token_ids),
             request.sampling.max_tokens,
             self._max_model_len,
         )
@@ -65,15 +69,28 @@ class Answer:
 
     def pulled(self, pulled: Pulled) -> None:
         """The hand-over is complete; what of it was not hidden behind prefill is its time."""
-        self._transfer_ms = self.elapsed_ms() - self._first_token_ms
+        if len(self.token_ids) == 1:
+            self._transfer_ms = self.elapsed_ms() - self._first_token_ms
+        before = self._transfer
         self._transfer = TransferStats(
-            pulled.num_bytes, pulled.num_tokens, pulled.backend, pulled.seconds
+            before.num_bytes + pulled.num_bytes,
+            before.num_tokens + pulled.num_tokens,
+            pulled.backend,
+            before.seconds + pulled.seconds,
         )
 
     def update(self, update: SequenceUpdate) -> None:
-        self.finish_reason = update.finish_reason
+        """Take in one step's outcome. Raises Preempted when the decode rank gave it up."""
         if update.counts is not None:
-            self._counts = update.counts
+            self._counts = self._counts + update.counts
+        if update.finish_reason == PREEMPTED:
+            raise Preempted(f"{update.request_id} was preempted")
+        self.finish_reason = update.finish_reason
+
+    def rest(self) -> Request:
+        """What is left to do, as a request: it goes on after the tokens emitted so far."""
+        output_ids = self.request.output_ids + tuple(self.token_ids)
+        return replace(self.request, output_ids=output_ids)
 
     def delta(self, token_ids: tuple[int, ...]) -> Delta:
         """The next piece; a token that ended the answer is in the ids, not in the text."""

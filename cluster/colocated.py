@@ -58,7 +58,15 @@ async def build(settings: NodeSettings) -> ColocatedRank:
     prefill = await assemble_prefill(settings, loaded, pool, caches, loop, maker)
     control = InProcessControl(prefill.node.handle)
     decode = await assemble_decode(
-        settings, loaded, pool, caches, loop, maker, lambda owner: control
+        settings,
+        loaded,
+        pool,
+        caches,
+        loop,
+        maker,
+        lambda owner: control,
+        # A sequence that goes on after preemption is held twice while it is handed over.
+        max_pages=(num_pages - 1) // 2,
     )
     loop.start()
     return ColocatedRank(prefill, decode)

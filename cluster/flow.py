@@ -42,7 +42,8 @@ async def run_request(
     Whatever ends it (the answer's end, an error, the caller closing the generator), row, pages,
     lease and inbox are released on both nodes.
 
-    Raises ValueError (the request can never be served), Overloaded, HandoverError or NodeLost.
+    Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError or
+    NodeLost; after any but the first ``answer.rest()`` may be tried again.
     """
     inbox = pair.decode.open_inbox(request.request_id)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
@@ -60,8 +61,8 @@ async def run_request(
             update = await inbox.get()
             if update.error is not None:
                 raise NodeLost(update.error)
+            decoded = update.finish_reason is not None
             answer.update(update)
-            decoded = answer.is_finished
             yield answer.delta(update.token_ids)
         yield answer.finished()
     finally:

@@ -15,9 +15,10 @@ from cluster.config import TandemConfig
 from cluster.flow import Pair, run_request
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from cluster.nodes import DecodeHandle, FramePump, PrefillHandle
+from cluster.retries import Retries
 from cluster.router import DecodeLoad, PrefillLoad, choose_route, usable_pairs
 from core import node as core_node
-from core.errors import Overloaded
+from core.errors import HandoverError, NodeLost, Overloaded, Preempted
 from core.failure import decode
 from core.request import Delta, Finished, Request, SamplingParams
 from model.tokenizer import TextStream, Tokenizer
@@ -91,7 +92,7 @@ class ClusterGateway:
             request, TextStream(self.tokenizer), model.eos_token_ids, model.max_model_len
         )
         running = self._running[request.request_id] = _Running()
-        pieces, piece = self._serve(request, answer), None
+        pieces, piece = self._serve(answer), None
         try:
             async with running.scope, self._admitted(), aclosing(pieces):
                 async for piece in pieces:
@@ -165,17 +166,27 @@ class ClusterGateway:
         finally:
             self._rows.release()
 
-    async def _serve(
-        self, request: Request, answer: Answer
-    ) -> AsyncGenerator[Delta | Finished, None]:
+    async def _serve(self, answer: Answer) -> AsyncGenerator[Delta | Finished, None]:
+        """Run the request, and what is left of it again, until it is answered.
+
+        Preemption and full pools are waited out: what was admitted is not dropped. Lost nodes and
+        broken hand-overs are tried again elsewhere, a few times.
+        """
+        retries = Retries()
+        while not answer.is_finished:
+            try:
+                async with aclosing(run_request(answer.rest(), self._pair(answer), answer)) as run:
+                    async for piece in run:
+                        yield piece
+            except (Preempted, Overloaded, NodeLost, HandoverError) as error:
+                await retries.pause(error, is_started=bool(answer.token_ids))
+
+    def _pair(self, answer: Answer) -> Pair:
+        request = answer.rest()
         token_ids = request.prompt_ids + request.output_ids
         route = choose_route(*self._loads(), self._lost, self._affinity.find(token_ids))
         self._affinity.remember(token_ids, route.prefill)
-        pair = Pair(self._prefills[route.prefill], self._decodes[route.decode])
-        run = run_request(request, pair, answer)
-        async with aclosing(run) as pieces:
-            async for piece in pieces:
-                yield piece
+        return Pair(self._prefills[route.prefill], self._decodes[route.decode])
 
     def _loads(self) -> tuple[list[PrefillLoad], list[DecodeLoad]]:
         prefills = [prefill.load() for prefill in self._prefills.values()]

@@ -17,6 +17,10 @@ class Draining(TandemError):
     """The server is shutting down and admits nothing new."""
 
 
+class Preempted(TandemError):
+    """A decode rank gave the sequence up for others; it goes on from what it has emitted."""
+
+
 class NodeLost(TandemError):
     """A node died or lost its epoch while it held state of this request."""
 

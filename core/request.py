@@ -5,9 +5,13 @@ function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` st
 """
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""
+PREEMPTED = "preempted"
+"""A decode rank gave a sequence up for others; it goes on from what it has emitted. Users never
+see this reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,29 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted."""
+    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted.
+
+    Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
+    node is not in it.
+    """
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     first_step_accepted: int = 0
+
+    def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
+        positions = zip_longest(
+            self.accepted_per_position, other.accepted_per_position, fillvalue=0
+        )
+        return SpeculationCounts(
+            num_steps=self.num_steps + other.num_steps,
+            num_drafted=self.num_drafted + other.num_drafted,
+            num_accepted=self.num_accepted + other.num_accepted,
+            accepted_per_position=tuple(a + b for a, b in positions),
+            first_step_accepted=self.first_step_accepted + other.first_step_accepted,
+        )
 
 
 @dataclass(frozen=True, slots=True)

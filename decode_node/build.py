@@ -60,6 +60,7 @@ async def assemble(
     loop: EngineLoop,
     maker: ChannelMaker,
     find_owner: Callable[[str], Control],
+    max_pages: int | None = None,
 ) -> DecodeRank:
     """A rank over parts it may share with a prefill rank; ``loop`` is started by the caller."""
     epoch = uuid.uuid4().hex
@@ -79,6 +80,7 @@ async def assemble(
         max_drafts=settings.num_drafts,
         epoch=epoch,
         on_frame=node.publish,
+        max_pages=max_pages,
     )
     loop.add(engine)
     info = describe(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core.request import Request, SequenceUpdate, TokenFrame
+from core.request import PREEMPTED, Request, SequenceUpdate, TokenFrame
 from core.stopping import cut
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
@@ -17,7 +17,8 @@ from model.loaded import LoadedModel
 
 
 class DecodeEngine:
-    """``on_frame`` receives one TokenFrame per step, called on the engine thread.
+    """``on_frame`` receives one TokenFrame per step, called on the engine thread. ``max_pages``
+    bounds one sequence, None is the whole pool.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
     """
@@ -32,6 +33,7 @@ class DecodeEngine:
         max_drafts: int,
         epoch: str,
         on_frame: Callable[[TokenFrame], None],
+        max_pages: int | None = None,
     ) -> None:
         self._loaded = loaded
         self._pool = pool
@@ -42,12 +44,17 @@ class DecodeEngine:
             max_drafts = min(max_drafts, loaded.drafter.max_drafts)
         self.max_drafts = max_drafts
         self.scheduler = Scheduler(
-            pool, max_rows, max_drafts, loaded.max_model_len, loaded.config.eos_token_ids
+            pool,
+            max_rows,
+            max_drafts,
+            loaded.max_model_len,
+            loaded.config.eos_token_ids,
+            max_pages,
         )
         self._rows = Rows(
             max_rows,
             max_drafts + 1,
-            pool.num_pages_for(loaded.max_model_len + max_drafts),
+            pool.num_pages_for(loaded.max_model_len + 2 * (max_drafts + 1)),
             loaded.config.hidden_size,
             loaded.dtype,
             loaded.device,
@@ -89,17 +96,29 @@ class DecodeEngine:
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every active row once and hand out the frame."""
+        updates = [self._preempt(sequence) for sequence in self.scheduler.make_room()]
         active = self.scheduler.active()
+        if active:
+            updates += self._advance(active)
+        self.num_steps += 1
+        self._on_frame(self._frame(updates))
+
+    def _advance(self, active: list[Sequence]) -> list[SequenceUpdate]:
+        for sequence in active:
+            self._rows.grow(sequence.row, sequence.pages)
         num_drafts = self.scheduler.num_drafts(active)
         output = self._run(active, num_drafts)
         tokens = output.verdict.tokens_BN1.tolist()
         num_accepted = output.verdict.num_accepted_B.tolist()
-        self.num_steps += 1
-        updates = [
+        return [
             self._emit(sequence, tuple(row[: accepted + 1]), num_drafts)
             for sequence, row, accepted in zip(active, tokens, num_accepted, strict=True)
         ]
-        self._on_frame(self._frame(updates))
+
+    def _preempt(self, sequence: Sequence) -> SequenceUpdate:
+        """Tell that the sequence must go on elsewhere or later, from what it has emitted."""
+        request_id = sequence.request.request_id
+        return SequenceUpdate(request_id, (), PREEMPTED, counts=sequence.counts())
 
     def _run(self, active: list[Sequence], num_drafts: int) -> StepOutput:
         longest = max(len(s.request.prompt_ids) + s.num_output for s in active)

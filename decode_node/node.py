@@ -143,13 +143,16 @@ class DecodeNode:
         return pack(Done())
 
     async def _status(self, payload: bytes) -> bytes:
+        num_rows, num_free = await self._loop.call(
+            lambda: (len(self.engine.scheduler.sequences), self._pool.num_available)
+        )
         counts = self.sink.counts()
         status = NodeStatus(
             name=self.name,
             kind=DECODE,
             epoch=self.epoch,
-            num_active_rows=len(self.engine.scheduler.sequences),
-            num_free_pages=await self._loop.call(lambda: self._pool.num_available),
+            num_active_rows=num_rows,
+            num_free_pages=num_free,
             num_pages=self._pool.num_pages,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],

@@ -74,6 +74,7 @@ class Rows:
             seed_B=ints(),
         )
         self._device = device
+        self._num_pages = [0] * num_rows
 
     def begin(
         self,
@@ -102,12 +103,21 @@ class Rows:
         t.num_output_B[row] = num_output
         t.limit_B[row] = limit
         t.page_table_BP[row] = 0
-        t.page_table_BP[row, : len(pages)] = torch.tensor(pages, device=self._device)
+        self._num_pages[row] = 0
+        self.grow(row, pages)
         t.temperature_B[row] = sampling.temperature
         t.top_k_B[row] = sampling.top_k
         t.top_p_B[row] = sampling.top_p
         t.min_p_B[row] = sampling.min_p
         t.seed_B[row] = sampling.seed
+
+    def grow(self, row: int, pages: list[int]) -> None:
+        """The row's page table after its sequence got pages; writes only what is new."""
+        known = self._num_pages[row]
+        if len(pages) > known:
+            new = torch.tensor(pages[known:], device=self._device)
+            self._tensors.page_table_BP[row, known : len(pages)] = new
+            self._num_pages[row] = len(pages)
 
     def select(self, rows: Tensor, num_pages: int) -> RowTensors:
         """State of the active ``rows`` [B], page tables cut to ``num_pages``."""

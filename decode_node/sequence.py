@@ -7,12 +7,15 @@ from core.request import Request, SpeculationCounts
 
 @dataclass(slots=True)
 class Sequence:
-    """``num_output`` counts every token emitted so far, resumed ones too. ``row`` and
-    ``pages`` are owned from reservation until the engine drops the sequence."""
+    """``num_most_pages`` is what the whole answer may need. ``num_output`` counts every token
+    emitted so far, resumed ones too. ``row`` and ``pages`` are owned from reservation until the
+    engine drops the sequence.
+    """
 
     request: Request
     row: int
     pages: list[int]
+    num_most_pages: int
     stops: frozenset[int]
     max_output: int
     limit: int

@@ -150,13 +150,16 @@ class PrefillNode:
         return pack(Done())
 
     async def _status(self, payload: bytes) -> bytes:
+        num_waiting, num_free = await self._loop.call(
+            lambda: (self._engine.scheduler.num_waiting, self._pool.num_available)
+        )
         counts = self.source.counts()
         status = NodeStatus(
             name=self.name,
             kind=PREFILL,
             epoch=self.epoch,
-            num_active_rows=self._engine.scheduler.num_waiting,
-            num_free_pages=await self._loop.call(lambda: self._pool.num_available),
+            num_active_rows=num_waiting,
+            num_free_pages=num_free,
             num_pages=self._pool.num_pages,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],

@@ -38,9 +38,14 @@ async def client(server: Serving) -> AsyncIterator[AsyncClient]:
 def assert_idle(server: Serving) -> None:
     """No row, page or lease is held once no request runs."""
     with Client(server.address) as client:
-        for _ in range(50):
+        for _ in range(100):
             nodes = client.status().nodes
-            if all(n.num_free_pages == n.num_pages - 1 and not n.num_open_leases for n in nodes):
+            if all(
+                n.num_free_pages == n.num_pages - 1
+                and not n.num_open_leases
+                and not n.num_active_rows
+                for n in nodes
+            ):
                 break
             time.sleep(0.1)
         for node in nodes:

@@ -1,0 +1,106 @@
+"""Pools too small for all: sequences make way and go on later; no token is lost or repeated."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+
+from cluster.config import TINY_MODEL
+from core.request import PREEMPTED, Request, SamplingParams
+from decode_node.scheduler import Scheduler
+from kv_transfer.pages import PagePool
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.rig import Rig, rig
+from training.corpus import held_out_prompts
+
+
+def prompts(num: int, min_len: int = 20, max_len: int = 60) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    return held_out_prompts(tokenizer, num, min_len, max_len, seed=31)
+
+
+def watch(cluster: Rig) -> list[str]:
+    """Request ids of the sequences preempted from now on."""
+    preempted: list[str] = []
+    for decode in cluster.decodes:
+        publish = decode.engine._on_frame
+
+        def noting(frame, publish=publish):
+            preempted.extend(u.request_id for u in frame.updates if u.finish_reason == PREEMPTED)
+            publish(frame)
+
+        decode.engine._on_frame = noting
+    return preempted
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+async def test_preempted_sequences_go_on_exactly(mode: str) -> None:
+    num_pages = 26 if mode == "split" else 50
+    sets = (f"kv.num_pages={num_pages}", "kv.page_size=8", f"mode={mode}", "decode.max_rows=6")
+    async with rig(TINY_MODEL, *sets) as cluster:
+        preempted = watch(cluster)
+        asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
+        answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        for request, (tokens, text, finished) in zip(asked, answers, strict=True):
+            assert len(tokens) == 70 and finished.finish_reason == "length"
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+            assert text == cluster.gateway.tokenizer.decode(tokens)
+        assert preempted, "the pool was meant to be too small"
+        await cluster.check_empty()
+
+
+async def test_a_preempted_sample_is_the_sample_it_would_have_been() -> None:
+    asked = []
+    for i, ids in enumerate(prompts(6)):
+        request = greedy(f"r{i}", ids, 60, ignore_eos=True)
+        hot = replace(request.sampling, temperature=0.8, seed=100 + i)
+        asked.append(replace(request, sampling=hot))
+    async with rig(TINY_MODEL, "kv.num_pages=400", "kv.page_size=8") as cluster:
+        alone = [(await cluster.complete(request))[0] for request in asked]
+    async with rig(TINY_MODEL, "kv.num_pages=22", "kv.page_size=8") as cluster:
+        preempted = watch(cluster)
+        crowded = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        await cluster.check_empty()
+    assert preempted
+    assert [tokens for tokens, _, _ in crowded] == alone
+
+
+def request(name: str, num_prompt: int, max_tokens: int) -> Request:
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens)
+    return Request(name, tuple(range(num_prompt)), sampling=sampling)
+
+
+def test_the_youngest_makes_way_and_the_oldest_never() -> None:
+    pool = PagePool(11, 4)
+    scheduler = Scheduler(pool, 4, 1, 1000, ())
+    old, young = (
+        scheduler.admit(
+            request(name, 4, 24),
+        )
+        for name in ("old", "young")
+    )
+    for sequence in (old, young):
+        sequence.active = True
+    gone = []
+    for num_output in range(1, 24):
+        for sequence in (old, young):
+            sequence.num_output = num_output
+        gone += scheduler.make_room()
+        scheduler.check_integrity()
+        assert old in scheduler.active()
+        assert len(old.pages) * 4 >= min(4 + num_output + 4, 4 + 24)
+    assert gone == [young] and young.request.request_id not in scheduler.sequences
+
+
+def test_arriving_sequences_are_not_preempted() -> None:
+    pool = PagePool(9, 4)
+    scheduler = Scheduler(pool, 4, 1, 1000, ())
+    runs = scheduler.admit(request("runs", 4, 16))
+    runs.active = True
+    arrives = scheduler.admit(request("arrives", 6, 4))
+    runs.num_output = 16
+    assert scheduler.make_room() == [] or runs not in scheduler.active()
+    assert arrives.request.request_id in scheduler.sequences
+    scheduler.check_integrity()
