@@ -1,10 +1,11 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make test   lint, types and the whole CPU test suite
+# make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint proto clean
+.PHONY: demo test lint proto checkpoint clean
 
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
@@ -26,6 +27,11 @@ test: lint
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/tandem.proto
 	sed -i '1i # mypy: ignore-errors' cluster/tandem_pb2_grpc.py
+
+checkpoint: $(READY)
+	$(PY) -m training.train --state build/training --max-minutes 67
+	$(PY) -m training.tune_drafts --state build/training --continuations 768 --max-minutes 13
+	$(PY) -m training.report --state build/training
 
 clean:
 	rm -rf $(VENV) build *.egg-info
