@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from cluster.stop_text import AnswerText
 from core.errors import Preempted
 from core.request import (
     ABORT,
@@ -14,6 +15,7 @@ from core.request import (
     SequenceUpdate,
     SpeculationCounts,
     Timings,
+    TokenLogprobs,
     TransferStats,
 )
 from core.stopping import cut, num_budget, stop_ids
@@ -27,7 +29,7 @@ class Answer:
 
     Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
     already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
-    applies the same rule to it.
+    applies the same rule to it. Stop strings are found here.
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class Answer:
         self.request = request
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        self._text = text
-        self._text.push(request.output_ids)
+        sampling = request.sampling
+        self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
+        self._tell(request.output_ids)
         self._stops = stop_ids(request.sampling, eos_ids)
         self._max_model_len = max_model_len
-        self._counts = SpeculationCounts()
+        self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()
         self._started_at = time.monotonic()
         self._prefill = Prefilled(0, 0, 0.0, 0.0)
@@ -56,6 +59,8 @@ class Answer:
     def prefilled(self, prefilled: Prefilled) -> None:
         """The first token is here."""
         request = self.request
+        self._past_lives += self._life
+        self._life = self._life_before = SpeculationCounts()
         if not self.token_ids:
             self._prefill = prefilled
             self._first_token_ms = self.elapsed_ms()
@@ -82,7 +87,7 @@ class Answer:
     def update(self, update: SequenceUpdate) -> None:
         """Take in one step's outcome. Raises Preempted when the decode rank gave it up."""
         if update.counts is not None:
-            self._counts = self._counts + update.counts
+            self._life_before, self._life = self._life, update.counts
         if update.finish_reason == PREEMPTED:
             raise Preempted(f"{update.request_id} was preempted")
         self.finish_reason = update.finish_reason
@@ -92,14 +97,28 @@ class Answer:
         output_ids = self.request.output_ids + tuple(self.token_ids)
         return replace(self.request, output_ids=output_ids)
 
-    def delta(self, token_ids: tuple[int, ...]) -> Delta:
-        """The next piece; a token that ended the answer is in the ids, not in the text."""
-        self.token_ids.extend(token_ids)
+    def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> Delta:
+        """The next piece; a token that ended the answer is in the ids, not in the text, and what
+        follows a stop string is in neither."""
         ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stops
-        text = self._text.push(token_ids[:-1] if ended_by_token else token_ids)
-        if self.is_finished:
+        text, num_told = self._tell(token_ids[:-1] if ended_by_token else token_ids)
+        if self._text.stopped:
+            token_ids = token_ids[:num_told]
+            self._life = self._life.cut(self._life_before, num_told)
+        elif self.is_finished:
             text += self._text.finish()
-        return Delta(0, token_ids, text)
+        self.token_ids.extend(token_ids)
+        return Delta(0, token_ids, text, logprobs[: len(token_ids)])
+
+    def _tell(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """The text of these tokens up to a stop string, and how many of them are kept."""
+        text = ""
+        for i, token in enumerate(token_ids):
+            text += self._text.push(token)
+            if self._text.stopped:
+                self.finish_reason = STOP
+                return text, i + 1
+        return text, len(token_ids)
 
     def aborted(self) -> Finished:
         """The end of an answer that was cut short from outside."""
@@ -115,7 +134,7 @@ class Answer:
             num_prompt_tokens=len(self.request.prompt_ids),
             num_cached_tokens=self._prefill.num_cached,
             num_completion_tokens=len(self.token_ids),
-            counts=self._counts,
+            counts=self._past_lives + self._life,
             timings_ms=Timings(
                 queue=self._prefill.queue_ms,
                 prefill=self._prefill.prefill_ms,

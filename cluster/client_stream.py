@@ -4,7 +4,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -84,12 +84,26 @@ class GenerateOptions(TypedDict, total=False):
     """In (0, 1] [1]."""
     min_p: float
     """In [0, 1) [0]."""
+    repetition_penalty: float
+    """Above 1 makes tokens of prompt and answer less likely, below 1 more [1]."""
+    presence_penalty: float
+    """Taken from the logits of tokens in the answer [0]."""
+    frequency_penalty: float
+    """The same, as often as they are there [0]."""
+    logit_bias: Mapping[int, float]
+    """Added to the logits, by token id [none]."""
     seed: int | None
     """0 to 2^63-1; None draws one here if temperature > 0, so that a resume keeps it [None]."""
+    stop: Sequence[str]
+    """Texts that end the answer and are not in it [none]."""
     stop_token_ids: Sequence[int]
     """Tokens that end the answer, besides the model's own [none]."""
+    min_tokens: int
+    """The answer does not end before so many tokens [0]."""
     ignore_eos: bool
     """Go on after the model's own end-of-sequence tokens [False]."""
+    logprobs: int | None
+    """Tell log probabilities of each token and of so many of the likeliest [None]."""
     max_drafts: int | None
     """Most drafts per step; None is the server's number [None]."""
     request_id: str | None
@@ -131,10 +145,17 @@ def _sampling(options: GenerateOptions) -> pb.Sampling:
         top_k=options.get("top_k", 0),
         top_p=options.get("top_p"),
         min_p=options.get("min_p", 0.0),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty", 0.0),
+        frequency_penalty=options.get("frequency_penalty", 0.0),
+        logit_bias=options.get("logit_bias"),
         seed=secrets.randbits(63) if seed is None and temperature > 0 else seed,
+        stop=options.get("stop", ()),
         stop_token_ids=options.get("stop_token_ids", ()),
+        min_tokens=options.get("min_tokens", 0),
         max_tokens=max_tokens,
         ignore_eos=options.get("ignore_eos", False),
+        logprobs=options.get("logprobs"),
     )
 
 

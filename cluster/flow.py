@@ -54,7 +54,7 @@ async def run_request(
         await _reserve(request, pair, num_tokens)
         prefilled = await _prefill(request, pair)
         answer.prefilled(prefilled)
-        yield answer.delta((prefilled.first_token,))
+        yield answer.delta((prefilled.first_token,), prefilled.logprobs)
         if not answer.is_finished:
             answer.pulled(await _arrival(request, pair))
         while not answer.is_finished:
@@ -63,7 +63,7 @@ async def run_request(
                 raise NodeLost(update.error)
             decoded = update.finish_reason is not None
             answer.update(update)
-            yield answer.delta(update.token_ids)
+            yield answer.delta(update.token_ids, update.logprobs)
         yield answer.finished()
     finally:
         pair.prefill.num_tokens -= num_tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from cluster.affinity import PrefixAffinity
 from cluster.answer import Answer
 from cluster.config import TandemConfig
+from cluster.fan_out import expand, merged
 from cluster.flow import Pair, run_request
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from cluster.nodes import DecodeHandle, FramePump, PrefillHandle
@@ -76,21 +77,29 @@ class ClusterGateway:
             dtype=info.dtype,
         )
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
-        """Deltas, then one Finished. Closing it early frees everything the request holds.
+    def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+        """Deltas, then a Finished for each answer. Closing it early frees everything it holds.
 
         Raises what run_request raises, Overloaded when the queue is full, and ValueError for a
         request id that is running already.
         """
-        if request.request_id in self._running:
-            raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
         if request.sampling.seed is None:
             seeded = replace(request.sampling, seed=secrets.randbits(63))
             request = replace(request, sampling=seeded)
+        if request.sampling.n > 1:
+            return merged(expand(request), self._generate)
+        return self._generate(request)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+        if request.request_id in self._running:
+            raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
         model = self.model_info()
         answer = Answer(
             request, TextStream(self.tokenizer), model.eos_token_ids, model.max_model_len
         )
+        if answer.is_finished:
+            yield answer.finished()
+            return
         running = self._running[request.request_id] = _Running()
         pieces, piece = self._serve(answer), None
         try:
@@ -127,12 +136,15 @@ class ClusterGateway:
             pass
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets a Finished with reason abort."""
-        running = self._running.get(request_id)
-        if running is None:
-            return False
-        running.abort()
-        return True
+        """End a request; its answers get a Finished with reason abort."""
+        running = [
+            running
+            for name, running in self._running.items()
+            if request_id in (name, name.rpartition(" ")[0])
+        ]
+        for one in running:
+            one.abort()
+        return bool(running)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode node are left that cache alike."""

@@ -5,7 +5,14 @@ from typing import Any
 
 from cluster import tandem_pb2 as pb
 from cluster.info import ModelInfo, NodeStatus, ServerStatus
-from core.request import Delta, Finished, SpeculationCounts, Timings, TransferStats
+from core.request import (
+    Delta,
+    Finished,
+    SpeculationCounts,
+    Timings,
+    TokenLogprobs,
+    TransferStats,
+)
 
 
 class LastPiece(Finished):
@@ -52,8 +59,17 @@ def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
     """One message of a stream."""
     if isinstance(piece, Finished):
         return pb.GenerateResponse(finished=pb.Finished(**finished_fields(piece)))
+    logprobs = [
+        pb.TokenLogprobs(
+            logprob=token.logprob,
+            top=dict(zip(token.top_ids, token.top_logprobs, strict=True)),
+        )
+        for token in piece.logprobs
+    ]
     return pb.GenerateResponse(
-        delta=pb.Delta(index=piece.index, token_ids=piece.token_ids, text=piece.text)
+        delta=pb.Delta(
+            index=piece.index, token_ids=piece.token_ids, text=piece.text, logprobs=logprobs
+        )
     )
 
 
@@ -62,10 +78,19 @@ def piece_from_proto(response: pb.GenerateResponse) -> Delta | LastPiece:
     kind = response.WhichOneof("piece")
     if kind == "delta":
         delta = response.delta
-        return Delta(delta.index, tuple(delta.token_ids), delta.text)
+        logprobs = tuple(_token_logprobs(token) for token in delta.logprobs)
+        return Delta(delta.index, tuple(delta.token_ids), delta.text, logprobs)
     if kind == "finished":
         return _finished(response.finished)
     raise ValueError("GenerateResponse holds no piece this client knows; update the client")
+
+
+def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """Best first: the map on the wire has no order."""
+    top = sorted(message.top.items(), key=lambda item: -item[1])
+    return TokenLogprobs(
+        message.logprob, tuple(token for token, _ in top), tuple(value for _, value in top)
+    )
 
 
 def _finished(message: pb.Finished) -> LastPiece:

@@ -9,11 +9,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster import tandem_pb2 as pb
 from cluster.info import ModelInfo
-from core.request import LENGTH, STOP, Request, SamplingParams, Speculation
+from core.request import LENGTH, STOP, Request, SamplingParams, Speculation, TokenBias
 from core.stopping import num_budget, stop_ids
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+MAX_REPETITION, MAX_PENALTY, MAX_BIAS = 10.0, 2.0, 100.0
+MAX_LOGPROBS, MAX_ANSWERS = 20, 16
 MAX_REQUEST_ID_LEN = 128
 
 
@@ -104,25 +106,69 @@ def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ..
 
 def _sampling(message: pb.Sampling, vocab_size: int) -> SamplingParams:
     _refuse_unknown(message, "sampling.")
-    _refuse_unimplemented_sampling(message)
     _check_filters(message)
     seed = message.seed if message.HasField("seed") else None
     if seed is not None and seed < 0:
         _refuse("sampling.seed", seed, "use 0 to 2^63-1")
-    if message.max_tokens < 0:
-        remedy = f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"
-        _refuse("sampling.max_tokens", message.max_tokens, remedy)
+    if "" in message.stop:
+        _refuse("sampling.stop", list(message.stop), "use texts of at least one character")
+    if not 0 <= message.n <= MAX_ANSWERS:
+        _refuse("sampling.n", message.n, f"use 1 to {MAX_ANSWERS}, or 0 for 1")
+    max_tokens = _max_tokens(message)
     stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, vocab_size)
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         min_p=message.min_p,
+        repetition_penalty=_repetition_penalty(message),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=_logit_bias(message, vocab_size),
         seed=seed,
+        stop=tuple(message.stop),
         stop_token_ids=stops,
-        max_tokens=message.max_tokens or DEFAULT_MAX_TOKENS,
+        min_tokens=message.min_tokens,
+        max_tokens=max_tokens,
         ignore_eos=message.ignore_eos,
+        logprobs=_num_logprobs(message, vocab_size),
+        n=message.n or 1,
     )
+
+
+def _num_logprobs(message: pb.Sampling, vocab_size: int) -> int | None:
+    if not message.HasField("logprobs"):
+        return None
+    most = min(MAX_LOGPROBS, vocab_size)
+    if not 0 <= message.logprobs <= most:
+        _refuse("sampling.logprobs", message.logprobs, f"use 0 to {most}, or leave it unset")
+    return int(message.logprobs)
+
+
+def _max_tokens(message: pb.Sampling) -> int:
+    max_tokens = message.max_tokens or DEFAULT_MAX_TOKENS
+    if max_tokens < 0:
+        remedy = f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"
+        _refuse("sampling.max_tokens", max_tokens, remedy)
+    if not 0 <= message.min_tokens <= max_tokens:
+        remedy = f"use 0 to {max_tokens}, which is max_tokens"
+        _refuse("sampling.min_tokens", message.min_tokens, remedy)
+    return max_tokens
+
+
+def _repetition_penalty(message: pb.Sampling) -> float:
+    return message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+
+
+def _logit_bias(message: pb.Sampling, vocab_size: int) -> tuple[TokenBias, ...]:
+    """In order of token id: a map has none of its own."""
+    ids = _token_ids("sampling.logit_bias", sorted(message.logit_bias), vocab_size)
+    biases = tuple(TokenBias(token, message.logit_bias[token]) for token in ids)
+    for item in biases:
+        if not abs(item.bias) <= MAX_BIAS:
+            remedy = f"use -{MAX_BIAS:g} to {MAX_BIAS:g}"
+            _refuse(f"sampling.logit_bias[{item.token_id}]", item.bias, remedy)
+    return biases
 
 
 def _check_filters(message: pb.Sampling) -> None:
@@ -136,23 +182,14 @@ def _check_filters(message: pb.Sampling) -> None:
         _refuse("sampling.top_p", message.top_p, "use a number above 0 and up to 1")
     if not 0 <= message.min_p < 1:
         _refuse("sampling.min_p", message.min_p, "use a number from 0 to below 1")
-
-
-def _refuse_unimplemented_sampling(message: pb.Sampling) -> None:
-    penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-    logprobs = message.logprobs if message.HasField("logprobs") else None
-    for field, value, default, is_default in (
-        ("repetition_penalty", penalty, "1", penalty == 1.0),
-        ("presence_penalty", message.presence_penalty, "0", message.presence_penalty == 0.0),
-        ("frequency_penalty", message.frequency_penalty, "0", message.frequency_penalty == 0.0),
-        ("logit_bias", dict(message.logit_bias), "empty", not message.logit_bias),
-        ("stop", list(message.stop), "empty", not message.stop),
-        ("min_tokens", message.min_tokens, "0", message.min_tokens == 0),
-        ("logprobs", logprobs, "unset", logprobs is None),
-        ("n", message.n, "0 or 1", message.n in (0, 1)),
-    ):
-        if not is_default:
-            _refuse(f"sampling.{field}", value, f"not implemented yet; leave it {default}")
+    repetition = _repetition_penalty(message)
+    if not 0 < repetition <= MAX_REPETITION:
+        remedy = f"use a number above 0 and up to {MAX_REPETITION:g}; 1 is none"
+        _refuse("sampling.repetition_penalty", repetition, remedy)
+    for field in ("presence_penalty", "frequency_penalty"):
+        if not abs(getattr(message, field)) <= MAX_PENALTY:
+            remedy = f"use -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
+            _refuse(f"sampling.{field}", getattr(message, field), remedy)
 
 
 def _speculation(message: pb.Speculation, num_draft_tokens: int) -> Speculation:
@@ -174,6 +211,9 @@ def _speculation(message: pb.Speculation, num_draft_tokens: int) -> Speculation:
 
 def _check_resumed(request: Request, model: ModelInfo) -> None:
     num_output = len(request.output_ids)
+    if num_output and request.sampling.n > 1:
+        remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
+        _refuse("sampling.n", request.sampling.n, remedy)
     room = min(request.sampling.max_tokens, model.max_model_len - len(request.prompt_ids))
     if num_output > room:
         remedy = f"an answer to this request has at most {room} tokens"

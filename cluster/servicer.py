@@ -38,7 +38,7 @@ class Gateway(Protocol):
         """Whether new requests can be served: a usable pair of nodes is left."""
 
     def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
-        """Deltas, then one ``Finished``. Closed or cancelled when the client has gone.
+        """Deltas, and one ``Finished`` per answer. Closed or cancelled when the client has gone.
 
         The text of the deltas goes on where complete characters of ``request.output_ids`` end.
         """
@@ -156,13 +156,13 @@ class InferenceServicer(rpc.InferenceServicer):
 
 
 async def _send_answer(gateway: Gateway, request: Request, context: _Context) -> None:
-    ended = False
+    num_left = request.sampling.n
     async with aclosing(gateway.generate(request)) as pieces:
         async for piece in pieces:
-            assert not ended, f"{request.request_id}: {piece} after Finished"
-            ended = isinstance(piece, Finished)
+            assert num_left, f"{request.request_id}: {piece} after the last Finished"
+            num_left -= isinstance(piece, Finished)
             await context.write(piece_to_proto(piece))
-    assert ended, f"{request.request_id}: the stream ended without Finished"
+    assert not num_left, f"{request.request_id}: the stream ended without a Finished"
 
 
 def _nothing_left(request: Request, reason: str) -> Finished:

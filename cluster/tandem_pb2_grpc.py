@@ -61,7 +61,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers one prompt: any number of Delta, then exactly one Finished.
+        """Answers one prompt: any number of Delta, then exactly one Finished, for each of n answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,7 @@ A *request* is what a user sent. A *sequence* is its state on one node, and is a
 function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` stay apart.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
@@ -15,21 +15,46 @@ see this reason."""
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBias:
+    """``bias`` is added to the logit of ``token_id``."""
+
+    token_id: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when they end.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. ``seed`` None is
-    replaced by a random one at admission. ``max_tokens`` counts every emitted token.
+    replaced by a random one at admission. ``max_tokens`` counts every emitted token; no
+    answer ends before ``min_tokens``. ``logprobs`` is how many of the likeliest tokens to tell
+    at each place besides the token itself, None for no log probabilities at all.
+    ``n`` answers: only the gateway sees more than one.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[TokenBias, ...] = ()
     seed: int | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     max_tokens: int = 128
     ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether tokens are chosen from anything but the raw logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +89,20 @@ class SpeculationCounts:
     accepted_per_position: tuple[int, ...] = ()
     first_step_accepted: int = 0
 
+    def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
+        """These counts had the run of the last step (``before``: the counts then) been cut to
+        ``num_kept`` tokens: what is cut off does not count as accepted."""
+        num_run = self.num_accepted - before.num_accepted
+        num_last = min(num_run, num_kept)
+        return replace(
+            self,
+            num_accepted=before.num_accepted + num_last,
+            accepted_per_position=tuple(
+                num - (num_last <= i < num_run) for i, num in enumerate(self.accepted_per_position)
+            ),
+            first_step_accepted=num_last if self.num_steps == 1 else self.first_step_accepted,
+        )
+
     def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
         positions = zip_longest(
             self.accepted_per_position, other.accepted_per_position, fillvalue=0
@@ -78,14 +117,25 @@ class SpeculationCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of raw logits: of the token, and of the likeliest, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """What one step gave one sequence. ``finish_reason`` None while it goes on."""
+    """What one step gave one sequence. ``finish_reason`` None while it goes on; ``counts`` come
+    with the last update, with each where a stop string may end the answer elsewhere."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     error: str | None = None
     counts: SpeculationCounts | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +151,13 @@ class TokenFrame:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. ``text`` never ends inside a character."""
+    """A piece of an answer. ``text`` never ends inside a character; ``logprobs`` has an entry
+    per token if they were asked for."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from decode_node.step import StepOutput, decode_step
 from kv_transfer.pages import PagePool
 from model.cache import Caches
 from model.loaded import LoadedModel
+from model.logprobs import LogprobRows
 
 
 class DecodeEngine:
@@ -84,6 +86,13 @@ class DecodeEngine:
             pages=sequence.pages,
             sampling=request.sampling,
         )
+        self._rows.adjust(
+            sequence.row,
+            request,
+            (*request.output_ids, first_token),
+            sequence.stops,
+            self._loaded.config.vocab_size,
+        )
         sequence.active = True
 
     def drop(self, request_id: str) -> bool:
@@ -110,9 +119,15 @@ class DecodeEngine:
         output = self._run(active, num_drafts)
         tokens = output.verdict.tokens_BN1.tolist()
         num_accepted = output.verdict.num_accepted_B.tolist()
-        return [
+        updates = [
             self._emit(sequence, tuple(row[: accepted + 1]), num_drafts)
             for sequence, row, accepted in zip(active, tokens, num_accepted, strict=True)
+        ]
+        if output.logprobs is None:
+            return updates
+        return [
+            _with_logprobs(sequence, update, output.logprobs, i)
+            for i, (sequence, update) in enumerate(zip(active, updates, strict=True))
         ]
 
     def _preempt(self, sequence: Sequence) -> SequenceUpdate:
@@ -124,6 +139,8 @@ class DecodeEngine:
         longest = max(len(s.request.prompt_ids) + s.num_output for s in active)
         num_pages = self._pool.num_pages_for(longest + num_drafts)
         index = torch.tensor([s.row for s in active], device=self._loaded.device)
+        plain = not any(s.request.sampling.adjusts_logits for s in active)
+        asked = [s.request.sampling.logprobs for s in active]
         output = decode_step(
             self._loaded.network,
             self._loaded.drafter,
@@ -131,6 +148,8 @@ class DecodeEngine:
             self._rows.select(index, num_pages),
             num_drafts,
             all_greedy=all(s.request.sampling.temperature == 0 for s in active),
+            rules=None if plain else self._rows.rules(index),
+            num_logprobs=max((num for num in asked if num is not None), default=None),
         )
         self._rows.store(index, output.rows)
         return output
@@ -141,10 +160,12 @@ class DecodeEngine:
         kept, reason = cut(token_ids, sequence.stops, sequence.num_budget)
         sequence.record(min(num_drafts, sequence.limit), len(token_ids) - 1, len(kept))
         sequence.num_output += len(kept)
-        if reason is None:
-            return SequenceUpdate(sequence.request.request_id, kept)
-        self.scheduler.drop(sequence.request.request_id)
-        return SequenceUpdate(sequence.request.request_id, kept, reason, counts=sequence.counts())
+        request = sequence.request
+        if reason is not None:
+            self.scheduler.drop(request.request_id)
+        told = reason is not None or request.sampling.stop
+        counts = sequence.counts() if told else None
+        return SequenceUpdate(request.request_id, kept, reason, counts=counts)
 
     def _frame(self, updates: list[SequenceUpdate]) -> TokenFrame:
         return TokenFrame(
@@ -154,3 +175,12 @@ class DecodeEngine:
             num_free_pages=self._pool.num_free,
             updates=tuple(updates),
         )
+
+
+def _with_logprobs(
+    sequence: Sequence, update: SequenceUpdate, logprobs: LogprobRows, row: int
+) -> SequenceUpdate:
+    num_top = sequence.request.sampling.logprobs
+    if num_top is None:
+        return update
+    return replace(update, logprobs=logprobs.of_row(row, len(update.token_ids), num_top))

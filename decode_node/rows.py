@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from core.request import SamplingParams
+from core.request import Request, SamplingParams
+from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows
 
 
@@ -34,9 +35,15 @@ class RowTensors:
     min_p_B: Tensor
     seed_B: Tensor
 
-    def sampling(self, *, all_greedy: bool) -> SamplingRows:
+    def sampling(self, *, all_greedy: bool, rules: AdjustRows | None = None) -> SamplingRows:
         return SamplingRows(
-            self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.seed_B, all_greedy
+            self.temperature_B,
+            self.top_k_B,
+            self.top_p_B,
+            self.min_p_B,
+            self.seed_B,
+            all_greedy,
+            rules,
         )
 
 
@@ -73,6 +80,8 @@ class Rows:
             min_p_B=floats(),
             seed_B=ints(),
         )
+        self._rules: AdjustRows | None = None
+        self._num_rows = num_rows
         self._device = device
         self._num_pages = [0] * num_rows
 
@@ -111,6 +120,24 @@ class Rows:
         t.min_p_B[row] = sampling.min_p
         t.seed_B[row] = sampling.seed
 
+    def adjust(
+        self,
+        row: int,
+        request: Request,
+        output_ids: tuple[int, ...],
+        stops: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        """Set the row's logit rules; memory for any is taken when the first request has some."""
+        if self._rules is None and request.sampling.adjusts_logits:
+            self._rules = no_rules(self._num_rows, vocab_size, self._device)
+        if self._rules is not None:
+            set_rules(self._rules, row, request, output_ids, stops)
+
+    def rules(self, rows: Tensor) -> AdjustRows:
+        assert self._rules is not None, "no row has rules"
+        return self._rules.select(rows)
+
     def grow(self, row: int, pages: list[int]) -> None:
         """The row's page table after its sequence got pages; writes only what is new."""
         known = self._num_pages[row]
@@ -129,6 +156,8 @@ class Rows:
         """Keep what a step changed."""
         for name in _CHANGED_BY_STEP:
             getattr(self._tensors, name)[rows] = getattr(new, name)
+        if self._rules is not None:
+            count_emitted(self._rules, rows, new.tokens_BM, new.num_emitted_B)
 
 
 _CHANGED_BY_STEP = (

@@ -4,7 +4,6 @@ Shapes depend only on (rows, drafts, pages) and nothing inside waits for the hos
 Shape legend: B rows, N drafts, M = n_max + 1, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +12,13 @@ from torch import Tensor
 
 from decode_node.rows import RowTensors
 from model.accept import Verdict, accept_chain
+from model.adjust import AdjustRows
 from model.batch import Batch, physical_slots
 from model.cache import MAIN, Caches
 from model.deepseek import DeepseekV3
 from model.drafters.base import Drafter, Drafts, DraftState
 from model.drafters.mtp_rows import verify_slots
+from model.logprobs import LogprobRows, raw_logprobs
 from model.sampling import SamplingRows, choose
 
 
@@ -28,6 +29,7 @@ class StepOutput:
     verdict: Verdict
     drafts_BN: Tensor
     rows: RowTensors
+    logprobs: LogprobRows | None
 
 
 def decode_step(
@@ -38,14 +40,22 @@ def decode_step(
     num_drafts: int,
     *,
     all_greedy: bool,
+    rules: AdjustRows | None = None,
+    num_logprobs: int | None = None,
 ) -> StepOutput:
-    """Advance every row by its accepted drafts plus one token of the main model's own."""
-    sampling = rows.sampling(all_greedy=all_greedy)
+    """Advance every row by its accepted drafts plus one token of the main model's own.
+
+    ``rules`` None: no row has any. ``num_logprobs``: the most that any row asks for, if one does.
+    """
+    sampling = rows.sampling(all_greedy=all_greedy, rules=rules)
     drafts = drafter.draft(draft_state(rows, sampling), num_drafts, caches)
     hidden_BND, logits_BNV = verify(network, caches, rows, drafts)
-    targets_BN1 = choose_all(logits_BNV, sampling, rows.num_output_B)
+    targets_BN1 = choose_all(logits_BNV, sampling, rows.num_output_B, drafts.tokens_BN)
     verdict = accept_chain(drafts.tokens_BN, targets_BN1, rows.limit_B)
-    return StepOutput(verdict, drafts.tokens_BN, commit(rows, verdict, hidden_BND))
+    logprobs = None
+    if num_logprobs is not None:
+        logprobs = raw_logprobs(logits_BNV, targets_BN1, num_logprobs)
+    return StepOutput(verdict, drafts.tokens_BN, commit(rows, verdict, hidden_BND), logprobs)
 
 
 def draft_state(rows: RowTensors, sampling: SamplingRows) -> DraftState:
@@ -56,12 +66,8 @@ def draft_state(rows: RowTensors, sampling: SamplingRows) -> DraftState:
         num_known_B=rows.num_known_B,
         first_B=rows.first_B,
         page_table_BP=rows.page_table_BP,
-        pick=_picker(sampling, rows.num_output_B),
+        pick=lambda logits_BV, drafts_BN: choose(logits_BV, sampling, rows.num_output_B, drafts_BN),
     )
-
-
-def _picker(sampling: SamplingRows, num_output_B: Tensor) -> Callable[[Tensor, int], Tensor]:
-    return lambda logits_BV, i: choose(logits_BV, sampling, num_output_B + i)
 
 
 def verify(
@@ -83,12 +89,15 @@ def verify(
     return hidden_BND, network.logits(hidden_BND)
 
 
-def choose_all(logits_BNV: Tensor, sampling: SamplingRows, num_output_B: Tensor) -> Tensor:
-    """The main model's own token at each of the N+1 places [B, N+1]."""
-    if sampling.all_greedy:
+def choose_all(
+    logits_BNV: Tensor, sampling: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
+) -> Tensor:
+    """The main model's own token at each of the N+1 places [B, N+1], given the drafts before."""
+    if sampling.plain:
         return logits_BNV.argmax(-1)
     columns = [
-        choose(logits_BNV[:, i], sampling, num_output_B + i) for i in range(logits_BNV.shape[1])
+        choose(logits_BNV[:, i], sampling, num_output_B, drafts_BN[:, :i])
+        for i in range(logits_BNV.shape[1])
     ]
     return torch.stack(columns, 1)
 

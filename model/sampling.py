@@ -1,13 +1,15 @@
 """Logits to tokens: pure functions of tensors, so that a sampled token depends on nothing but
 (checkpoint, request, seed, output index): not on batch, draft length, split or migration.
 
-Shape legend: B rows, V vocabulary.
+Shape legend: B rows, N drafts before a place, V vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from model.adjust import AdjustRows, adjust
 
 _MASK = 0xFFFFFFFF
 
@@ -16,7 +18,8 @@ _MASK = 0xFFFFFFFF
 class SamplingRows:
     """Sampling settings of B rows. ``seed_B`` int64; ``top_k_B`` 0 is off.
 
-    ``all_greedy`` is known on the host and skips the noise altogether.
+    ``all_greedy`` is known on the host and skips the noise altogether; so is ``rules`` None,
+    which no row adjusts its logits with.
     """
 
     temperature_B: Tensor
@@ -25,18 +28,29 @@ class SamplingRows:
     min_p_B: Tensor
     seed_B: Tensor
     all_greedy: bool
+    rules: AdjustRows | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row takes the argmax of its raw logits."""
+        return self.all_greedy and self.rules is None
 
 
-def choose(logits_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
-    """Token ids [B]: argmax for temperature 0, else argmax(log p + Gumbel noise).
+def choose(
+    logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
+) -> Tensor:
+    """Token ids [B] after ``num_output_B`` emitted tokens and ``drafts_BN`` (N may be 0).
 
-    The Gumbel-max rule draws exactly from p (design.md, Sampling); noise is a function of
-    (seed, output index, token id) alone.
+    argmax for temperature 0, else argmax(log p + Gumbel noise): that draws exactly from p
+    (design.md, Sampling), and noise is a function of (seed, output index, token id) alone.
     """
+    if rows.rules is not None:
+        logits_BV = adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
     greedy_B = logits_BV.argmax(-1)
     if rows.all_greedy:
         return greedy_B
     log_p = filtered_log_probs(logits_BV, rows)
+    output_index_B = num_output_B + drafts_BN.shape[1]
     noisy = log_p + gumbel(rows.seed_B, output_index_B, logits_BV.shape[-1])
     return torch.where(rows.temperature_B > 0, noisy.argmax(-1), greedy_B)
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.request import Request
+from core.request import Request, TokenLogprobs
+from core.stopping import stop_ids
 from kv_transfer.pages import PagePool
+from model.adjust import no_rules, set_rules
 from model.batch import DUMMY_PAGE, Batch, PromptRows
 from model.cache import Caches
 from model.loaded import LoadedModel
+from model.logprobs import raw_logprobs
 from model.sampling import SamplingRows, choose
 from prefill_node.scheduler import Chunk, Key, Scheduler
 from prefill_node.sequence import Sequence
@@ -25,8 +28,9 @@ from prefill_node.sequence import Sequence
 class Progress:
     """After a chunk: ``num_tokens`` slots are computed, per cache group.
 
-    With the last one ``first_token`` is sampled and ``hidden_D`` is the main model's hidden
-    state of the last token. ``started_at`` is the monotonic time the first chunk began at.
+    With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
+    ``hidden_D`` is the main model's hidden state of the last token. ``started_at`` is the
+    monotonic time the first chunk began at.
     """
 
     key: Key
@@ -35,6 +39,7 @@ class Progress:
     num_cached: int
     started_at: float
     first_token: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_D: Tensor | None = None
 
 
@@ -101,8 +106,19 @@ class PrefillEngine:
             num_cached=sequence.num_cached,
             started_at=sequence.started_at,
             first_token=first_token,
+            logprobs=self._logprobs(sequence.request, first_token, hidden_D),
             hidden_D=hidden_D,
         )
+
+    def _logprobs(
+        self, request: Request, token: int | None, hidden_D: Tensor | None
+    ) -> tuple[TokenLogprobs, ...]:
+        num_top = request.sampling.logprobs
+        if num_top is None or token is None or hidden_D is None:
+            return ()
+        logits_1V = self._loaded.network.logits(hidden_D.unsqueeze(0))
+        token_11 = torch.tensor([[token]], device=hidden_D.device)
+        return raw_logprobs(logits_1V.unsqueeze(0), token_11, num_top).of_row(0, 1, num_top)
 
     def _rows(self, chunks: list[Chunk]) -> PromptRows:
         """Chunks as rows of one batch, padded to the longest; padding leaves no trace."""
@@ -130,9 +146,10 @@ class PrefillEngine:
 
     def _first_token(self, chunk: Chunk, hidden_1D: Tensor) -> int:
         request = chunk.sequence.request
-        index = torch.tensor([len(request.output_ids)], device=self._loaded.device)
-        rows = sampling_rows(request, self._loaded.device)
-        return int(choose(self._loaded.network.logits(hidden_1D), rows, index))
+        num_output = torch.tensor([len(request.output_ids)], device=self._loaded.device)
+        rows = sampling_rows(request, self._loaded)
+        no_drafts = num_output.new_empty(1, 0)
+        return int(choose(self._loaded.network.logits(hidden_1D), rows, num_output, no_drafts))
 
     def _run_drafter(
         self,
@@ -161,9 +178,13 @@ def alike(chunks: list[Chunk]) -> list[list[Chunk]]:
     return groups
 
 
-def sampling_rows(request: Request, device: torch.device) -> SamplingRows:
+def sampling_rows(request: Request, loaded: LoadedModel) -> SamplingRows:
     """The request's settings as one row."""
-    sampling = request.sampling
+    sampling, device, rules = request.sampling, loaded.device, None
+    if sampling.adjusts_logits:
+        rules = no_rules(1, loaded.config.vocab_size, device)
+        stops = stop_ids(sampling, loaded.config.eos_token_ids)
+        set_rules(rules, 0, request, request.output_ids, stops)
     assert sampling.seed is not None, "a seed is given at admission"
     return SamplingRows(
         temperature_B=torch.tensor([sampling.temperature], device=device),
@@ -172,4 +193,5 @@ def sampling_rows(request: Request, device: torch.device) -> SamplingRows:
         min_p_B=torch.tensor([sampling.min_p], device=device),
         seed_B=torch.tensor([sampling.seed], device=device),
         all_greedy=sampling.temperature == 0,
+        rules=rules,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from core.request import Request
+from core.request import Request, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Prefilled:
     num_cached: int
     queue_ms: float
     prefill_ms: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,7 @@ class PrefillNode:
                 progress.num_cached,
                 queue_ms=(progress.started_at - caller.submitted_at) * 1e3,
                 prefill_ms=(time.monotonic() - progress.started_at) * 1e3,
+                logprobs=progress.logprobs,
             )
             caller.answer.set_result(prefilled)
 

@@ -22,7 +22,8 @@ class DraftState:
     ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
     ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
     is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
-    the cache. ``pick(logits_BV, i)`` chooses draft i (0-based) as its request samples.
+    the cache. ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its
+    request samples.
     """
 
     tokens_BM: Tensor
@@ -31,7 +32,7 @@ class DraftState:
     num_known_B: Tensor
     first_B: Tensor
     page_table_BP: Tensor
-    pick: Callable[[Tensor, int], Tensor]
+    pick: Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,16 @@ class MtpDrafter:
         rows = first_pass(state.num_known_B, state.num_emitted_B, state.first_B, width)
         hidden_BMD = self._forward(state.tokens_BM, state.hidden_BMD, rows, state, caches)
         head_BD = hidden_BMD[torch.arange(len(hidden_BMD), device=hidden_BMD.device), rows.head_B]
-        tokens: list[Tensor] = []
+        drafts_BN = state.tokens_BM[:, :0]
         for i in range(num_drafts):
-            tokens.append(state.pick(self._model.logits(head_BD), i))
+            next_B1 = state.pick(self._model.logits(head_BD), drafts_BN).unsqueeze(1)
+            drafts_BN = torch.cat((drafts_BN, next_B1), 1)
             if i + 1 < num_drafts:
                 rows = later_pass(state.num_known_B, i + 2)
-                head_BD = self._forward(
-                    tokens[-1].unsqueeze(1), head_BD.unsqueeze(1), rows, state, caches
-                ).squeeze(1)
-        drafts = torch.stack(tokens, 1) if tokens else state.tokens_BM[:, :0]
-        return Drafts(drafts, chain(num_drafts))
+                head_BD = self._forward(next_B1, head_BD.unsqueeze(1), rows, state, caches).squeeze(
+                    1
+                )
+        return Drafts(drafts_BN, chain(num_drafts))
 
     def _forward(
         self,

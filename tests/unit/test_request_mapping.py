@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 
 from cluster import tandem_pb2 as pb
+from cluster.client_stream import GenerateOptions, build_request
 from cluster.info import ModelInfo
 from cluster.messages import finished_fields, piece_from_proto, piece_to_proto
 from cluster.request_mapping import ended_already, to_request
-from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
+from core.request import (
+    Delta,
+    Finished,
+    Request,
+    SamplingParams,
+    SpeculationCounts,
+    Timings,
+    TokenBias,
+    TokenLogprobs,
+    TransferStats,
+)
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
 
@@ -44,6 +55,14 @@ def test_every_implemented_field_arrives() -> None:
         stop_token_ids=[7, 8],
         max_tokens=9,
         ignore_eos=True,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={9: -2.0, 3: 1.0},
+        min_tokens=4,
+        stop=["b", "a"],
+        logprobs=0,
+        n=1,
     )
     message = pb.GenerateRequest(
         request_id="a-1",
@@ -58,6 +77,39 @@ def test_every_implemented_field_arrives() -> None:
     assert (got.temperature, got.top_k, got.top_p, got.min_p) == (0.7, 5, 0.9, 0.1)
     assert (got.seed, got.stop_token_ids, got.max_tokens) == (2**63 - 1, (7, 8), 9)
     assert got.ignore_eos and request.speculation.max_drafts == 0
+    penalties = (got.repetition_penalty, got.presence_penalty, got.frequency_penalty)
+    assert (penalties, got.min_tokens) == ((1.5, -0.5, 0.25), 4)
+    assert (got.stop, got.logprobs) == (("b", "a"), 0)
+    assert got.logit_bias == (TokenBias(3, 1.0), TokenBias(9, -2.0))
+
+
+def test_the_clients_options_arrive() -> None:
+    options: GenerateOptions = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {7: 1.5},
+        "stop": ("x",),
+        "min_tokens": 2,
+        "logprobs": 3,
+    }
+    got = mapped(build_request("ab", options)).sampling
+    assert got == SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias=(TokenBias(7, 1.5),),
+        stop=("x",),
+        min_tokens=2,
+        logprobs=3,
+    )
+    assert mapped(build_request("ab", {})).sampling == SamplingParams()
+
+
+def test_only_a_single_answer_can_be_resumed() -> None:
+    assert mapped(make(sampling=pb.Sampling(n=3))).sampling.n == 3
+    with pytest.raises(ValueError, match=r"^sampling\.n=3: .*one by one"):
+        mapped(make(sampling=pb.Sampling(n=3), resume_token_ids=[5]))
 
 
 def test_defaults_spelled_out_are_accepted() -> None:
@@ -82,29 +134,23 @@ def test_defaults_spelled_out_are_accepted() -> None:
         ("seed", -1),
         ("max_tokens", -1),
         ("stop_token_ids", [300]),
+        ("stop", ["a", ""]),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("n", -1),
+        ("n", 17),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {300: 1.0}),
+        ("logit_bias", {3: math.inf}),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
     ],
 )
 def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^sampling\.{field}.*(use|are) "):
-        mapped(make(sampling=pb.Sampling(**{field: value})))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("repetition_penalty", 1.1),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", math.nan),
-        ("logit_bias", {3: 1.0}),
-        ("stop", ["\n"]),
-        ("min_tokens", 1),
-        ("logprobs", 0),
-        ("n", 2),
-    ],
-)
-def test_an_unimplemented_sampling_field_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^sampling\.{field}=.*not implemented yet"):
         mapped(make(sampling=pb.Sampling(**{field: value})))
 
 
@@ -167,7 +213,8 @@ def test_resumed_tokens_may_be_a_whole_answer() -> None:
 
 
 def test_pieces_survive_the_wire() -> None:
-    delta = Delta(0, (4, 5), "é")
+    logprobs = (TokenLogprobs(-0.5, (4, 9), (-0.5, -1.5)), TokenLogprobs(-3.0, (), ()))
+    delta = Delta(0, (4, 5), "é", logprobs)
     assert piece_from_proto(piece_to_proto(delta)) == delta
     finished = Finished(
         index=0,

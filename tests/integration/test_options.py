@@ -1,0 +1,154 @@
+"""Stop strings, log probabilities and several answers, over the whole path of a request."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from cluster import tandem_pb2 as pb
+from cluster import tandem_pb2_grpc as rpc
+from cluster.config import TINY_MODEL, load
+from cluster.server import Server
+from core.errors import Overloaded
+from core.request import Delta, Finished, Request
+from tests.engines import greedy
+from tests.integration.test_preemption import watch
+from tests.integration.test_split import SMALL, prompts, sampled
+from tests.rig import Rig, rig
+
+
+async def test_stop_strings_end_answers_and_free_their_rows() -> None:
+    """For every n: the text before, the token that completed it counted, nothing left behind."""
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        for ids in prompts(3):
+            whole, text, _ = await cluster.complete(greedy("whole", ids, 40, ignore_eos=True))
+            decode = cluster.gateway.tokenizer.decode
+            for start, length in ((0, 1), (5, 3), (20, 7)):
+                stop = text[start : start + length]
+                end = text.index(stop) + len(stop)
+                num_tokens = next(i for i in range(1, 41) if len(decode(whole[:i])) >= end)
+                asked = [
+                    greedy(f"{start} {n}", ids, 40, max_drafts=n, ignore_eos=True, stop=(stop,))
+                    for n in range(4)
+                ]
+                for request in asked:
+                    tokens, told, finished = await cluster.complete(request)
+                    assert (told, tokens) == (text[: text.index(stop)], whole[:num_tokens])
+                    assert finished.finish_reason == "stop"
+                    assert finished.num_completion_tokens == num_tokens
+                    counts = finished.counts
+                    assert counts.num_accepted == sum(counts.accepted_per_position)
+                    assert num_tokens - 1 - counts.num_steps <= counts.num_accepted < num_tokens
+                again, told, finished = await cluster.complete(
+                    replace(asked[0], output_ids=tuple(whole[:num_tokens]))
+                )
+                assert (again, told, finished.finish_reason) == ([], "", "stop")
+        await cluster.check_empty()
+
+
+async def test_logprobs_travel_with_their_tokens() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        asked = [greedy(f"{n}", ids, 12, max_drafts=n, logprobs=2, ignore_eos=True) for n in (0, 3)]
+        for request in asked:
+            stream = cluster.gateway.generate(request)
+            deltas = [piece async for piece in stream if isinstance(piece, Delta)]
+            tokens = [token for delta in deltas for token in delta.token_ids]
+            told = [token for delta in deltas for token in delta.logprobs]
+            assert [token.top_ids[0] for token in told] == tokens, "greedy takes the likeliest"
+            assert [token.top_logprobs[0] for token in told] == [token.logprob for token in told]
+        await cluster.check_empty()
+
+
+async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int], Finished]]:
+    """Token ids and last message by index; nothing may follow a Finished."""
+    tokens: dict[int, list[int]] = {}
+    ended: dict[int, Finished] = {}
+    async for piece in cluster.gateway.generate(request):
+        assert piece.index not in ended
+        if isinstance(piece, Delta):
+            tokens.setdefault(piece.index, []).extend(piece.token_ids)
+        else:
+            ended[piece.index] = piece
+    return {index: (tokens.get(index, []), ended[index]) for index in ended}
+
+
+async def test_each_of_n_answers_is_that_of_its_own_seed() -> None:
+    """Also with fewer rows than answers; the first is the answer of n = 1."""
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2") as cluster:
+        answers = await answers_of(cluster, sampled("many", ids, 12, n=5))
+        assert sorted(answers) == [0, 1, 2, 3, 4]
+        for i, (tokens, finished) in sorted(answers.items()):
+            again, _, _ = await cluster.complete(sampled(f"r{i}", ids, 12, seed=finished.seed))
+            assert again == tokens
+        assert answers[0][1].seed == 5
+        assert len({tuple(tokens) for tokens, _ in answers.values()}) > 1
+        await cluster.check_empty()
+
+
+async def test_aborting_closing_or_refusing_n_answers_frees_all() -> None:
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2", "server.max_queued=2") as cluster:
+        many = sampled("many", ids, 100, n=4)
+        aborting = asyncio.create_task(answers_of(cluster, many))
+        await asyncio.sleep(0.2)
+        assert await cluster.gateway.abort("many")
+        ends = [finished.finish_reason for _, finished in (await aborting).values()]
+        assert ends == ["abort"] * 4
+        stream = cluster.gateway.generate(many)
+        await anext(stream)
+        await stream.aclose()
+        await cluster.check_empty()
+        with pytest.raises(Overloaded, match="queued"):
+            await answers_of(cluster, sampled("many", ids, 100, n=5))
+        await cluster.check_empty()
+        assert not (await cluster.gateway.status()).num_running
+
+
+async def test_all_of_it_over_grpc() -> None:
+    """n answers, log probabilities and a stop string through a real server's socket."""
+    [ids] = prompts(1)
+    async with (
+        rig(TINY_MODEL, *SMALL) as cluster,
+        Server(load(None, ["server.address=127.0.0.1:0"])) as server,
+    ):
+        await server.attach(cluster.gateway)
+        _, text, _ = await cluster.complete(greedy("whole", ids, 20, ignore_eos=True))
+        message = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=ids),
+            sampling=pb.Sampling(max_tokens=20, n=2, logprobs=1, stop=[text[6:9]], ignore_eos=True),
+        )
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            pieces = [piece async for piece in rpc.InferenceStub(channel).Generate(message)]
+        for index in (0, 1):
+            deltas = [p.delta for p in pieces if p.HasField("delta") and p.delta.index == index]
+            ends = [p.finished for p in pieces if p.HasField("finished")]
+            [end] = [finished for finished in ends if finished.index == index]
+            assert "".join(delta.text for delta in deltas) == text[: text.index(text[6:9])]
+            assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+            assert end.finish_reason == "stop"
+            assert end.usage.completion == sum(len(delta.token_ids) for delta in deltas)
+        await cluster.check_empty()
+
+
+async def test_preemption_changes_neither_penalties_nor_stops() -> None:
+    """Counts and held-back text are functions of (request, output ids), whoever goes on."""
+    rules = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 30}
+    asked = [
+        sampled(f"r{i}", ids, 60, seed=i, stop=("\n", "e"), **rules)
+        for i, ids in enumerate(prompts(6, 20, 60))
+    ]
+    answers = []
+    for num_pages in (400, 24):
+        async with rig(TINY_MODEL, f"kv.num_pages={num_pages}", "kv.page_size=8") as cluster:
+            preempted = watch(cluster)
+            done = await asyncio.gather(*(cluster.complete(request) for request in asked))
+            answers.append([(ids, text, end.finish_reason) for ids, text, end in done])
+            assert bool(preempted) == (num_pages == 24)
+            for ids, _, end in done:
+                assert len(ids) >= 30
+                assert end.counts.num_accepted == sum(end.counts.accepted_per_position) < len(ids)
+            await cluster.check_empty()
+    assert answers[0] == answers[1]

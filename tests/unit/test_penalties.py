@@ -1,0 +1,181 @@
+"""Bias, penalties and min_tokens through both engines: the reference's, whatever was drafted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.request import Request, SamplingParams, Speculation, TokenBias
+from model.loaded import LoadedModel
+from tests import tiny
+from tests.engines import Bench, load
+from tests.exact import MARGIN
+from tests.unit.test_drafts import Scripted
+from tests.unit.test_sampling import EOS, obvious
+
+EVERYTHING = (
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.7),
+    SamplingParams(frequency_penalty=-0.3, logit_bias=(TokenBias(40, 3.0), TokenBias(7, -100.0))),
+    SamplingParams(repetition_penalty=0.8, presence_penalty=-0.5, min_tokens=9),
+    SamplingParams(),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sampling")
+    tiny.write_tiny(folder, seed=21)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load(folder)
+
+
+def prompt_of(i: int) -> list[int]:
+    generator = torch.Generator().manual_seed(100 + i)
+    return torch.randint(5, 90, (6 + 3 * i,), generator=generator).tolist()
+
+
+def request_of(i: int, num_drafts: int, max_tokens: int, **changes: object) -> Request:
+    sampling = replace(EVERYTHING[i], max_tokens=max_tokens, **{"seed": 7, **changes})  # type: ignore[arg-type]
+    name = f"{i} {num_drafts}"
+    return Request(name, tuple(prompt_of(i)), (), sampling, Speculation(num_drafts))
+
+
+def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
+    loaded: LoadedModel, folder: Path
+) -> None:
+    """All kinds of rules times n = 0..3 in one batch, teacher-forced place by place."""
+    bench = Bench(loaded, max_rows=20, num_pages=400)
+    asked = [request_of(i, n, 30, ignore_eos=i != 3) for i in range(5) for n in range(4)]
+    num_plain_differs = 0
+    for request, (tokens, _) in zip(asked, bench.generate(*asked), strict=True):
+        prompt, sampling = list(request.prompt_ids), request.sampling
+        logits = tiny.reference_logits(folder, prompt + tokens[:-1])[len(prompt) - 1 :]
+        for place, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+            right = obvious(row, prompt, tokens[:place], sampling)
+            assert right[token] > right.max() - MARGIN, (request.request_id, place)
+            num_plain_differs += int(row.argmax()) != token
+    assert num_plain_differs > 100, "the rules must have changed something"
+    assert sum(update.counts.num_accepted for update in bench.updates() if update.counts) > 0
+    bench.check_empty()
+
+
+def test_sampled_output_is_the_same_for_every_number_of_drafts_and_every_resume(
+    loaded: LoadedModel,
+) -> None:
+    heat = {"temperature": 0.8, "top_k": 30, "top_p": 0.95, "ignore_eos": True}
+    for i in range(len(EVERYTHING)):
+        bench = Bench(loaded, max_rows=20, num_pages=400)
+        asked = [request_of(i, n, 18, **heat) for n in (0, 1, 3)]
+        answers = [tokens for tokens, _ in bench.generate(*asked)]
+        assert answers == [answers[0]] * 3
+        rests = [
+            replace(asked[2], request_id=f"cut {cut}", output_ids=tuple(answers[0][:cut]))
+            for cut in range(1, 18)
+        ]
+        resumed = [tokens for tokens, _ in bench.generate(*rests)]
+        assert resumed == [answers[0][cut:] for cut in range(1, 18)]
+        other = replace(asked[0], sampling=replace(asked[0].sampling, seed=8))
+        assert bench.generate(other)[0][0] != answers[0]
+        bench.check_empty()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("min_tokens", [1, 2, 6])
+def test_nothing_ends_before_min_tokens(
+    loaded: LoadedModel, temperature: float, min_tokens: int
+) -> None:
+    """EOS and a stop id are by far the likeliest tokens, yet both wait; then one ends it."""
+    sampling = SamplingParams(
+        temperature=temperature,
+        seed=3,
+        min_tokens=min_tokens,
+        max_tokens=20,
+        stop_token_ids=(50,),
+        logit_bias=(TokenBias(EOS, 60.0), TokenBias(50, 59.0)),
+    )
+    bench = Bench(loaded)
+    asked = [Request(f"r{n}", tuple(prompt_of(1)), (), sampling, Speculation(n)) for n in range(4)]
+    answers = bench.generate(*asked)
+    assert answers == [answers[0]] * 4
+    tokens, reason = answers[0]
+    assert (len(tokens), reason) == (min_tokens + 1, "stop")
+    assert not {EOS, 50} & set(tokens[:-1])
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_are_of_raw_logits(loaded: LoadedModel, folder: Path, temperature: float) -> None:
+    """Whatever chose the token, for every number of drafts, the first token's included."""
+    bench = Bench(loaded, max_rows=20, num_pages=400)
+    asked = [
+        request_of(i, n, 14, temperature=temperature, logprobs=(None, 0, 3, 5)[n])
+        for i in range(5)
+        for n in range(4)
+    ]
+    answers = bench.generate(*asked)
+    for request, (tokens, _) in zip(asked, answers, strict=True):
+        told = [p.logprobs for p in bench.progress if p.key[0] == request.request_id][-1]
+        for update in bench.updates():
+            if update.request_id == request.request_id:
+                told += update.logprobs
+        num_top = request.sampling.logprobs
+        if num_top is None:
+            assert told == ()
+            continue
+        prompt = list(request.prompt_ids)
+        logits = tiny.reference_logits(folder, prompt + tokens[:-1])[len(prompt) - 1 :]
+        for token, row, got in zip(tokens, logits.log_softmax(-1), told, strict=True):
+            assert abs(got.logprob - float(row[token])) < 1e-4
+            assert len(got.top_ids) == num_top
+            assert torch.allclose(torch.tensor(got.top_logprobs), row.topk(num_top)[0], atol=1e-4)
+            assert torch.allclose(row[list(got.top_ids)], row.topk(num_top)[0], atol=1e-4)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"logit_bias": (TokenBias(40, 100.0),)}, {"temperature": 100.0}],
+    ids=["bias", "noise"],
+)
+def test_drafts_are_picked_by_the_same_rules_and_noise(
+    loaded: LoadedModel, settings: dict[str, object]
+) -> None:
+    """Where they outweigh the logits, draft and main model choose alike."""
+    bench = Bench(loaded)
+    request = request_of(4, 3, 60, ignore_eos=True, **settings)
+    bench.generate(request)
+    counts = bench.updates()[-1].counts
+    assert counts is not None and counts.num_accepted > 0.8 * counts.num_drafted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("pattern", [[3], [1, 3, 0, 2]], ids=str)
+def test_penalties_see_the_drafts_before_each_place(
+    loaded: LoadedModel, pattern: list[int], temperature: float
+) -> None:
+    """Forced acceptance: runs of accepted drafts are the tokens of plain decoding.
+
+    The last request would end within a run if ``min_tokens`` were counted from its start.
+    """
+    late_end = SamplingParams(min_tokens=8, logit_bias=(TokenBias(EOS, 100.0),))
+    for rules in (*EVERYTHING, late_end):
+        ends = rules is late_end
+        sampling = replace(
+            rules, seed=7, temperature=temperature, max_tokens=30, ignore_eos=not ends
+        )
+        request = Request("r", tuple(prompt_of(1)), (), sampling)
+        [(answer, reason)] = Bench(loaded, num_drafts=0).generate(request)
+        assert len(answer) == (9 if ends else 30)
+        drafter = Scripted(answer, pattern)
+        drafter.num_prompt = len(request.prompt_ids)
+        bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+        assert bench.generate(request) == [(answer, reason)]
+        runs = [len(update.token_ids) for update in bench.updates()][:-1]
+        assert runs == [pattern[k % len(pattern)] + 1 for k in range(len(runs))]
+        bench.check_empty()

@@ -1,0 +1,110 @@
+"""Stop strings against an oracle that sees the whole text; counts of what they cut off."""
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cluster.answer import Answer
+from cluster.config import TINY_MODEL
+from cluster.stop_text import AnswerText, StopText
+from core.request import Request, SamplingParams, SequenceUpdate, SpeculationCounts, TokenLogprobs
+from model.tokenizer import TextStream, Tokenizer
+from prefill_node.messages import Prefilled
+
+TOKENIZER = Tokenizer(TINY_MODEL)
+PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
+
+
+def oracle(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, int | None]:
+    """Told text and the number of the token that completed a stop string."""
+    text = ""
+    for number, piece in enumerate(pieces, start=1):
+        for char in piece:
+            text += char
+            ending = [stop for stop in stops if text.endswith(stop)]
+            if ending and number >= min_tokens:
+                return text.removesuffix(max(ending, key=len)), number
+    return text, None
+
+
+@settings(max_examples=1000, deadline=None)
+@given(PIECES, STOPS, st.integers(0, 4))
+@example(["ab", "a", "b"], ["abb", "b"], 0)
+def test_text_is_cut_as_the_whole_text_would_be(
+    pieces: list[str], stops: list[str], min_tokens: int
+) -> None:
+    expected, number = oracle(pieces, stops, min_tokens)
+    stop_text, told = StopText(tuple(stops)), ""
+    for i, piece in enumerate(pieces, start=1):
+        text, stopped = stop_text.push(piece, may_stop=i >= min_tokens)
+        told += text
+        assert stopped == (i == number)
+        if stopped:
+            break
+        whole = "".join(pieces[:i])
+        starts = [n for n in range(1, len(whole) + 1) if begins(whole[-n:], stops)]
+        assert told == whole[: len(whole) - max(starts, default=0)], "no more is held than must be"
+    assert told + stop_text.finish() == expected
+
+
+def begins(end: str, stops: list[str]) -> bool:
+    return any(stop.startswith(end) and stop != end for stop in stops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["é", "😀", "def ", "x", "\n", "return", "ab"]), max_size=12),
+    st.lists(st.sampled_from(["😀x", "é", "return\n", "f x", "abab", "\n\n"]), max_size=2),
+    st.integers(0, 30),
+    st.lists(st.integers(1, 4), max_size=30),
+)
+def test_answers_and_their_resumption_stop_alike(
+    words: list[str], stops: list[str], cut: int, sizes: list[int]
+) -> None:
+    """Real tokens: characters of several tokens, any runs of tokens, any point to resume from."""
+    ids = tuple(TOKENIZER.encode("".join(words))[1:])
+    whole = AnswerText(TextStream(TOKENIZER), tuple(stops), 0)
+    told = [whole.push(token) for token in ids if not whole.stopped]
+    text = "".join(told) + whole.finish()
+    expected, number = oracle(["".join(words)], stops, 0)
+    assert text == expected and whole.stopped == (number is not None)
+    cut = min(cut, len(told))
+    sampling = SamplingParams(seed=0, stop=tuple(stops), max_tokens=100)
+    request = Request("r", (0,), ids[:cut], sampling)
+    answer = Answer(request, TextStream(TOKENIZER), (), 1000)
+    rest, position = "".join(told[:cut]), cut
+    for size in [*sizes, *[1] * len(ids)]:
+        run = ids[position : position + size]
+        if answer.is_finished or not run:
+            break
+        position += size
+        answer.update(SequenceUpdate("r", run, "length" if position >= len(ids) else None))
+        rest += answer.delta(run).text
+    if answer.is_finished:
+        assert rest == text and answer.token_ids == list(ids[cut : len(told)])
+        assert answer.finish_reason == ("stop" if whole.stopped else "length")
+
+
+def test_a_cut_run_counts_what_was_kept() -> None:
+    """Two steps of three accepted drafts; the stop string ends at the second token of the last."""
+    ids = tuple(TOKENIZER.encode(char)[1] for char in "abcdefghi")
+    sampling = SamplingParams(seed=0, stop=("g",))
+    answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), (), 1000)
+    answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
+    answer.delta(ids[:1])
+    answer.update(
+        SequenceUpdate("r", ids[1:5], None, None, SpeculationCounts(1, 3, 3, (1, 1, 1), 3))
+    )
+    answer.delta(ids[1:5])
+    answer.update(
+        SequenceUpdate("r", ids[5:9], None, None, SpeculationCounts(2, 6, 6, (2, 2, 2), 3))
+    )
+    logprobs = tuple(TokenLogprobs(-float(i), (), ()) for i in range(4))
+    delta = answer.delta(ids[5:9], logprobs)
+    assert (delta.token_ids, delta.text) == (ids[5:7], "f")
+    assert delta.logprobs == logprobs[:2]
+    finished = answer.finished()
+    assert (finished.finish_reason, finished.num_completion_tokens) == ("stop", 7)
+    assert finished.counts == SpeculationCounts(2, 6, 5, (2, 2, 1), 3)
+    first = SpeculationCounts(1, 3, 3, (1, 1, 1), 3)
+    assert first.cut(SpeculationCounts(), 1) == SpeculationCounts(1, 3, 1, (1, 0, 0), 1)
