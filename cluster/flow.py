@@ -8,9 +8,11 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cluster.answer import Answer
 from cluster.nodes import DecodeHandle, PrefillHandle
+from cluster.retries import patiently
 from core.errors import NodeLost
 from core.failure import decode
 from core.request import Delta, Finished, Request
@@ -22,6 +24,7 @@ from prefill_node import messages as on_prefill
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
+Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +87,27 @@ async def _reserve(request: Request, pair: Pair, num_tokens: int) -> None:
         num_tokens,
     )
     asked = pack(on_decode.Reserve(request, offer))
-    decode(on_decode.Done, await pair.decode.control.call("reserve", asked))
+    # In turn: or requests that need few pages would pass one that needs many for ever.
+    async with pair.decode.turn:
+        await patiently(request, lambda: _call(pair.decode, "reserve", asked, on_decode.Done))
 
 
 async def _prefill(request: Request, pair: Pair) -> on_prefill.Prefilled:
     asked = pack(on_prefill.Prefill(request, pair.attempt))
-    return decode(on_prefill.Prefilled, await pair.prefill.control.call("prefill", asked))
+    return await patiently(
+        request, lambda: _call(pair.prefill, "prefill", asked, on_prefill.Prefilled)
+    )
 
 
 async def _arrival(request: Request, pair: Pair) -> on_decode.Pulled:
     asked = pack(on_decode.Await(request.request_id))
-    return decode(on_decode.Pulled, await pair.decode.control.call("arrival", asked))
+    return await _call(pair.decode, "arrival", asked, on_decode.Pulled)
+
+
+async def _call(
+    node: PrefillHandle | DecodeHandle, method: str, asked: bytes, reply: type[Reply]
+) -> Reply:
+    return decode(reply, await node.control.call(method, asked))
 
 
 async def _release(request: Request, pair: Pair) -> None:

@@ -181,8 +181,8 @@ class ClusterGateway:
     async def _serve(self, answer: Answer) -> AsyncGenerator[Delta | Finished, None]:
         """Run the request, and what is left of it again, until it is answered.
 
-        Preemption and full pools are waited out: what was admitted is not dropped. Lost nodes and
-        broken hand-overs are tried again elsewhere, a few times.
+        Preemption is no failure; lost nodes and broken hand-overs are tried again elsewhere, a
+        few times.
         """
         retries = Retries()
         while not answer.is_finished:
@@ -190,8 +190,8 @@ class ClusterGateway:
                 async with aclosing(run_request(answer.rest(), self._pair(answer), answer)) as run:
                     async for piece in run:
                         yield piece
-            except (Preempted, Overloaded, NodeLost, HandoverError) as error:
-                await retries.pause(error, is_started=bool(answer.token_ids))
+            except (Preempted, NodeLost, HandoverError) as error:
+                await retries.pause(error)
 
     def _pair(self, answer: Answer) -> Pair:
         request = answer.rest()

@@ -29,11 +29,13 @@ class PrefillHandle:
 
 @dataclass(slots=True)
 class DecodeHandle:
-    """``frames()`` streams one packed TokenFrame per step of the node."""
+    """``frames()`` streams one packed TokenFrame per step of the node. Whoever reserves there
+    holds ``turn``, first come, first served."""
 
     info: NodeInfo
     control: Control
     frames: Callable[[], AsyncIterator[bytes]]
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     inboxes: dict[str, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
 
     def open_inbox(self, request_id: str) -> "asyncio.Queue[SequenceUpdate]":
