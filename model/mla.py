@@ -89,11 +89,12 @@ class MLA(nn.Module):
         out_BHQV = F.scaled_dot_product_attention(
             q_BHQK,
             torch.cat((k_nope, k_pe), -1),
-            v_BHSV,
+            # Equal widths, or the fused kernels refuse and all scores are written out.
+            F.pad(v_BHSV, (0, max(0, config.qk_head_dim - config.v_head_dim))),
             attn_mask=visible_BQS.unsqueeze(1),
             scale=config.softmax_scale,
         )
-        return out_BHQV.transpose(1, 2)
+        return out_BHQV[..., : config.v_head_dim].transpose(1, 2)
 
     def _absorbed(
         self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, context_BSL: Tensor, visible_BQS: Tensor
