@@ -28,7 +28,8 @@ Frame = TokenFrame | BaseException
 
 
 class DecodeNode:
-    """Owns the pulls in flight; rows and pages belong to the engine.
+    """Owns the pulls in flight; rows and pages belong to the engine. ``_reserving`` tells
+    whether a reservation was aborted before the engine had answered it.
 
     ``find_owner`` gives the control of the prefill node that an offer names.
     """
@@ -53,6 +54,7 @@ class DecodeNode:
         self._device = device
         self._loop = loop
         self._find_owner = find_owner
+        self._reserving: dict[str, bool] = {}
         self._arriving: dict[str, asyncio.Task[Pulled]] = {}
         self._readers: set[asyncio.Queue[Frame]] = set()
         self._asyncio = asyncio.get_running_loop()
@@ -102,9 +104,19 @@ class DecodeNode:
                 f"cache layout {self._fingerprint} at {self.name}, {offer.fingerprint} at "
                 f"{offer.owner}: both need the same checkpoint, dtype and drafter"
             )
-        sequence = await self._loop.call(lambda: self.engine.reserve(request))
+        request_id = request.request_id
+        if request_id in self._reserving:
+            raise ValueError(f"request_id: {request_id!r} is already here; use another")
+        self._reserving[request_id] = False
+        try:
+            sequence = await self._loop.call(lambda: self.engine.reserve(request))
+        finally:
+            is_aborted = self._reserving.pop(request_id)
+        if is_aborted:
+            # Its pages may be another's already: nothing may be pulled into them.
+            raise HandoverError(f"{request_id!r} was aborted while it reserved")
         pull = self._pull(offer, list(sequence.pages))
-        self._arriving[request.request_id] = asyncio.create_task(pull)
+        self._arriving[request_id] = asyncio.create_task(pull)
         return pack(Done())
 
     async def _pull(self, offer: Offer, pages: list[int]) -> Pulled:
@@ -135,6 +147,8 @@ class DecodeNode:
     async def _abort(self, payload: bytes) -> bytes:
         """The pull ends first: only then may its pages be freed."""
         request_id = unpack(Abort, payload).request_id
+        if request_id in self._reserving:
+            self._reserving[request_id] = True
         task = self._arriving.pop(request_id, None)
         if task is not None:
             task.cancel()

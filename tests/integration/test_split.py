@@ -12,7 +12,12 @@ from tokenizers import Tokenizer
 
 from cluster.config import TINY_MODEL
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
+from core.failure import decode
 from core.request import Delta, Finished, Request
+from core.wire import pack
+from decode_node.messages import Abort, Done, Reserve
+from kv_transfer.layout import PROTOCOL
+from kv_transfer.messages import Offer
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.rig import Rig, rig
@@ -142,6 +147,27 @@ async def test_closing_the_stream_frees_everything(num_pieces: int) -> None:
             await stream.aclose()
         await cluster.check_empty()
         assert not (await cluster.gateway.status()).num_running
+
+
+async def test_an_abort_that_overtakes_a_reservation_wins() -> None:
+    """Both calls are under way at once: no row stays, and nothing is pulled into freed pages."""
+    [ids] = prompts(1)
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        node, owner = cluster.decodes[0].node, cluster.prefills[0].info
+        for i in range(5):
+            request = greedy(f"r{i}", ids, 5)
+            offer = Offer(
+                PROTOCOL, owner.name, owner.epoch, f"r{i}", 7, owner.fingerprint, len(ids)
+            )
+            reserving = asyncio.create_task(node.handle("reserve", pack(Reserve(request, offer))))
+            await asyncio.sleep(0)
+            await node.handle("abort", pack(Abort(f"r{i}")))
+            with pytest.raises(HandoverError, match="aborted while it reserved"):
+                decode(Done, await reserving)
+            assert not node._arriving and not node._reserving
+        tokens, _, _ = await cluster.complete(greedy("next", ids, 5, ignore_eos=True))
+        assert len(tokens) == 5
+        await cluster.check_empty()
 
 
 async def test_abort_ends_the_stream_with_its_reason() -> None:
