@@ -4,6 +4,7 @@ A gateway owns no node. Several may serve one cluster; each reads every decode n
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -24,6 +25,7 @@ from core.failure import decode
 from core.request import Delta, Finished, Request, SamplingParams
 from model.tokenizer import TextStream, Tokenizer
 
+log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
 WARM_UP_TOKENS = 3
 
@@ -209,7 +211,8 @@ class ClusterGateway:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 data = await handle.control.call("status", b"")
-        except Exception:
+        except Exception as error:
+            log.warning("%s gives no status: %r", info.name, error)
             return NodeStatus(info.name, info.kind, info.epoch, alive=False)
         now = decode(core_node.NodeStatus, data)
         return NodeStatus(
