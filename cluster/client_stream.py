@@ -11,9 +11,9 @@ from typing import TypedDict
 import grpc
 
 from cluster import tandem_pb2 as pb
-from cluster.messages import LastPiece, piece_from_proto
+from cluster.messages import LastPiece, acceptance_to_proto, piece_from_proto
 from cluster.status_codes import RETRY_AFTER_KEY
-from core.request import Delta, Finished, SamplingParams
+from core.request import STRICT, Delta, Finished, SamplingParams
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
@@ -106,6 +106,12 @@ class GenerateOptions(TypedDict, total=False):
     """Tell log probabilities of each token and of so many of the likeliest [None]."""
     max_drafts: int | None
     """Most drafts per step; None is the server's number [None]."""
+    acceptance: str
+    """relaxed, rejection, ...: tandem.proto says what each of ``Acceptance`` promises [strict]."""
+    relaxed_top_n: int
+    """Of the relaxed kinds: a draft passes among so many of the likeliest tokens [0 is 1]."""
+    relaxed_delta: float
+    """And only if at most this much less likely than the best [0]."""
     request_id: str | None
     """Names the request in ``abort`` and logs; None makes one up [None]."""
     resume_token_ids: Sequence[int]
@@ -128,7 +134,12 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> pb.G
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
             sampling=_sampling(options),
-            speculation=pb.Speculation(max_drafts=options.get("max_drafts")),
+            speculation=pb.Speculation(
+                max_drafts=options.get("max_drafts"),
+                acceptance=acceptance_to_proto(options.get("acceptance", STRICT)),
+                relaxed_top_n=options.get("relaxed_top_n"),
+                relaxed_delta=options.get("relaxed_delta"),
+            ),
             resume_token_ids=options.get("resume_token_ids", ()),
         )
     except (TypeError, ValueError) as error:

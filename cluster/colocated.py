@@ -4,10 +4,11 @@ The hand-over is the same code as between machines; only its wire is a copy in m
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.plan import COLOCATED
+from core.frame_stream import Frame
 from core.mailbox import EngineLoop
 from core.node import NodeInfo
 from core.settings import NodeSettings
@@ -39,8 +40,8 @@ class ColocatedRank:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
         return await rank.node.handle(method, payload)
 
-    def frames(self) -> AsyncIterator[bytes]:
-        return self.decode.frames()
+    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        return self.decode.subscribe(reader)
 
     async def stop(self) -> None:
         await self.decode.node.stop()

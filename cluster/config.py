@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from cluster.config_help import type_text, value_text
 from cluster.config_source import explain, overlay, read_yaml
 
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
@@ -34,6 +34,23 @@ class ModelConfig(Section):
         ge=2,
         description="most tokens of prompt and answer; null is the checkpoint's own",
     )
+    think_tokens: tuple[str, str] = Field(
+        default=("<think>", "</think>"),
+        description="tokens that begin and end thinking, where acceptance may be relaxed",
+    )
+
+    @field_validator("think_tokens", mode="before")
+    @classmethod
+    def _is_two_tokens(cls, tokens: Any) -> Any:
+        texts = list(tokens) if isinstance(tokens, (list, tuple)) else []
+        if len(texts) != 2 or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(
+                f"model.think_tokens={tokens!r}: give the two texts that begin and end thinking, "
+                "such as ['<think>', '</think>']"
+            )
+        if texts[0] == texts[1]:
+            raise ValueError(f"model.think_tokens={tokens!r}: the two have to differ")
+        return tuple(texts)
 
 
 class SpeculationConfig(Section):
@@ -43,6 +60,10 @@ class SpeculationConfig(Section):
     first_step: Literal["ship_hidden", "zero_hidden"] = Field(
         default="ship_hidden",
         description="whether the hand-over carries the hidden state that the first draft needs",
+    )
+    draft_length: Literal["by_load", "fixed"] = Field(
+        default="by_load",
+        description="drafts of a step: as many as pay at this load, or always num_tokens",
     )
     drafter: Literal["auto", "mtp", "none"] = Field(
         default="auto", description="auto is mtp if the checkpoint has MTP layers, else none"
@@ -65,6 +86,15 @@ class DecodeConfig(Section):
     device: Device = Field(default="cpu", description="where decode ranks run")
     num_threads: Count = Field(default=1, description="CPU threads per decode rank")
     max_rows: Count = Field(default=16, description="most sequences in one decode step of a rank")
+    loop: Literal["auto", "plain", "overlapped"] = Field(
+        default="auto",
+        description="overlapped reads a step while the next runs; auto does so but on cpu",
+    )
+    batch_buckets: tuple[Count, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="batch sizes that a decode step is padded to; null suits the device",
+    )
 
 
 class KvConfig(Section):
@@ -195,7 +225,11 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
 def describe() -> str:
     """One line per key: its name, default, type and meaning."""
     rows = [
-        (name, f"{_yaml(field.default)} ({_type_name(field.annotation)})", field.description or "")
+        (
+            name,
+            f"{_default_text(field.default)} ({type_text(field.annotation)})",
+            field.description or "",
+        )
         for name, field in leaves()
     ]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
@@ -209,15 +243,5 @@ def _get(config: BaseModel, path: str) -> Any:
     return value
 
 
-def _yaml(value: Any) -> str:
-    if value == TINY_MODEL:
-        return "training/tiny-v3"
-    return "null" if value is None else str(value)
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(map(str, get_args(annotation)))
-    if isinstance(annotation, UnionType):
-        return "|".join(_type_name(part) for part in get_args(annotation))
-    return "null" if annotation is type(None) else annotation.__name__.lower()
+def _default_text(value: Any) -> str:
+    return "training/tiny-v3" if value == TINY_MODEL else value_text(value)

@@ -101,13 +101,26 @@ async def _prefill(request: Request, pair: Pair) -> on_prefill.Prefilled:
 
 async def _arrival(request: Request, pair: Pair) -> on_decode.Pulled:
     asked = pack(on_decode.Await(request.request_id))
-    return await _call(pair.decode, "arrival", asked, on_decode.Pulled)
+    return await _call(pair.decode, "arrival", asked, on_decode.Pulled, pair.prefill)
 
 
 async def _call(
-    node: PrefillHandle | DecodeHandle, method: str, asked: bytes, reply: type[Reply]
+    node: PrefillHandle | DecodeHandle,
+    method: str,
+    asked: bytes,
+    reply: type[Reply],
+    beyond: PrefillHandle | None = None,
 ) -> Reply:
-    return decode(reply, await node.control.call(method, asked))
+    """Call and decode. NodeLost names the node, or the one ``beyond`` it if the node answered
+    that it had lost that one."""
+    lost: PrefillHandle | DecodeHandle = node
+    try:
+        answer = await node.control.call(method, asked)
+        lost = beyond or node
+        return decode(reply, answer)
+    except NodeLost as error:
+        error.node = lost.info.name
+        raise
 
 
 async def _release(request: Request, pair: Pair) -> None:

@@ -17,6 +17,7 @@ from cluster.fan_out import expand, merged
 from cluster.flow import Pair, run_request
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from cluster.nodes import DecodeHandle, FramePump, PrefillHandle
+from cluster.outages import Outages
 from cluster.retries import Retries
 from cluster.router import DecodeLoad, PrefillLoad, choose_route, usable_pairs
 from core import node as core_node
@@ -59,7 +60,7 @@ class ClusterGateway:
         self.tokenizer = tokenizer
         self._prefills = {handle.info.name: handle for handle in prefills}
         self._decodes = {handle.info.name: handle for handle in decodes}
-        self._lost: set[str] = set()
+        self._outages = Outages()
         self._affinity = PrefixAffinity()
         self._running: dict[str, _Running] = {}
         self._num_queued = 0
@@ -77,6 +78,7 @@ class ClusterGateway:
             num_draft_tokens=info.num_drafts,
             has_mtp=info.has_mtp,
             dtype=info.dtype,
+            think_token_ids=info.think_ids or (),
         )
 
     def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
@@ -151,7 +153,7 @@ class ClusterGateway:
     def is_healthy(self) -> bool:
         """A prefill and a decode node are left that cache alike."""
         prefills, decodes = self._loads()
-        return bool(usable_pairs(prefills, decodes, self._lost))
+        return bool(usable_pairs(prefills, decodes, self._outages.names))
 
     async def status(self) -> ServerStatus:
         handles: list[PrefillHandle | DecodeHandle] = [
@@ -164,6 +166,7 @@ class ClusterGateway:
     async def stop(self) -> None:
         for pump in self._pumps:
             await pump.stop()
+        await self._outages.stop()
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -184,7 +187,7 @@ class ClusterGateway:
         """Run the request, and what is left of it again, until it is answered.
 
         Preemption is no failure; lost nodes and broken hand-overs are tried again elsewhere, a
-        few times.
+        few times. Who is found lost gets no more requests until it answers again.
         """
         retries = Retries()
         while not answer.is_finished:
@@ -193,14 +196,20 @@ class ClusterGateway:
                     async for piece in run:
                         yield piece
             except (Preempted, NodeLost, HandoverError) as error:
+                if isinstance(error, NodeLost) and error.node is not None:
+                    self._outages.add(self._handle(error.node), error)
                 await retries.pause(error)
 
     def _pair(self, answer: Answer) -> Pair:
         request = answer.rest()
         token_ids = request.prompt_ids + request.output_ids
-        route = choose_route(*self._loads(), self._lost, self._affinity.find(token_ids))
+        preferred = self._affinity.find(token_ids)
+        route = choose_route(*self._loads(), self._outages.names, preferred)
         self._affinity.remember(token_ids, route.prefill)
         return Pair(self._prefills[route.prefill], self._decodes[route.decode])
+
+    def _handle(self, name: str) -> PrefillHandle | DecodeHandle:
+        return self._prefills.get(name) or self._decodes[name]
 
     def _loads(self) -> tuple[list[PrefillLoad], list[DecodeLoad]]:
         prefills = [prefill.load() for prefill in self._prefills.values()]
@@ -229,4 +238,4 @@ class ClusterGateway:
         )
 
     def _on_lost(self, name: str, error: BaseException) -> None:
-        self._lost.add(name)
+        self._outages.end(name)

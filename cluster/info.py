@@ -10,7 +10,8 @@ STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
 class ModelInfo:
     """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
 
-    ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter.
+    ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter. ``think_token_ids``
+    begin and end the thinking part of an answer, () if the model has none.
     """
 
     name: str
@@ -21,6 +22,7 @@ class ModelInfo:
     num_draft_tokens: int
     has_mtp: bool
     dtype: str
+    think_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

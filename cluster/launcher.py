@@ -13,7 +13,7 @@ from cluster.controller import CONTROLLER, NAMESPACE, Controller
 from cluster.gateway import ClusterGateway
 from cluster.nodes import DecodeHandle, PrefillHandle
 from cluster.plan import COLOCATED, plan_nodes
-from cluster.ray_control import RayControl, frames_of
+from cluster.ray_control import RayControl, open_frames
 from core.failure import decode
 from core.node import DECODE, PREFILL, NodeInfo
 from model.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ async def launch(
             infos = [decode(NodeInfo, data) for data in await actor.start.remote()]
             for notice in notices(infos):
                 log.warning(notice)
-            gateway = _gateway(config, tokenizer, infos)
+            gateway = await _gateway(config, tokenizer, infos)
             try:
                 on_progress("warming up")
                 await gateway.warm_up()
@@ -99,7 +99,9 @@ def _init_ray(config: TandemConfig, ray_address: str | None) -> None:
     )
 
 
-def _gateway(config: TandemConfig, tokenizer: Tokenizer, infos: list[NodeInfo]) -> ClusterGateway:
+async def _gateway(
+    config: TandemConfig, tokenizer: Tokenizer, infos: list[NodeInfo]
+) -> ClusterGateway:
     prefills, decodes = [], []
     for info in infos:
         actor = ray.get_actor(info.name, namespace=NAMESPACE)
@@ -107,5 +109,6 @@ def _gateway(config: TandemConfig, tokenizer: Tokenizer, infos: list[NodeInfo]) 
         if info.kind in (PREFILL, COLOCATED):
             prefills.append(PrefillHandle(info, control))
         if info.kind in (DECODE, COLOCATED):
-            decodes.append(DecodeHandle(info, control, frames_of(info.name, actor)))
+            stream = await open_frames(info.name, actor)
+            decodes.append(DecodeHandle(info, control, stream.frames))
     return ClusterGateway(config, tokenizer, prefills, decodes)

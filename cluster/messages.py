@@ -14,6 +14,8 @@ from core.request import (
     TransferStats,
 )
 
+_PREFIX = "ACCEPTANCE_"
+
 
 class LastPiece(Finished):
     """A ``Finished`` with the text and tokens of an empty ``Delta``.
@@ -126,6 +128,25 @@ def _finished(message: pb.Finished) -> LastPiece:
     )
 
 
+def acceptance_to_proto(name: str) -> str:
+    """Of a kind of acceptance, its name in the proto.
+
+    Raises ``ValueError`` naming the kinds there are.
+    """
+    if _PREFIX + name.upper() not in dict(pb.Acceptance.items()):
+        kinds = [key.removeprefix(_PREFIX).lower() for key, _ in pb.Acceptance.items()]
+        raise ValueError(f"acceptance={name!r}: use one of {kinds}")
+    return _PREFIX + name.upper()
+
+
+def acceptance_from_proto(number: int) -> str:
+    """The kind; raises ``ValueError`` for a number that this server does not know."""
+    if number not in pb.Acceptance.values():
+        kinds = ", ".join(f"{value} ({key})" for key, value in pb.Acceptance.items())
+        raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
+    return pb.Acceptance.Name(number).removeprefix(_PREFIX).lower()
+
+
 def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
     return pb.ModelInfo(**asdict(info))
 
@@ -140,6 +161,7 @@ def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
         num_draft_tokens=message.num_draft_tokens,
         has_mtp=message.has_mtp,
         dtype=message.dtype,
+        think_token_ids=tuple(message.think_token_ids),
     )
 
 

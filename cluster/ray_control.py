@@ -1,11 +1,12 @@
 """Control calls over Ray: bytes in, bytes out; a dead actor becomes a named error."""
 
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from core.errors import NodeLost
+from core.failure import decode
+from core.frame_stream import FrameAddress, FrameStream, connect
 
 
 class RayControl:
@@ -23,14 +24,10 @@ class RayControl:
             raise NodeLost(f"{self._name}: {method}: {error}") from error
 
 
-def frames_of(name: str, actor: Any) -> Callable[[], AsyncIterator[bytes]]:
-    """A decode actor's frames as an async iterator of packed TokenFrames."""
-
-    async def frames() -> AsyncIterator[bytes]:
-        try:
-            async for reference in actor.frames.options(num_returns="streaming").remote():
-                yield await reference
-        except (RayActorError, RayTaskError) as error:
-            raise NodeLost(f"{name}: frames: {error}") from error
-
-    return frames
+async def open_frames(name: str, actor: Any) -> FrameStream:
+    """The frames of a decode actor, subscribed to. Raises NodeLost or ValueError."""
+    try:
+        address = await actor.frame_address.remote()
+    except (RayActorError, RayTaskError) as error:
+        raise NodeLost(f"{name}: frame_address: {error}") from error
+    return await connect(name, decode(FrameAddress, address))

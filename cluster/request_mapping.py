@@ -2,14 +2,13 @@
 
 import uuid
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
-
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from typing import Protocol
 
 from cluster import tandem_pb2 as pb
 from cluster.info import ModelInfo
-from core.request import LENGTH, STOP, Request, SamplingParams, Speculation, TokenBias
+from cluster.refusal import refuse, refuse_unknown
+from cluster.speculation_mapping import to_speculation
+from core.request import LENGTH, STOP, Request, SamplingParams, TokenBias
 from core.stopping import num_budget, stop_ids
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
@@ -29,14 +28,14 @@ def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokeniz
 
     Raises ``ValueError`` naming the field, its value and what would be right.
     """
-    _refuse_unknown(message, "")
+    refuse_unknown(message, "")
     sampling = _sampling(message.sampling, model.vocab_size)
     request = Request(
         request_id=_request_id(message.request_id),
         prompt_ids=_prompt_ids(message, model, tokenizer),
         output_ids=_token_ids("resume_token_ids", message.resume_token_ids, model.vocab_size),
         sampling=sampling,
-        speculation=_speculation(message.speculation, model.num_draft_tokens),
+        speculation=to_speculation(message.speculation, sampling, model),
     )
     _check_resumed(request, model)
     return request
@@ -52,24 +51,13 @@ def ended_already(request: Request, model: ModelInfo) -> str | None:
     return LENGTH if budget == 0 else None
 
 
-def _refuse(field: str, value: Any, remedy: str) -> NoReturn:
-    raise ValueError(f"{field}={value!r}: {remedy}")
-
-
-def _refuse_unknown(message: Message, prefix: str) -> None:
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        name = f"{prefix}field number {unknown[0].field_number}"
-        raise ValueError(f"{name} is unknown to this server; leave it out or update the server")
-
-
 def _request_id(request_id: str) -> str:
     if not request_id:
         return uuid.uuid4().hex
     readable = request_id.isprintable() and not any(map(str.isspace, request_id))
     if not readable or len(request_id) > MAX_REQUEST_ID_LEN:
         remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
-        _refuse("request_id", request_id[: MAX_REQUEST_ID_LEN + 1], remedy)
+        refuse("request_id", request_id[: MAX_REQUEST_ID_LEN + 1], remedy)
     return request_id
 
 
@@ -79,10 +67,10 @@ def _prompt_ids(
     kind = message.WhichOneof("prompt")
     if kind == "text":
         if not message.text:
-            _refuse("text", "", "the prompt is empty; give some text")
+            refuse("text", "", "the prompt is empty; give some text")
         ids = tuple(tokenizer.encode(message.text))
     elif kind == "token_ids":
-        _refuse_unknown(message.token_ids, "token_ids.")
+        refuse_unknown(message.token_ids, "token_ids.")
         ids = _token_ids("token_ids", message.token_ids.ids, model.vocab_size)
     else:
         raise ValueError("the request has no prompt; give text or token_ids")
@@ -100,20 +88,20 @@ def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ..
     ids = tuple(ids)
     for i, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            _refuse(f"{field}[{i}]", token, f"token ids are 0 to {vocab_size - 1}")
+            refuse(f"{field}[{i}]", token, f"token ids are 0 to {vocab_size - 1}")
     return ids
 
 
 def _sampling(message: pb.Sampling, vocab_size: int) -> SamplingParams:
-    _refuse_unknown(message, "sampling.")
+    refuse_unknown(message, "sampling.")
     _check_filters(message)
     seed = message.seed if message.HasField("seed") else None
     if seed is not None and seed < 0:
-        _refuse("sampling.seed", seed, "use 0 to 2^63-1")
+        refuse("sampling.seed", seed, "use 0 to 2^63-1")
     if "" in message.stop:
-        _refuse("sampling.stop", list(message.stop), "use texts of at least one character")
+        refuse("sampling.stop", list(message.stop), "use texts of at least one character")
     if not 0 <= message.n <= MAX_ANSWERS:
-        _refuse("sampling.n", message.n, f"use 1 to {MAX_ANSWERS}, or 0 for 1")
+        refuse("sampling.n", message.n, f"use 1 to {MAX_ANSWERS}, or 0 for 1")
     max_tokens = _max_tokens(message)
     stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, vocab_size)
     return SamplingParams(
@@ -141,7 +129,7 @@ def _num_logprobs(message: pb.Sampling, vocab_size: int) -> int | None:
         return None
     most = min(MAX_LOGPROBS, vocab_size)
     if not 0 <= message.logprobs <= most:
-        _refuse("sampling.logprobs", message.logprobs, f"use 0 to {most}, or leave it unset")
+        refuse("sampling.logprobs", message.logprobs, f"use 0 to {most}, or leave it unset")
     return int(message.logprobs)
 
 
@@ -149,10 +137,10 @@ def _max_tokens(message: pb.Sampling) -> int:
     max_tokens = message.max_tokens or DEFAULT_MAX_TOKENS
     if max_tokens < 0:
         remedy = f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"
-        _refuse("sampling.max_tokens", max_tokens, remedy)
+        refuse("sampling.max_tokens", max_tokens, remedy)
     if not 0 <= message.min_tokens <= max_tokens:
         remedy = f"use 0 to {max_tokens}, which is max_tokens"
-        _refuse("sampling.min_tokens", message.min_tokens, remedy)
+        refuse("sampling.min_tokens", message.min_tokens, remedy)
     return max_tokens
 
 
@@ -167,7 +155,7 @@ def _logit_bias(message: pb.Sampling, vocab_size: int) -> tuple[TokenBias, ...]:
     for item in biases:
         if not abs(item.bias) <= MAX_BIAS:
             remedy = f"use -{MAX_BIAS:g} to {MAX_BIAS:g}"
-            _refuse(f"sampling.logit_bias[{item.token_id}]", item.bias, remedy)
+            refuse(f"sampling.logit_bias[{item.token_id}]", item.bias, remedy)
     return biases
 
 
@@ -175,50 +163,33 @@ def _check_filters(message: pb.Sampling) -> None:
     heat = message.temperature
     if not (heat == 0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE):
         remedy = f"use 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        _refuse("sampling.temperature", heat, remedy)
+        refuse("sampling.temperature", heat, remedy)
     if message.top_k < 0:
-        _refuse("sampling.top_k", message.top_k, "use 1 or more, or 0 for all tokens")
+        refuse("sampling.top_k", message.top_k, "use 1 or more, or 0 for all tokens")
     if message.HasField("top_p") and not 0 < message.top_p <= 1:
-        _refuse("sampling.top_p", message.top_p, "use a number above 0 and up to 1")
+        refuse("sampling.top_p", message.top_p, "use a number above 0 and up to 1")
     if not 0 <= message.min_p < 1:
-        _refuse("sampling.min_p", message.min_p, "use a number from 0 to below 1")
+        refuse("sampling.min_p", message.min_p, "use a number from 0 to below 1")
     repetition = _repetition_penalty(message)
     if not 0 < repetition <= MAX_REPETITION:
         remedy = f"use a number above 0 and up to {MAX_REPETITION:g}; 1 is none"
-        _refuse("sampling.repetition_penalty", repetition, remedy)
+        refuse("sampling.repetition_penalty", repetition, remedy)
     for field in ("presence_penalty", "frequency_penalty"):
         if not abs(getattr(message, field)) <= MAX_PENALTY:
             remedy = f"use -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
-            _refuse(f"sampling.{field}", getattr(message, field), remedy)
-
-
-def _speculation(message: pb.Speculation, num_draft_tokens: int) -> Speculation:
-    _refuse_unknown(message, "speculation.")
-    for field, value, default in (
-        ("acceptance", message.acceptance, "ACCEPTANCE_STRICT"),
-        ("relaxed_top_n", message.relaxed_top_n, "0"),
-        ("relaxed_delta", message.relaxed_delta, "0"),
-    ):
-        if value != 0:
-            _refuse(f"speculation.{field}", value, f"not implemented yet; leave it {default}")
-    if not message.HasField("max_drafts"):
-        return Speculation()
-    if not 0 <= message.max_drafts <= num_draft_tokens:
-        remedy = f"use 0 to {num_draft_tokens}, this server's speculation.num_tokens"
-        _refuse("speculation.max_drafts", message.max_drafts, remedy)
-    return Speculation(max_drafts=message.max_drafts)
+            refuse(f"sampling.{field}", getattr(message, field), remedy)
 
 
 def _check_resumed(request: Request, model: ModelInfo) -> None:
     num_output = len(request.output_ids)
     if num_output and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
-        _refuse("sampling.n", request.sampling.n, remedy)
+        refuse("sampling.n", request.sampling.n, remedy)
     room = min(request.sampling.max_tokens, model.max_model_len - len(request.prompt_ids))
     if num_output > room:
         remedy = f"an answer to this request has at most {room} tokens"
-        _refuse("len(resume_token_ids)", num_output, remedy)
+        refuse("len(resume_token_ids)", num_output, remedy)
     stops = stop_ids(request.sampling, model.eos_token_ids)
     for i, token in enumerate(request.output_ids[:-1]):
         if token in stops:
-            _refuse(f"resume_token_ids[{i}]", token, "ends the answer, but more tokens follow")
+            refuse(f"resume_token_ids[{i}]", token, "ends the answer, but more tokens follow")

@@ -12,9 +12,13 @@ class Acceptance(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACCEPTANCE_STRICT: _ClassVar[Acceptance]
     ACCEPTANCE_RELAXED: _ClassVar[Acceptance]
     ACCEPTANCE_REJECTION: _ClassVar[Acceptance]
+    ACCEPTANCE_RELAXED_LOG_PROBS: _ClassVar[Acceptance]
+    ACCEPTANCE_REJECTION_GREEDY: _ClassVar[Acceptance]
 ACCEPTANCE_STRICT: Acceptance
 ACCEPTANCE_RELAXED: Acceptance
 ACCEPTANCE_REJECTION: Acceptance
+ACCEPTANCE_RELAXED_LOG_PROBS: Acceptance
+ACCEPTANCE_REJECTION_GREEDY: Acceptance
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -215,7 +219,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype")
+    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype", "think_token_ids")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +228,7 @@ class ModelInfo(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HAS_MTP_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    THINK_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     max_model_len: int
@@ -232,7 +237,8 @@ class ModelInfo(_message.Message):
     num_draft_tokens: int
     has_mtp: bool
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ...) -> None: ...
+    think_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ..., think_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from core.errors import NodeLost
+
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class Stepper(Protocol):
 class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
-    A step that raises ends the loop: ``failure`` holds the error, later calls raise it, and
+    A step that raises ends the loop: ``failure`` holds the error, later calls raise NodeLost, and
     everyone who asked with ``on_failure`` is told once, on the engine thread. Posted functions
     that raise fail only their own future.
     """
@@ -63,7 +65,7 @@ class EngineLoop:
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping or self.failure is not None:
-                future.set_exception(RuntimeError(f"engine loop has ended: {self.failure!r}"))
+                future.set_exception(NodeLost(f"engine loop has ended: {self.failure!r}"))
                 return future
             self._posts.append((function, future))
             self._wake.notify()

@@ -7,7 +7,8 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout."""
+    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout; ``think_ids``
+    begin and end the thinking part of an answer, None if the model has none."""
 
     name: str
     kind: str
@@ -18,6 +19,7 @@ class NodeInfo:
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    think_ids: tuple[int, int] | None
     has_mtp: bool
     num_mtp_layers: int
     num_drafts: int

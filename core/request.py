@@ -13,6 +13,10 @@ PREEMPTED = "preempted"
 """A decode rank gave a sequence up for others; it goes on from what it has emitted. Users never
 see this reason."""
 
+STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
+REJECTION, REJECTION_GREEDY = "rejection", "rejection_greedy"
+"""The kinds of acceptance, spelled as on the wire but for case and prefix."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
@@ -59,9 +63,21 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """``max_drafts`` None means the server's ``speculation.num_tokens``; 0 turns it off."""
+    """``max_drafts`` None means the server's ``speculation.num_tokens``; 0 turns it off.
+
+    ``acceptance`` names the rule that drafts are judged by. The relaxed ones accept, while the
+    model thinks, a draft among the ``relaxed_top_n`` likeliest tokens that is at most
+    ``relaxed_delta`` less likely than the best.
+    """
 
     max_drafts: int | None = None
+    acceptance: str = STRICT
+    relaxed_top_n: int = 1
+    relaxed_delta: float = 0.0
+
+    @property
+    def is_relaxed(self) -> bool:
+        return self.acceptance in (RELAXED, RELAXED_LOG_PROBS)
 
 
 @dataclass(frozen=True, slots=True)

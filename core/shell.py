@@ -1,8 +1,10 @@
 """What every node's actor is: a shell around a rank, bytes in and bytes out, no Ray in it."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from core.failure import encode_failure
+from core.frame_stream import Frame, FrameServer
 from core.node import NodeInfo
 from core.settings import NodeSettings
 from core.wire import pack, unpack
@@ -17,6 +19,12 @@ class Rank(Protocol):
     async def handle(self, method: str, payload: bytes) -> bytes: ...
 
     async def stop(self) -> None: ...
+
+
+class StreamingRank(Rank, Protocol):
+    """A rank that emits frames."""
+
+    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]: ...
 
 
 class RankShell:
@@ -48,3 +56,25 @@ class RankShell:
     async def stop(self) -> None:
         if self.rank is not None:
             await self.rank.stop()
+
+
+class StreamingShell(RankShell):
+    """The shell of a rank whose frames are read over a socket."""
+
+    rank: StreamingRank | None = None
+    _frames: FrameServer | None = None
+
+    async def frame_address(self) -> bytes:
+        """Listen for readers from now on: the packed FrameAddress, or a packed Failure."""
+        assert self.rank is not None, "start comes first"
+        if self._frames is None:
+            self._frames = FrameServer(self._settings.host, self.rank.subscribe)
+        try:
+            return pack(await self._frames.listen())
+        except ValueError as error:
+            return encode_failure(error)
+
+    async def stop(self) -> None:
+        if self._frames is not None:
+            await self._frames.stop()
+        await super().stop()

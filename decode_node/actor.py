@@ -1,16 +1,12 @@
 """The decode node as a Ray actor."""
 
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import ray
 
 from core.errors import NodeLost
 from core.settings import NodeSettings
-from core.shell import Rank, RankShell
-
-if TYPE_CHECKING:
-    from decode_node.build import DecodeRank
+from core.shell import StreamingRank, StreamingShell
 
 
 class RayOwner:
@@ -18,22 +14,20 @@ class RayOwner:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._actor: Any = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
         try:
-            actor = ray.get_actor(self._name)
-            return await actor.call.remote(method, payload)
+            if self._actor is None:
+                self._actor = ray.get_actor(self._name)
+            return await self._actor.call.remote(method, payload)
         except (ValueError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            self._actor = None
             raise NodeLost(f"prefill node {self._name}: {method}: {error}") from error
 
 
-class DecodeActor(RankShell):
-    async def build(self, settings: NodeSettings) -> Rank:
+class DecodeActor(StreamingShell):
+    async def build(self, settings: NodeSettings) -> StreamingRank:
         from decode_node.build import build
 
         return await build(settings, RayOwner)
-
-    async def frames(self) -> AsyncIterator[bytes]:
-        """One packed TokenFrame per step, as a Ray streaming generator."""
-        async for frame in cast("DecodeRank", self.rank).frames():
-            yield frame

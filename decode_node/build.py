@@ -2,13 +2,14 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from core.frame_stream import Frame
 from core.mailbox import EngineLoop
 from core.node import DECODE, NodeInfo
 from core.settings import NodeSettings
-from decode_node.engine import DecodeEngine
+from decode_node.engine import DecodeEngine, EngineOptions
 from decode_node.node import DecodeNode
 from kv_transfer.base import ChannelMaker
 from kv_transfer.build import caches_of, channel_maker, transfer_options
@@ -31,8 +32,8 @@ class DecodeRank:
     async def handle(self, method: str, payload: bytes) -> bytes:
         return await self.node.handle(method, payload)
 
-    def frames(self) -> AsyncIterator[bytes]:
-        return self.node.frames()
+    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        return self.node.subscribe(reader)
 
     async def stop(self) -> None:
         await self.node.stop()
@@ -76,11 +77,16 @@ async def assemble(
         loaded,
         pool,
         caches,
-        max_rows=settings.max_rows,
-        max_drafts=settings.num_drafts,
+        EngineOptions(
+            max_rows=settings.max_rows,
+            max_drafts=settings.num_drafts,
+            max_pages=max_pages,
+            loop=settings.loop,
+            draft_length=settings.draft_length,
+            buckets=settings.batch_buckets,
+        ),
         epoch=epoch,
         on_frame=node.publish,
-        max_pages=max_pages,
     )
     loop.add(engine)
     info = describe(

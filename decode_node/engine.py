@@ -1,28 +1,47 @@
 """The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
 
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from core.request import PREEMPTED, Request, SequenceUpdate, TokenFrame
 from core.stopping import cut
+from decode_node.buckets import Buckets
+from decode_node.draft_length import LENGTHS
+from decode_node.launcher import InFlight, Launcher
+from decode_node.loops import create_loop
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import Sequence
-from decode_node.step import StepOutput, decode_step
 from kv_transfer.pages import PagePool
 from model.cache import Caches
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
+from model.think import thinking_at_start
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a decode engine runs. ``max_pages`` bounds one sequence, None is the whole pool;
+    ``loop`` and ``draft_length`` are names (loops.py, draft_length.py); ``buckets`` None suits
+    the device."""
+
+    max_rows: int
+    max_drafts: int
+    max_pages: int | None = None
+    loop: str = "auto"
+    draft_length: str = "fixed"
+    buckets: tuple[int, ...] | None = None
 
 
 class DecodeEngine:
-    """``on_frame`` receives one TokenFrame per step, called on the engine thread. ``max_pages``
-    bounds one sequence, None is the whole pool.
+    """``on_frame`` receives one TokenFrame per step, called on the engine thread.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
+    ``step_s`` and ``device_s`` add up all steps' wall time, and that of their tensor programs.
     """
 
     def __init__(
@@ -30,38 +49,40 @@ class DecodeEngine:
         loaded: LoadedModel,
         pool: PagePool,
         caches: Caches,
+        options: EngineOptions,
         *,
-        max_rows: int,
-        max_drafts: int,
         epoch: str,
         on_frame: Callable[[TokenFrame], None],
-        max_pages: int | None = None,
     ) -> None:
         self._loaded = loaded
         self._pool = pool
-        self._caches = caches
         self._epoch = epoch
         self._on_frame = on_frame
-        if loaded.drafter.max_drafts is not None:
-            max_drafts = min(max_drafts, loaded.drafter.max_drafts)
-        self.max_drafts = max_drafts
+        most = loaded.drafter.max_drafts
+        self.max_drafts = options.max_drafts if most is None else min(options.max_drafts, most)
         self.scheduler = Scheduler(
             pool,
-            max_rows,
-            max_drafts,
+            options.max_rows,
+            self.max_drafts,
             loaded.max_model_len,
             loaded.config.eos_token_ids,
-            max_pages,
+            options.max_pages,
         )
         self._rows = Rows(
-            max_rows,
-            max_drafts + 1,
-            pool.num_pages_for(loaded.max_model_len + 2 * (max_drafts + 1)),
+            options.max_rows,
+            self.max_drafts + 1,
+            pool.num_pages_for(loaded.max_model_len + 2 * (self.max_drafts + 1)),
             loaded.config.hidden_size,
             loaded.dtype,
             loaded.device,
         )
+        device_type = loaded.device.type
+        buckets = Buckets.of(options.buckets, options.max_rows, device_type)
+        self._launcher = Launcher(loaded, caches, self._rows, pool, buckets)
+        self._draft_length = LENGTHS[options.draft_length](self.max_drafts)
+        self._loop = create_loop(options.loop, device_type, self)
         self.num_steps = 0
+        self.step_s = self.device_s = 0.0
 
     def reserve(self, request: Request) -> Sequence:
         """Row and pages for ``request``; see Scheduler.admit for what it raises."""
@@ -76,6 +97,7 @@ class DecodeEngine:
         sequence = self.scheduler.sequences[request_id]
         request = sequence.request
         sequence.num_output += 1
+        output_ids = (*request.output_ids, first_token)
         self._rows.begin(
             sequence.row,
             first_token=first_token,
@@ -85,11 +107,13 @@ class DecodeEngine:
             limit=sequence.limit,
             pages=sequence.pages,
             sampling=request.sampling,
+            speculation=request.speculation,
+            is_thinking=thinking_at_start(request.prompt_ids, output_ids, self._loaded.think_ids),
         )
         self._rows.adjust(
             sequence.row,
             request,
-            (*request.output_ids, first_token),
+            output_ids,
             sequence.stops,
             self._loaded.config.vocab_size,
         )
@@ -100,72 +124,76 @@ class DecodeEngine:
         return self.scheduler.drop(request_id) is not None
 
     def has_work(self) -> bool:
-        return any(s.active for s in self.scheduler.sequences.values())
+        return not self._loop.is_idle or any(s.active for s in self.scheduler.sequences.values())
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Advance every active row once and hand out the frame."""
-        updates = [self._preempt(sequence) for sequence in self.scheduler.make_room()]
-        active = self.scheduler.active()
-        if active:
-            updates += self._advance(active)
+        """Go on by one step and hand out the frame."""
+        began_at = time.perf_counter()
+        updates = self._loop.turn()
         self.num_steps += 1
         self._on_frame(self._frame(updates))
+        self.step_s += time.perf_counter() - began_at
 
-    def _advance(self, active: list[Sequence]) -> list[SequenceUpdate]:
-        for sequence in active:
-            self._rows.grow(sequence.row, sequence.pages)
-        num_drafts = self.scheduler.num_drafts(active)
-        output = self._run(active, num_drafts)
-        tokens = output.verdict.tokens_BN1.tolist()
-        num_accepted = output.verdict.num_accepted_B.tolist()
-        updates = [
-            self._emit(sequence, tuple(row[: accepted + 1]), num_drafts)
-            for sequence, row, accepted in zip(active, tokens, num_accepted, strict=True)
-        ]
-        if output.logprobs is None:
-            return updates
+    def must_preempt(self) -> bool:
+        return self.scheduler.must_preempt()
+
+    def make_room(self) -> list[SequenceUpdate]:
+        """The preempted go on elsewhere or later, from what they have emitted."""
         return [
-            _with_logprobs(sequence, update, output.logprobs, i)
-            for i, (sequence, update) in enumerate(zip(active, updates, strict=True))
+            SequenceUpdate(sequence.request.request_id, (), PREEMPTED, counts=sequence.counts())
+            for sequence in self.scheduler.make_room()
         ]
 
-    def _preempt(self, sequence: Sequence) -> SequenceUpdate:
-        """Tell that the sequence must go on elsewhere or later, from what it has emitted."""
-        request_id = sequence.request.request_id
-        return SequenceUpdate(request_id, (), PREEMPTED, counts=sequence.counts())
+    def launch(self) -> InFlight | None:
+        sequences = self.scheduler.runnable()
+        if not sequences:
+            return None
+        num_drafts = self._draft_length.choose([sequence.limit for sequence in sequences])
+        step = self._launcher.launch(sequences, num_drafts)
+        self.scheduler.launched(sequences)
+        return step
 
-    def _run(self, active: list[Sequence], num_drafts: int) -> StepOutput:
-        longest = max(len(s.request.prompt_ids) + s.num_output for s in active)
-        num_pages = self._pool.num_pages_for(longest + num_drafts)
-        index = torch.tensor([s.row for s in active], device=self._loaded.device)
-        plain = not any(s.request.sampling.adjusts_logits for s in active)
-        asked = [s.request.sampling.logprobs for s in active]
-        output = decode_step(
-            self._loaded.network,
-            self._loaded.drafter,
-            self._caches,
-            self._rows.select(index, num_pages),
-            num_drafts,
-            all_greedy=all(s.request.sampling.temperature == 0 for s in active),
-            rules=None if plain else self._rows.rules(index),
-            num_logprobs=max((num for num in asked if num is not None), default=None),
+    def finish(self, step: InFlight) -> list[SequenceUpdate]:
+        result = self._launcher.collect(step)
+        self.device_s += result.device_s
+        self._draft_length.record(
+            step.num_drafts,
+            result.device_s,
+            [
+                (sequence.limit, len(run) - 1)
+                for sequence, run in zip(step.sequences, result.runs, strict=True)
+            ],
         )
-        self._rows.store(index, output.rows)
-        return output
+        self.scheduler.landed(step.sequences)
+        return [
+            self._emit(sequence, i, run, step.num_drafts, result.logprobs)
+            for i, (sequence, run) in enumerate(zip(step.sequences, result.runs, strict=True))
+            if not sequence.ended
+        ]
 
     def _emit(
-        self, sequence: Sequence, token_ids: tuple[int, ...], num_drafts: int
+        self,
+        sequence: Sequence,
+        row: int,
+        run: tuple[int, ...],
+        num_drafts: int,
+        logprobs: LogprobRows | None,
     ) -> SequenceUpdate:
-        kept, reason = cut(token_ids, sequence.stops, sequence.num_budget)
-        sequence.record(min(num_drafts, sequence.limit), len(token_ids) - 1, len(kept))
+        kept, reason = cut(run, sequence.stops, sequence.num_budget)
+        sequence.record(min(num_drafts, sequence.limit), len(run) - 1, len(kept))
         sequence.num_output += len(kept)
         request = sequence.request
         if reason is not None:
             self.scheduler.drop(request.request_id)
         told = reason is not None or request.sampling.stop
         counts = sequence.counts() if told else None
-        return SequenceUpdate(request.request_id, kept, reason, counts=counts)
+        update = SequenceUpdate(request.request_id, kept, reason, counts=counts)
+        num_top = request.sampling.logprobs
+        if num_top is None:
+            return update
+        assert logprobs is not None, "somebody asked for log probabilities"
+        return replace(update, logprobs=logprobs.of_row(row, len(kept), num_top))
 
     def _frame(self, updates: list[SequenceUpdate]) -> TokenFrame:
         return TokenFrame(
@@ -175,12 +203,3 @@ class DecodeEngine:
             num_free_pages=self._pool.num_free,
             updates=tuple(updates),
         )
-
-
-def _with_logprobs(
-    sequence: Sequence, update: SequenceUpdate, logprobs: LogprobRows, row: int
-) -> SequenceUpdate:
-    num_top = sequence.request.sampling.logprobs
-    if num_top is None:
-        return update
-    return replace(update, logprobs=logprobs.of_row(row, len(update.token_ids), num_top))

@@ -12,6 +12,7 @@ import torch
 
 from core.errors import HandoverError, LayoutMismatch
 from core.failure import encode_failure
+from core.frame_stream import Frame
 from core.mailbox import EngineLoop
 from core.node import DECODE, NodeStatus
 from core.request import TokenFrame
@@ -24,7 +25,6 @@ from kv_transfer.pages import PagePool
 from kv_transfer.sink import Sink
 
 log = logging.getLogger(__name__)
-Frame = TokenFrame | BaseException
 
 
 class DecodeNode:
@@ -56,7 +56,7 @@ class DecodeNode:
         self._find_owner = find_owner
         self._reserving: dict[str, bool] = {}
         self._arriving: dict[str, asyncio.Task[Pulled]] = {}
-        self._readers: set[asyncio.Queue[Frame]] = set()
+        self._readers: set[Callable[[Frame], None]] = set()
         self._asyncio = asyncio.get_running_loop()
         loop.on_failure(self.publish)
         self._handlers: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
@@ -74,26 +74,31 @@ class DecodeNode:
             log.info("%s: %s failed: %s", self.name, method, error)
             return encode_failure(error)
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """One packed TokenFrame per step from now on; raises when the engine has stopped."""
-        queue: asyncio.Queue[Frame] = asyncio.Queue()
-        self._readers.add(queue)
-        try:
-            while True:
-                frame = await queue.get()
-                if isinstance(frame, BaseException):
-                    raise RuntimeError(f"{self.name}: the decode engine stopped: {frame!r}")
-                yield pack(frame)
-        finally:
-            self._readers.discard(queue)
+    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        """Call ``reader`` with the packed TokenFrame of every step from now on, and with the
+        error that stops the engine; returns what ends that."""
+        self._readers.add(reader)
+        return lambda: self._readers.discard(reader)
 
-    def publish(self, frame: Frame) -> None:
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The same as an iterator, within one process; raises when the engine has stopped."""
+        queue: asyncio.Queue[Frame] = asyncio.Queue()
+        unsubscribe = self.subscribe(queue.put_nowait)
+        try:
+            while isinstance(frame := await queue.get(), bytes):
+                yield frame
+            raise RuntimeError(f"{self.name}: the decode engine stopped: {frame!r}")
+        finally:
+            unsubscribe()
+
+    def publish(self, frame: TokenFrame | BaseException) -> None:
         """Hand a frame, or the engine's end, to every reader. Engine thread."""
         self._asyncio.call_soon_threadsafe(self._publish, frame)
 
-    def _publish(self, frame: Frame) -> None:
-        for queue in self._readers:
-            queue.put_nowait(frame)
+    def _publish(self, frame: TokenFrame | BaseException) -> None:
+        data = pack(frame) if isinstance(frame, TokenFrame) else frame
+        for reader in self._readers:
+            reader(data)
 
     async def _reserve(self, payload: bytes) -> bytes:
         """Row and pages now, KV as it is computed. A refusal holds nothing."""

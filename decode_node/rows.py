@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from core.request import Request, SamplingParams
+from core.request import Request, SamplingParams, Speculation
+from model.acceptance import KIND_NUMBERS
 from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows
+
+_STRICTLY = Speculation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class RowTensors:
     """State of rows between two steps; the first axis of every field is the row.
 
     ``num_known`` is L (prompt and emitted tokens), ``num_output`` how many were emitted in
-    all, ``limit`` the most drafts a row may use. For the rest see DraftState, SamplingRows.
+    all, ``limit`` the most drafts a row may use, ``kind`` the number of its kind of acceptance.
+    For the rest see DraftState, SamplingRows, Evidence.
     """
 
     tokens_BM: Tensor
@@ -34,6 +38,10 @@ class RowTensors:
     top_p_B: Tensor
     min_p_B: Tensor
     seed_B: Tensor
+    kind_B: Tensor
+    thinking_B: Tensor
+    relaxed_top_n_B: Tensor
+    relaxed_delta_B: Tensor
 
     def sampling(self, *, all_greedy: bool, rules: AdjustRows | None = None) -> SamplingRows:
         return SamplingRows(
@@ -48,7 +56,11 @@ class RowTensors:
 
 
 class Rows:
-    """Owner of the row tensors; used on the engine thread only."""
+    """Owner of the row tensors; used on the engine thread only.
+
+    One row more than there are slots, ``padding_row``, fills batches up: it owns no page, so what
+    it writes lands on the dummy page.
+    """
 
     def __init__(
         self,
@@ -59,11 +71,17 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.padding_row = num_rows
+        num_rows += 1
+
         def ints(*shape: int) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=torch.int64, device=device)
 
         def floats() -> Tensor:
             return torch.zeros(num_rows, dtype=torch.float32, device=device)
+
+        def flags() -> Tensor:
+            return torch.zeros(num_rows, dtype=torch.bool, device=device)
 
         self._tensors = RowTensors(
             tokens_BM=ints(width),
@@ -71,7 +89,7 @@ class Rows:
             num_emitted_B=ints(),
             num_known_B=ints(),
             num_output_B=ints(),
-            first_B=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            first_B=flags(),
             limit_B=ints(),
             page_table_BP=ints(num_pages_per_row),
             temperature_B=floats(),
@@ -79,11 +97,17 @@ class Rows:
             top_p_B=floats(),
             min_p_B=floats(),
             seed_B=ints(),
+            kind_B=ints(),
+            thinking_B=flags(),
+            relaxed_top_n_B=ints(),
+            relaxed_delta_B=floats(),
         )
         self._rules: AdjustRows | None = None
         self._num_rows = num_rows
         self._device = device
         self._num_pages = [0] * num_rows
+        self._tensors.num_emitted_B[self.padding_row] = 1
+        self._tensors.num_known_B[self.padding_row] = 2
 
     def begin(
         self,
@@ -96,6 +120,8 @@ class Rows:
         limit: int,
         pages: list[int],
         sampling: SamplingParams,
+        speculation: Speculation = _STRICTLY,
+        is_thinking: bool = False,
     ) -> None:
         """A sequence enters with one emitted token; without ``hidden_D`` its hidden state is
         zeros and its first pass leaves no trace (zero_hidden)."""
@@ -119,6 +145,10 @@ class Rows:
         t.top_p_B[row] = sampling.top_p
         t.min_p_B[row] = sampling.min_p
         t.seed_B[row] = sampling.seed
+        t.kind_B[row] = KIND_NUMBERS[speculation.acceptance]
+        t.thinking_B[row] = is_thinking
+        t.relaxed_top_n_B[row] = speculation.relaxed_top_n
+        t.relaxed_delta_B[row] = speculation.relaxed_delta
 
     def adjust(
         self,
@@ -162,4 +192,5 @@ class Rows:
 
 _CHANGED_BY_STEP = (
     "tokens_BM", "hidden_BMD", "num_emitted_B", "num_known_B", "num_output_B", "first_B",
+    "thinking_B",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who may enter a decode rank, and how many drafts its next step carries. Plain Python."""
+"""Who may enter a decode rank, who runs in its next step, who makes way. Plain Python."""
 
 from core.errors import Overloaded
 from core.request import Request
@@ -31,6 +31,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
+        self._retired: dict[int, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
 
     def admit(self, request: Request) -> Sequence:
@@ -75,12 +76,35 @@ class Scheduler:
         return sequence
 
     def drop(self, request_id: str) -> Sequence | None:
-        """Give row and pages back; None if the sequence is already gone."""
+        """End a sequence; None if it is already gone. Row and pages are free once no step on its
+        way may touch them."""
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
+            sequence.ended = True
+            self._retired[sequence.row] = sequence
+            self._release(sequence)
+        return sequence
+
+    def launched(self, sequences: list[Sequence]) -> None:
+        """A step of ``sequences`` is on its way."""
+        for sequence in sequences:
+            sequence.num_in_flight += 1
+
+    def landed(self, sequences: tuple[Sequence, ...]) -> None:
+        """A step of ``sequences`` is through."""
+        for sequence in sequences:
+            sequence.num_in_flight -= 1
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.ended and not sequence.num_in_flight:
+            del self._retired[sequence.row]
             self._pool.release(sequence.pages)
             self._free_rows.append(sequence.row)
-        return sequence
+
+    def must_preempt(self) -> bool:
+        """Whether ``make_room`` would have to take pages from a sequence."""
+        return sum(map(self._num_missing, self._by_age())) > self._pool.num_available
 
     def make_room(self) -> list[Sequence]:
         """Give every active sequence pages for its next two steps; who was preempted for it.
@@ -113,18 +137,21 @@ class Scheduler:
         """Pages for known tokens and two more steps of drafts."""
         return self._pool.num_pages_for(num_tokens + 2 * (self._max_drafts + 1))
 
-    def active(self) -> list[Sequence]:
-        """Sequences of the next step, by row."""
-        running = [s for s in self.sequences.values() if s.active]
+    def runnable(self) -> list[Sequence]:
+        """Sequences of the next step, by row: active ones that steps on their way, which give at
+        least a token each, do not end for certain."""
+        running = [
+            s
+            for s in self.sequences.values()
+            if s.active and s.num_output + s.num_in_flight < s.max_output
+        ]
         return sorted(running, key=lambda sequence: sequence.row)
-
-    def num_drafts(self, active: list[Sequence]) -> int:
-        """Drafts of the next step: the most any of its rows may use."""
-        return max(sequence.limit for sequence in active)
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
-        rows = self._free_rows + [s.row for s in self.sequences.values()]
+        owners = [*self.sequences.values(), *self._retired.values()]
+        rows = self._free_rows + [s.row for s in owners]
         assert sorted(rows) == list(range(self._max_rows)), f"rows lost or doubled: {rows}"
-        owned = [page for s in self.sequences.values() for page in s.pages]
+        assert all(s.num_in_flight for s in self._retired.values()), "a retired row is kept"
+        owned = [page for s in owners for page in s.pages]
         assert len(owned) == len(set(owned)), "two sequences own one page"

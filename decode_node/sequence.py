@@ -8,8 +8,9 @@ from core.request import Request, SpeculationCounts
 @dataclass(slots=True)
 class Sequence:
     """``num_most_pages`` is what the whole answer may need. ``num_output`` counts every token
-    emitted so far, resumed ones too. ``row`` and ``pages`` are owned from reservation until the
-    engine drops the sequence.
+    emitted so far, resumed ones too, as far as steps have been read. ``row`` and ``pages`` are
+    owned from reservation until the sequence has ended and no step on its way (``num_in_flight``)
+    may touch them. ``num_last_drafts`` are those of the step launched last.
     """
 
     request: Request
@@ -21,6 +22,9 @@ class Sequence:
     limit: int
     num_output: int = 0
     active: bool = False
+    ended: bool = False
+    num_in_flight: int = 0
+    num_last_drafts: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -30,6 +34,12 @@ class Sequence:
     @property
     def num_budget(self) -> int:
         return self.max_output - self.num_output
+
+    @property
+    def num_known_most(self) -> int:
+        """Tokens of prompt and answer, at most, once every step on its way is through."""
+        num_coming = self.num_in_flight * (self.num_last_drafts + 1)
+        return len(self.request.prompt_ids) + self.num_output + num_coming
 
     def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to

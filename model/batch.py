@@ -1,6 +1,7 @@
 """What one forward needs to know about its rows, and where those rows live in the cache.
 
-Shape legend: B sequences, Q query rows of each, P pages of a page table, S context slots.
+Shape legend: B sequences, Q query rows of each, P pages of a page table, S context slots,
+L cached width.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ class Batch:
 
     A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only.
     ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
-    trace write to the dummy page. ``expanded`` selects MLA's prefill form.
+    trace write to the dummy page. ``expanded`` selects MLA's prefill form. ``max_pages_B`` is
+    the host's bound on the pages each sequence reads, empty if all of its table counts.
     """
 
     token_ids_BQ: Tensor
@@ -26,6 +28,19 @@ class Batch:
     context_lens_BQ: Tensor
     page_table_BP: Tensor
     expanded: bool = False
+    max_pages_B: tuple[int, ...] = ()
+
+
+def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
+    """Every sequence's pages in order: [B, S, L]. index_select copies whole pages."""
+    pages = cache.index_select(0, page_table_BP.flatten())
+    return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
+
+
+def visible_slots(batch: Batch, num_slots: int) -> Tensor:
+    """Which of the first ``num_slots`` slots each query row attends to: bool [B, Q, S]."""
+    slots_S = torch.arange(num_slots, device=batch.context_lens_BQ.device)
+    return slots_S < batch.context_lens_BQ.unsqueeze(-1)
 
 
 def physical_slots(

@@ -12,6 +12,8 @@ from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
+from model.host_memory import keep_freed_memory
+from model.think import read_think_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TOKENS_PER_ROW = 2048
@@ -20,7 +22,8 @@ DEFAULT_TOKENS_PER_ROW = 2048
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``groups`` lists the main caches, then the drafter's, in wire order."""
+    """``groups`` lists the main caches, then the drafter's, in wire order. ``think_ids`` begin
+    and end the thinking part of an answer, None if the checkpoint has no such tokens."""
 
     config: ModelConfig
     network: DeepseekV3
@@ -29,6 +32,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    think_ids: tuple[int, int] | None
 
     @property
     def dtype_name(self) -> str:
@@ -46,6 +50,8 @@ def load_model(settings: NodeSettings, *, progress: bool = False) -> LoadedModel
     from model.weights import has_mtp, load_weights
 
     torch.set_num_threads(settings.num_threads)
+    if settings.device == "cpu":
+        keep_freed_memory()
     path = Path(settings.model_path)
     config = ModelConfig.from_dir(path)
     max_model_len = _max_model_len(settings.max_model_len, config)
@@ -57,7 +63,8 @@ def load_model(settings: NodeSettings, *, progress: bool = False) -> LoadedModel
     network.eval()
     drafter = create_drafter(settings.drafter, network)
     groups = (network.cache_groups()[0], *drafter.cache_groups)
-    return LoadedModel(config, network, drafter, groups, dtype, device, max_model_len)
+    think_ids = read_think_ids(path, settings.think_tokens)
+    return LoadedModel(config, network, drafter, groups, dtype, device, max_model_len, think_ids)
 
 
 def _dtype(settings: NodeSettings) -> torch.dtype:
@@ -105,6 +112,7 @@ def describe(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_token_ids,
+        think_ids=loaded.think_ids,
         has_mtp=loaded.network.has_mtp,
         num_mtp_layers=loaded.config.num_nextn_predict_layers,
         num_drafts=num_drafts,

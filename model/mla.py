@@ -10,15 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.batch import Batch
+from model.batch import Batch, gather_pages, visible_slots
 from model.config import ModelConfig
+from model.latent_attention import latent_attention
 from model.layers import RMSNorm, Rope, linear
-
-
-def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
-    """Every sequence's pages in order: [B, S, C + R]. index_select copies whole pages."""
-    pages = cache.index_select(0, page_table_BP.flatten())
-    return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
 
 
 class MLA(nn.Module):
@@ -47,12 +42,8 @@ class MLA(nn.Module):
         q_nope_BQHN, q_pe_BQHR = self._queries(x_BQD)
         q_pe_BQHR = rope.rotate(q_pe_BQHR, cos.unsqueeze(2), sin.unsqueeze(2))
         self._write(x_BQD, cos, sin, batch, cache, rope)
-        context_BSL = gather_pages(cache, batch.page_table_BP)
-        visible_BQS = torch.arange(
-            context_BSL.shape[1], device=x_BQD.device
-        ) < batch.context_lens_BQ.unsqueeze(-1)
         attend = self._expanded if batch.expanded else self._absorbed
-        return self.o_proj(attend(q_nope_BQHN, q_pe_BQHR, context_BSL, visible_BQS).flatten(2))
+        return self.o_proj(attend(q_nope_BQHN, q_pe_BQHR, cache, batch).flatten(2))
 
     def _queries(self, x_BQD: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -75,10 +66,11 @@ class MLA(nn.Module):
         cache.flatten(0, 1)[batch.write_slots_BQ] = entry
 
     def _expanded(
-        self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, context_BSL: Tensor, visible_BQS: Tensor
+        self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, cache: Tensor, batch: Batch
     ) -> Tensor:
         """Keys and values of every head rebuilt from the latents: fewest flops for long Q."""
         config = self.config
+        context_BSL = gather_pages(cache, batch.page_table_BP)
         c_BSC, k_pe_BSR = context_BSL.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         kv_BHSK = (
             self.kv_b_proj(c_BSC).unflatten(-1, (config.num_attention_heads, -1)).transpose(1, 2)
@@ -91,25 +83,20 @@ class MLA(nn.Module):
             torch.cat((k_nope, k_pe), -1),
             # Equal widths, or the fused kernels refuse and all scores are written out.
             F.pad(v_BHSV, (0, max(0, config.qk_head_dim - config.v_head_dim))),
-            attn_mask=visible_BQS.unsqueeze(1),
+            attn_mask=visible_slots(batch, context_BSL.shape[1]).unsqueeze(1),
             scale=config.softmax_scale,
         )
         return out_BHQV[..., : config.v_head_dim].transpose(1, 2)
 
     def _absorbed(
-        self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, context_BSL: Tensor, visible_BQS: Tensor
+        self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, cache: Tensor, batch: Batch
     ) -> Tensor:
         """Queries carried into latent space: one shared key of width C + R, value of width C."""
         config = self.config
-        num_rows, num_heads = q_nope_BQHN.shape[1:3]
-        up_HKC = self.kv_b_proj.weight.unflatten(0, (num_heads, -1))
+        up_HKC = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
         up_k_HNC, up_v_HVC = up_HKC.split([config.qk_nope_head_dim, config.v_head_dim], 1)
-        q_BQHL = torch.cat((torch.einsum("bqhn,hnc->bqhc", q_nope_BQHN, up_k_HNC), q_pe_BQHR), -1)
-        scores = torch.bmm(q_BQHL.flatten(1, 2), context_BSL.transpose(1, 2)).float()
-        scores_BQHS = scores.unflatten(1, (num_rows, num_heads)) * config.softmax_scale
-        scores_BQHS = scores_BQHS.masked_fill(~visible_BQS.unsqueeze(2), float("-inf"))
-        p = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)
-        o_BQHC = torch.bmm(p, context_BSL[..., : config.kv_lora_rank]).unflatten(
-            1, (num_rows, num_heads)
-        )
+        q_BQHC = torch.einsum("bqhn,hnc->bqhc", q_nope_BQHN, up_k_HNC)
+        q_BQHL = torch.cat((q_BQHC, q_pe_BQHR), -1)
+        attend = latent_attention(cache.device.type)
+        o_BQHC = attend(q_BQHL, cache, batch, config.kv_lora_rank, config.softmax_scale)
         return torch.einsum("bqhc,hvc->bqhv", o_BQHC, up_v_HVC)

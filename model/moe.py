@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.layers import GatedMLP
 
-MAX_DENSE_TOKENS = 64
-"""Up to here every expert runs on every token: static shapes, and no more weights are read
-than such a batch touches anyway."""
-
 
 class Gate(nn.Module):
     """Chooses experts in fp32; ties go to the lowest expert id."""
@@ -102,32 +98,21 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num, dim, width), requires_grad=False)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum [T, D] of the chosen experts' outputs."""
-        run = self._dense if x_TD.shape[0] <= MAX_DENSE_TOKENS else self._sorted
-        return run(x_TD, ids_TK, weights_TK)
-
-    def _dense(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        num_experts = self.down_proj.shape[0]
-        weights_TE = x_TD.new_zeros(x_TD.shape[0], num_experts).scatter(
-            1, ids_TK, weights_TK.to(x_TD.dtype)
-        )
-        gate_up = F.linear(x_TD, self.gate_up_proj.flatten(0, 1)).unflatten(1, (num_experts, -1))
-        gate_TEF, up_TEF = gate_up.chunk(2, -1)
-        h_TEF = F.silu(gate_TEF) * up_TEF * weights_TE.unsqueeze(-1)
-        return torch.bmm(h_TEF.transpose(0, 1), self.down_proj.transpose(1, 2)).sum(0)
-
-    def _sorted(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        num_per_token = ids_TK.shape[1]
-        order = ids_TK.flatten().argsort(stable=True)
+        """Weighted sum [T, D] of the chosen experts' outputs: rows sorted by expert, one grouped
+        product per projection. Shapes do not depend on the routing, and nothing waits for it."""
+        num_experts, num_per_token = self.down_proj.shape[0], ids_TK.shape[1]
+        expert_of, order = ids_TK.flatten().sort(stable=True)
         token_of = order // num_per_token
-        counts = torch.bincount(ids_TK.flatten(), minlength=self.down_proj.shape[0]).tolist()
-        pieces = [
-            F.linear(_silu_mul(F.linear(rows, self.gate_up_proj[e])), self.down_proj[e])
-            for e, rows in enumerate(x_TD[token_of].split(counts))
-            if counts[e]
-        ]
-        y = torch.cat(pieces) * weights_TK.flatten()[order].unsqueeze(1).to(x_TD.dtype)
-        return torch.zeros_like(x_TD).index_add(0, token_of, y)
+        counts_E = expert_of.new_zeros(num_experts).scatter_add(
+            0, expert_of, torch.ones_like(expert_of)
+        )
+        ends_E = counts_E.cumsum(0).int()
+        hidden = _silu_mul(
+            F.grouped_mm(x_TD[token_of], self.gate_up_proj.transpose(1, 2), offs=ends_E)
+        )
+        out = F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends_E)
+        out = out * weights_TK.flatten()[order].unsqueeze(1).to(x_TD.dtype)
+        return torch.zeros_like(x_TD).index_add(0, token_of, out)
 
 
 def _silu_mul(gate_up: Tensor) -> Tensor:

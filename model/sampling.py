@@ -1,7 +1,7 @@
 """Logits to tokens: pure functions of tensors, so that a sampled token depends on nothing but
 (checkpoint, request, seed, output index): not on batch, draft length, split or migration.
 
-Shape legend: B rows, N drafts before a place, V vocabulary.
+Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,11 @@ from torch import Tensor
 
 from model.adjust import AdjustRows, adjust
 
+TARGET, DRAFT, COIN, RESIDUAL = range(4)
+"""Streams of noise, independent at the same (seed, output index); only rejection sampling has
+more than the first."""
 _MASK = 0xFFFFFFFF
+_STREAM_SHIFT = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +43,61 @@ class SamplingRows:
 def choose(
     logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
 ) -> Tensor:
-    """Token ids [B] after ``num_output_B`` emitted tokens and ``drafts_BN`` (N may be 0).
+    """Token ids [B] after ``num_output_B`` emitted tokens and ``drafts_BN`` (N may be 0)."""
+    adjusted_BV = adjusted(logits_BV, rows, num_output_B, drafts_BN)
+    return draw(adjusted_BV, rows, num_output_B + drafts_BN.shape[1])
 
-    argmax for temperature 0, else argmax(log p + Gumbel noise): that draws exactly from p
-    (design.md, Sampling), and noise is a function of (seed, output index, token id) alone.
+
+def adjusted(
+    logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
+) -> Tensor:
+    """Logits [B, V] after the rows' rules, if any has some."""
+    if rows.rules is None:
+        return logits_BV
+    return adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
+
+
+def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
+    """Token ids [B]: argmax for temperature 0, else argmax(log p + Gumbel noise).
+
+    That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output
+    index, token id) alone.
     """
-    if rows.rules is not None:
-        logits_BV = adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
-    greedy_B = logits_BV.argmax(-1)
+    greedy_B = adjusted_BV.argmax(-1)
     if rows.all_greedy:
         return greedy_B
-    log_p = filtered_log_probs(logits_BV, rows)
-    output_index_B = num_output_B + drafts_BN.shape[1]
-    noisy = log_p + gumbel(rows.seed_B, output_index_B, logits_BV.shape[-1])
-    return torch.where(rows.temperature_B > 0, noisy.argmax(-1), greedy_B)
+    log_p = filtered_log_probs(adjusted_BV, rows)
+    drawn_B = sample(log_p, rows.seed_B, output_index_B)
+    return torch.where(rows.temperature_B > 0, drawn_B, greedy_B)
+
+
+def adjusted_places(
+    logits_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
+) -> Tensor:
+    """``adjusted`` at every place of a chain [B, N+1, V], given the drafts before it."""
+    if rows.rules is None:
+        return logits_BN1V
+    places = [
+        adjusted(logits_BV, rows, num_output_B, drafts_BN[:, :i])
+        for i, logits_BV in enumerate(logits_BN1V.unbind(1))
+    ]
+    return torch.stack(places, 1)
+
+
+def draw_places(adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor) -> Tensor:
+    """``draw`` at every place of a chain [B, N+1]."""
+    if rows.all_greedy:
+        return adjusted_BN1V.argmax(-1)
+    places = enumerate(adjusted_BN1V.unbind(1))
+    return torch.stack([draw(logits_BV, rows, num_output_B + i) for i, logits_BV in places], 1)
+
+
+def sample(
+    log_p_BV: Tensor, seed_B: Tensor, output_index_B: Tensor, stream: int = TARGET
+) -> Tensor:
+    """Token ids [B] drawn from ``log_p_BV``, which need not be normalised."""
+    noise_BV = gumbel(seed_B, output_index_B, log_p_BV.shape[-1], stream)
+    return (log_p_BV + noise_BV).argmax(-1)
 
 
 def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
@@ -77,13 +122,28 @@ def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
     return log_p.masked_fill(~kept_BV, float("-inf")).log_softmax(-1)
 
 
-def gumbel(seed_B: Tensor, output_index_B: Tensor, vocab_size: int) -> Tensor:
+def gumbel(seed_B: Tensor, output_index_B: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:
     """Standard Gumbel noise [B, V] fp32 from a counter-based hash; the same on any device."""
     token_V = torch.arange(vocab_size, device=seed_B.device, dtype=torch.int64)
-    key_B = _mix(_mix(_mix(seed_B & _MASK) ^ ((seed_B >> 32) & _MASK)) ^ (output_index_B & _MASK))
-    bits_BV = _mix(_mix(key_B.unsqueeze(1) ^ token_V) ^ (key_B.unsqueeze(1) >> 16))
-    v = (bits_BV.double() + 0.5) / (_MASK + 1)
-    return -torch.log(-torch.log1p(-v)).float()
+    key_B1 = _key(seed_B, output_index_B, stream).unsqueeze(1)
+    return -torch.log(-torch.log1p(-_unit(key_B1, token_V))).float()
+
+
+def uniform(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
+    """Numbers in (0, 1), never 0 or 1, fp64, from the same hash; shapes broadcast."""
+    key = _key(seed, output_index, stream)
+    return _unit(key, torch.zeros_like(key))
+
+
+def _key(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
+    """The stream takes the two bits above any output index."""
+    place = output_index ^ (stream << _STREAM_SHIFT)
+    return _mix(_mix(_mix(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (place & _MASK))
+
+
+def _unit(key: Tensor, counter: Tensor) -> Tensor:
+    bits = _mix(_mix(key ^ counter) ^ (key >> 16))
+    return (bits.double() + 0.5) / (_MASK + 1)
 
 
 def _mix(x: Tensor) -> Tensor:

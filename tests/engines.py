@@ -8,7 +8,7 @@ import torch
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.settings import NodeSettings
 from core.stopping import cut, num_budget, stop_ids
-from decode_node.engine import DecodeEngine
+from decode_node.engine import DecodeEngine, EngineOptions
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress
@@ -27,6 +27,9 @@ class Bench:
     num_pages: int = 200
     max_batch_tokens: int = 2048
     ship_hidden: bool = True
+    loop: str = "plain"
+    draft_length: str = "fixed"
+    buckets: tuple[int, ...] | None = None
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
 
@@ -46,8 +49,13 @@ class Bench:
             self.loaded,
             self.pool,
             self.caches,
-            max_rows=self.max_rows,
-            max_drafts=self.num_drafts,
+            EngineOptions(
+                max_rows=self.max_rows,
+                max_drafts=self.num_drafts,
+                loop=self.loop,
+                draft_length=self.draft_length,
+                buckets=self.buckets,
+            ),
             epoch="e",
             on_frame=self.frames.append,
         )

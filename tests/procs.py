@@ -99,6 +99,16 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def actors(pid: int, class_name: str) -> list[int]:
+    """Below ``pid``, the processes of Ray actors of this class, oldest first."""
+    title = f"ray::{class_name}".encode()
+    return [
+        child
+        for child in sorted(descendants(pid))
+        if Path(f"/proc/{child}/cmdline").read_bytes().startswith(title)
+    ]
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +19,24 @@ from core.request import ABORT, ERROR
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of the answer.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
 Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
+Acceptance = Annotated[
+    Literal["strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy"],
+    typer.Option(
+        help="When a drafted token is accepted. strict: the same answer as without drafts. "
+        "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
+        "rejection: sampled answers of the same distribution, though not the same answer."
+    ),
+]
+RelaxedTopN = Annotated[
+    int,
+    typer.Option(
+        help="relaxed: accept drafts among so many of the likeliest tokens; 0 is 1. "
+        "Recipes for DeepSeek-R1 take 10 and a delta of 0.6."
+    ),
+]
+RelaxedDelta = Annotated[
+    float, typer.Option(help="relaxed: and at most this much less probable than the likeliest.")
+]
 Prompt = Annotated[
     str | None, typer.Argument(help="The text to continue; - or nothing reads stdin.")
 ]
@@ -39,6 +57,9 @@ def generate(
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
+    acceptance: Acceptance = "strict",
+    relaxed_top_n: RelaxedTopN = 0,
+    relaxed_delta: RelaxedDelta = 0.0,
     as_json: Json = False,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -52,8 +73,16 @@ def generate(
       tandem generate "def fibonacci(n):" --set speculation.num_tokens=2
       cat prompt.txt | tandem generate --max-tokens 64 --temperature 0.8 --seed 7
       tandem generate --token-ids 0,17,42 --json
+      tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 --relaxed-delta 0.6
     """
-    options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options = GenerateOptions(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        acceptance=acceptance,
+        relaxed_top_n=relaxed_top_n,
+        relaxed_delta=relaxed_delta,
+    )
     run(_generate(prompt, token_ids, address, options, as_json, config, sets))
 
 

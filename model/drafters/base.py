@@ -1,6 +1,6 @@
 """The drafter seam: how any method proposes tokens for verification.
 
-Shape legend: B rows, M = n_max + 1 tokens a step can emit at most, N drafts this step,
+Shape legend: B rows, M tokens that the last step can have emitted at most, N drafts this step,
 D hidden, P pages.
 """
 
@@ -22,8 +22,9 @@ class DraftState:
     ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
     ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
     is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
-    the cache. ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its
-    request samples.
+    the cache. ``max_pages_B`` is Batch's. ``pick(logits_BV, drafts_BN)`` chooses the draft
+    after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was drawn
+    from if its request's acceptance needs them.
     """
 
     tokens_BM: Tensor
@@ -32,7 +33,8 @@ class DraftState:
     num_known_B: Tensor
     first_B: Tensor
     page_table_BP: Tensor
-    pick: Callable[[Tensor, Tensor], Tensor]
+    max_pages_B: tuple[int, ...]
+    pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """DeepSeek's multi-token-prediction layer as a drafter, reused over its own output (spec §5).
 
-Shape legend: B rows, M = n_max + 1, N drafts, D hidden, P pages.
+Shape legend: B rows, M tokens emitted last round at most, N drafts, D hidden, P pages.
 """
 
 import torch
@@ -36,15 +36,20 @@ class MtpDrafter:
         hidden_BMD = self._forward(state.tokens_BM, state.hidden_BMD, rows, state, caches)
         head_BD = hidden_BMD[torch.arange(len(hidden_BMD), device=hidden_BMD.device), rows.head_B]
         drafts_BN = state.tokens_BM[:, :0]
+        drawn_from: list[Tensor] = []
         for i in range(num_drafts):
-            next_B1 = state.pick(self._model.logits(head_BD), drafts_BN).unsqueeze(1)
+            next_B, q_BV = state.pick(self._model.logits(head_BD), drafts_BN)
+            next_B1 = next_B.unsqueeze(1)
             drafts_BN = torch.cat((drafts_BN, next_B1), 1)
+            if q_BV is not None:
+                drawn_from.append(q_BV)
             if i + 1 < num_drafts:
                 rows = later_pass(state.num_known_B, i + 2)
                 head_BD = self._forward(next_B1, head_BD.unsqueeze(1), rows, state, caches).squeeze(
                     1
                 )
-        return Drafts(drafts_BN, chain(num_drafts))
+        q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
+        return Drafts(drafts_BN, chain(num_drafts), q_BNV)
 
     def _forward(
         self,
@@ -62,5 +67,6 @@ class MtpDrafter:
             write_slots_BQ=physical_slots(page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
             context_lens_BQ=rows.context_lens_BQ,
             page_table_BP=page_table_BP,
+            max_pages_B=state.max_pages_B,
         )
         return self._model.forward_mtp(batch, hidden_BQD, caches)

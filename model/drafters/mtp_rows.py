@@ -4,7 +4,7 @@ The rules and a worked example are spec §5 and mtp_tables.json. L is the number
 tokens, m how many of them the last round emitted. MTP row i pairs (token i + 1, hidden i) and
 lives in draft slot i; its position is its token's own place in the text, i + 1.
 
-Shape legend: B rows, M = n_max + 1, Q query rows of a pass.
+Shape legend: B rows, M tokens emitted last round at most, Q query rows of a pass.
 """
 
 from dataclasses import dataclass

@@ -69,6 +69,7 @@ def test_generate_reads_the_prompt_from_stdin(address: str) -> None:
 
 def test_generate_json_is_one_object_with_the_fields_of_finished(address: str) -> None:
     args = ("--token-ids", "1,5,6", "--json", "--max-tokens", "12", "--seed", "9")
+    args += ("--acceptance", "rejection_greedy")
     done = tandem("generate", *args, "--address", address)
     fields = json.loads(done.stdout.splitlines()[-1])
     ids = answer_to((1, 5, 6), 12)
@@ -102,6 +103,11 @@ def test_status_shows_every_node(address: str) -> None:
         (["generate", "a", "--token-ids", "1"], "INVALID_ARGUMENT: --token-ids='1': give it or"),
         (["generate", "--token-ids", "x"], "INVALID_ARGUMENT: --token-ids='x': write it as"),
         (["generate", ""], "INVALID_ARGUMENT: text='': the prompt is empty"),
+        (["generate", "a", "--acceptance", "relaxed"], "acceptance='ACCEPTANCE_RELAXED': echo has"),
+        (
+            ["generate", "a", "--relaxed-top-n", "2"],
+            "INVALID_ARGUMENT: speculation.relaxed_top_n=2",
+        ),
         (["generate", "a", "--set", "kv.page=1"], "did you mean 'kv.page_size'?"),
     ],
 )

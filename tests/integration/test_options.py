@@ -115,6 +115,7 @@ async def test_all_of_it_over_grpc() -> None:
         Server(load(None, ["server.address=127.0.0.1:0"])) as server,
     ):
         await server.attach(cluster.gateway)
+        assert cluster.gateway.model_info().think_token_ids == (2, 3)
         _, text, _ = await cluster.complete(greedy("whole", ids, 20, ignore_eos=True))
         message = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ids),

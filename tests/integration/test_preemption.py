@@ -89,7 +89,7 @@ def test_the_youngest_makes_way_and_the_oldest_never() -> None:
             sequence.num_output = num_output
         gone += scheduler.make_room()
         scheduler.check_integrity()
-        assert old in scheduler.active()
+        assert old.request.request_id in scheduler.sequences
         assert len(old.pages) * 4 >= min(4 + num_output + 4, 4 + 24)
     assert gone == [young] and young.request.request_id not in scheduler.sequences
 
@@ -101,6 +101,6 @@ def test_arriving_sequences_are_not_preempted() -> None:
     runs.active = True
     arrives = scheduler.admit(request("arrives", 6, 4))
     runs.num_output = 16
-    assert scheduler.make_room() == [] or runs not in scheduler.active()
+    assert scheduler.make_room() == [] or "runs" not in scheduler.sequences
     assert arrives.request.request_id in scheduler.sequences
     scheduler.check_integrity()

@@ -35,7 +35,8 @@ async def test_a_shared_beginning_changes_no_token(mode: str) -> None:
 
 async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
     """Cached pages carry right draft entries too, or drafts would be worse the second time."""
-    async with rig(TINY_MODEL, *SETS) as cluster:
+    fixed = "speculation.draft_length=fixed"
+    async with rig(TINY_MODEL, *SETS, fixed) as cluster:
         for i, ids in enumerate(prompts(6, 64, 200)):
             first = await cluster.complete(greedy(f"a{i}", ids, 40, ignore_eos=True))
             again = await cluster.complete(greedy(f"b{i}", ids, 40, ignore_eos=True))

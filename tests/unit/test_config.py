@@ -65,6 +65,10 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
         ("kv_transfer.backend=nccl", "kv_transfer.backend='nccl' needs prefill.device"),
         ("kv_transfer.lease_s=0", "kv_transfer.lease_s=0: input should be greater than 0"),
         ("kv.num_pages=1", "kv.num_pages=1"),
+        ("model.think_tokens=x", "model.think_tokens='x': give the two texts"),
+        ("model.think_tokens=[a]", "model.think_tokens=['a']: give the two texts"),
+        ("model.think_tokens=[a, 3]", "model.think_tokens=['a', 3]: give the two texts"),
+        ("model.think_tokens=[a, a]", "model.think_tokens=['a', 'a']: the two have to differ"),
     ],
 )
 def test_a_wrong_override_is_refused_with_the_remedy(item: str, message: str) -> None:
@@ -102,7 +106,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_sections_are_frozen_and_survive_json() -> None:
-    config = load(None, ["decode.max_rows=5"])
+    config = load(None, ["decode.max_rows=5", "model.think_tokens=[<a>, </a>]"])
+    assert config.model.think_tokens == ("<a>", "</a>")
     with pytest.raises(ValidationError):
         config.decode.max_rows = 6
     assert TandemConfig.model_validate_json(config.model_dump_json()) == config

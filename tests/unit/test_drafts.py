@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from core.request import Request
-from decode_node.step import decode_step, draft_state
-from model.accept import accept_chain
+from decode_node.step import StepShape, decode_step, draft_state
 from model.batch import Batch, physical_slots
 from model.cache import MAIN, MTP, Caches
 from model.drafters.base import Drafts, DraftState, chain
@@ -132,13 +131,6 @@ def test_forced_rejection_at_every_position(loaded: LoadedModel, pattern: list[i
     bench.check_empty()
 
 
-def test_accept_is_the_longest_equal_prefix() -> None:
-    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
-    targets = torch.tensor([[1, 2, 3, 4]] * 4)
-    verdict = accept_chain(drafts, targets, torch.tensor([3, 3, 3, 1]))
-    assert verdict.num_accepted_B.tolist() == [3, 1, 0, 1]
-
-
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
 def test_zero_hidden_leaves_pulled_draft_slots_untouched(
     loaded: LoadedModel, num_drafts: int
@@ -174,7 +166,13 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
     state = bench.decode._rows.select(torch.tensor([0]), 3)
     state.first_B[:] = False
     with torch.inference_mode():
-        decode_step(loaded.network, loaded.drafter, bench.caches, state, 1, all_greedy=True)
+        decode_step(
+            loaded.network,
+            loaded.drafter,
+            bench.caches,
+            state,
+            StepShape(1, 2, all_greedy=True),
+        )
     after = slots_of(bench, pages, 12)
     assert torch.equal(after[:-1], before[:-1]) and not torch.equal(after[-1], before[-1])
 
@@ -191,10 +189,9 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
             cache[0] = poison
         with torch.inference_mode():
             sampling = state.sampling(all_greedy=True)
-            drafts = loaded.drafter.draft(draft_state(state, sampling), 3, bench.caches)
-            output = decode_step(
-                loaded.network, loaded.drafter, bench.caches, state, 3, all_greedy=True
-            )
+            shape = StepShape(3, 4, all_greedy=True)
+            drafts = loaded.drafter.draft(draft_state(state, sampling, shape), 3, bench.caches)
+            output = decode_step(loaded.network, loaded.drafter, bench.caches, state, shape)
         outputs.append((drafts.tokens_BN.tolist(), output.verdict, output.rows.hidden_BMD))
     for drafts, verdict, hidden in outputs[1:]:
         assert drafts == outputs[0][0]

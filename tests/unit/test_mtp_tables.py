@@ -13,7 +13,7 @@ import torch
 
 from core.request import Request, SamplingParams
 from decode_node.rows import Rows
-from decode_node.step import decode_step
+from decode_node.step import StepShape, decode_step
 from kv_transfer.pages import PagePool
 from model.batch import Batch
 from model.cache import MAIN, MTP
@@ -121,7 +121,9 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         state.hidden_BMD[0, i] = tag(name)
     state.num_emitted_B[0] = len(emitted)
     state.first_B[0] = first
-    output = decode_step(network, MtpDrafter(network), caches(), state, 2, all_greedy=True)
+    output = decode_step(
+        network, MtpDrafter(network), caches(), state, StepShape(2, 3, all_greedy=True)
+    )
     return network, output
 
 

@@ -1,6 +1,7 @@
 """Requests from the wire: what is accepted, and that nothing wrong or unknown gets through."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,13 @@ import pytest
 from cluster import tandem_pb2 as pb
 from cluster.client_stream import GenerateOptions, build_request
 from cluster.info import ModelInfo
-from cluster.messages import finished_fields, piece_from_proto, piece_to_proto
+from cluster.messages import (
+    finished_fields,
+    model_info_from_proto,
+    model_info_to_proto,
+    piece_from_proto,
+    piece_to_proto,
+)
 from cluster.request_mapping import ended_already, to_request
 from core.request import (
     Delta,
@@ -23,6 +30,7 @@ from core.request import (
 )
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
+THINKER = replace(MODEL, think_token_ids=(8, 9))
 
 
 class Bytes:
@@ -155,21 +163,6 @@ def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, value: Any
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("acceptance", 1), ("acceptance", 2), ("relaxed_top_n", 2), ("relaxed_delta", 0.5)],
-)
-def test_an_unimplemented_speculation_field_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^speculation\.{field}=.*not implemented yet"):
-        mapped(make(speculation=pb.Speculation(**{field: value})))
-
-
-@pytest.mark.parametrize("num_drafts", [-1, 4])
-def test_more_drafts_than_the_server_has_are_refused(num_drafts: int) -> None:
-    with pytest.raises(ValueError, match="speculation.max_drafts=.*0 to 3"):
-        mapped(make(speculation=pb.Speculation(max_drafts=num_drafts)))
-
-
-@pytest.mark.parametrize(
     ("message", "expected"),
     [
         (pb.GenerateRequest(), "no prompt"),
@@ -210,6 +203,11 @@ def test_resumed_tokens_may_be_a_whole_answer() -> None:
     assert ended_already(mapped(limited), MODEL) == "length"
     ignoring = make(resume_token_ids=[5, 2, 5], sampling=pb.Sampling(ignore_eos=True))
     assert ended_already(mapped(ignoring), MODEL) is None
+
+
+def test_what_a_model_is_survives_the_wire() -> None:
+    for model in (MODEL, THINKER):
+        assert model_info_from_proto(model_info_to_proto(model)) == model
 
 
 def test_pieces_survive_the_wire() -> None:

@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from core.request import Request, SamplingParams, TokenBias
 from model.adjust import adjust, count_emitted, no_rules, set_rules
-from model.sampling import SamplingRows, choose
+from model.sampling import SamplingRows, choose, gumbel
 from tests import tiny
 
 EOS = tiny.BASE["eos_token_id"]
@@ -85,6 +85,16 @@ def test_draws_follow_the_exact_distribution(
     )
     expected = filtered(obvious(logits, prompt, output + drafts, s), s)
     check_chi_square(drawn.bincount(minlength=VOCAB).tolist(), expected)
+
+
+def test_a_seed_means_the_same_noise_for_ever() -> None:
+    """Users keep seeds; the values are those of the first release."""
+    for seed, index, expected in (
+        (99, 7, [2.1365495, 0.5470362, -0.2315207, 0.2935826]),
+        (2**63 - 1, 200_000, [-0.1325294, 0.4580280]),
+    ):
+        [noise] = gumbel(torch.tensor([seed]), torch.tensor([index]), len(expected)).tolist()
+        assert noise == pytest.approx(expected, abs=1e-6)
 
 
 def sampling_rows(s: SamplingParams, seed_B: Tensor) -> SamplingRows:

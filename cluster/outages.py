@@ -1,0 +1,63 @@
+"""Which nodes are lost to a gateway, and the probes that find them again."""
+
+import asyncio
+import logging
+
+from cluster.nodes import DecodeHandle, PrefillHandle
+from core.failure import decode
+from core.node import NodeStatus
+
+log = logging.getLogger(__name__)
+PROBE_TIMEOUT_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+
+
+class Outages:
+    """Names of nodes that get no requests. Owned by one asyncio loop.
+
+    A handle means one life of a node: what answers a probe is that life, with all it held.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._ended: set[str] = set()
+        self._probes: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, handle: PrefillHandle | DecodeHandle, error: BaseException) -> None:
+        """The node was found lost: leave it out until it answers, and ask it from now on."""
+        name = handle.info.name
+        if name in self.names:
+            return
+        log.warning("%s is lost and gets no requests until it answers: %s", name, error)
+        self.names.add(name)
+        self._probes[name] = asyncio.create_task(self._probe(handle), name=f"probe-{name}")
+
+    def end(self, name: str) -> None:
+        """The node's life is over for this gateway, whatever it answers."""
+        self.names.add(name)
+        self._ended.add(name)
+
+    async def stop(self) -> None:
+        for probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    async def _probe(self, handle: PrefillHandle | DecodeHandle) -> None:
+        name, pause_s = handle.info.name, FIRST_PAUSE_S
+        while not await _answers(handle):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        del self._probes[name]
+        if name not in self._ended:
+            log.warning("%s answers again and gets requests", name)
+            self.names.discard(name)
+
+
+async def _answers(handle: PrefillHandle | DecodeHandle) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            decode(NodeStatus, await handle.control.call("status", b""))
+    except Exception as error:
+        log.debug("%s does not answer: %r", handle.info.name, error)
+        return False
+    return True

@@ -1,0 +1,40 @@
+"""Batch sizes that a step is padded to, so that few shapes exist (one captured graph each)."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """``sizes`` rise and end with the number of rows. ``pads_pages``: page tables are padded to
+    powers of two as well."""
+
+    sizes: tuple[int, ...]
+    pads_pages: bool = False
+
+    @classmethod
+    def of(cls, asked: tuple[int, ...] | None, max_rows: int, device_type: str) -> "Buckets":
+        """The ``asked`` sizes, or those that suit the device: every size on a CPU, where padding
+        costs time and saves nothing; 1, 2, 4, then multiples of 8 elsewhere.
+
+        Raises ValueError if a size is out of range.
+        """
+        if asked is None:
+            if device_type == "cpu":
+                return cls(tuple(range(1, max_rows + 1)))
+            asked = (1, 2, 4, *range(8, max_rows, 8))
+            asked = tuple(size for size in asked if size <= max_rows)
+        wrong = [size for size in asked if not 1 <= size <= max_rows]
+        if wrong:
+            raise ValueError(
+                f"decode.batch_buckets: {wrong} out of range, use 1 to decode.max_rows={max_rows}"
+            )
+        return cls(tuple(sorted({*asked, max_rows})), pads_pages=True)
+
+    def rows(self, num: int) -> int:
+        """The smallest size that holds ``num`` rows."""
+        return self.sizes[bisect_left(self.sizes, num)]
+
+    def pages(self, num: int) -> int:
+        """The width of a page table of ``num`` pages."""
+        return 1 << (num - 1).bit_length() if self.pads_pages else num

@@ -1,0 +1,104 @@
+"""Holds a cluster's parts in the middle of their work, so that a test can say what comes next."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgpack
+
+from decode_node.build import DecodeRank
+from kv_transfer.control import Control
+from kv_transfer.tasks import Tasks
+from prefill_node.build import PrefillRank
+from tests.rig import Rig
+
+PATIENCE_S = 30.0
+
+
+class Gate:
+    """An engine that makes only the steps it is given, until ``open``."""
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        self.num_given = 0
+        self._rank = rank
+        self._step = rank.engine.step
+        self._changed = threading.Condition()
+        self._is_open = self._is_waiting = False
+        self._num_left = 0
+        rank.engine.step = self._held_step  # type: ignore[method-assign]
+
+    def _held_step(self) -> None:
+        with self._changed:
+            self._is_waiting = True
+            self._changed.wait_for(lambda: self._num_left or self._is_open)
+            self._is_waiting = False
+            self._num_left = max(0, self._num_left - 1)
+        self._step()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a step waits to be given."""
+        with self._changed:
+            return self._is_waiting and not self._num_left and not self._is_open
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for the held step to end."""
+        return self.is_held and bool(self._rank.loop._posts)
+
+    def give(self) -> None:
+        with self._changed:
+            self.num_given += 1
+            self._num_left += 1
+            self._changed.notify()
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify()
+
+
+class Wire:
+    """A node's control as Ray has it: a call runs to its end, whether its caller waits or not.
+
+    ``refused`` lists methods and the kinds of failure they were answered with.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.refused: list[tuple[str, str]] = []
+        self._control = control
+        self._tasks = Tasks()
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        data = await self._tasks.detached(self._control.call(method, payload))
+        name, fields = msgpack.unpackb(data)
+        if name == "Failure":
+            self.refused.append((method, fields["kind"]))
+        return data
+
+
+@asynccontextmanager
+async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
+    """Gates and wires of the prefill and the decode node of a cluster of one each."""
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    [prefill_handle] = cluster.gateway._prefills.values()
+    [decode_handle] = cluster.gateway._decodes.values()
+    wires = Wire(prefill_handle.control), Wire(decode_handle.control)
+    prefill_handle.control, decode_handle.control = wires
+    decode.node._find_owner = lambda name: wires[0]
+    gates = Gate(prefill), Gate(decode)
+    try:
+        yield *gates, *wires
+    finally:
+        for gate in gates:
+            gate.open()
+
+
+async def until(condition: Callable[[], object], *meanwhile: Callable[[], object]) -> None:
+    """Wait for ``condition``, doing ``meanwhile`` again and again."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            for act in meanwhile:
+                act()
+            await asyncio.sleep(0.001)

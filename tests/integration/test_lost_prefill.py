@@ -1,0 +1,122 @@
+"""A prefill node is lost: answers go on over another, which is all that is routed to."""
+
+import asyncio
+import os
+import signal
+
+from tokenizers import Tokenizer
+
+from cluster.client import AsyncClient, Completion
+from cluster.config import TINY_MODEL
+from core.errors import NodeLost
+from kv_transfer.control import Control
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.procs import Serving, actors, serving
+from tests.rig import rig
+from training.corpus import held_out_prompts
+
+TWO_PREFILLS = ("prefill.replicas=2", "kv.num_pages=300", "kv.page_size=16")
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    return held_out_prompts(tokenizer, num, 20, 120, seed)
+
+
+class Cut:
+    """A control whose node cannot be reached while ``is_down``."""
+
+    def __init__(self, control: Control) -> None:
+        self.is_down = False
+        self.calls: list[str] = []
+        self._control = control
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        self.calls.append(method)
+        if self.is_down:
+            raise NodeLost(f"{method}: no route")
+        return await self._control.call(method, payload)
+
+
+async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
+    async with rig(TINY_MODEL, *TWO_PREFILLS) as cluster:
+        handle = cluster.gateway._prefills["prefill-0"]
+        handle.control = cut = Cut(handle.control)
+
+        async def ask(name: str) -> None:
+            asked = [greedy(f"{name}{i}", ids, 8) for i, ids in enumerate(prompts(4, seed=5))]
+            answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+            for request, (ids, _, _) in zip(asked, answers, strict=True):
+                assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+
+        cut.is_down = True
+        await ask("found")
+        assert "prefill" in cut.calls and cluster.gateway.is_healthy()
+        cut.calls.clear()
+        await ask("left out")
+        assert set(cut.calls) <= {"status"}
+        cut.is_down = False
+        async with asyncio.timeout(20):
+            while cluster.gateway._outages.names:
+                await asyncio.sleep(0.01)
+        await ask("back")
+        assert "prefill" in cut.calls
+        await cluster.check_empty()
+
+
+async def test_a_prefill_node_whose_engine_stopped_is_left_out() -> None:
+    async with rig(TINY_MODEL, *TWO_PREFILLS) as cluster:
+        broken = cluster.prefills[0]
+
+        def step() -> None:
+            raise RuntimeError("cosmic ray")
+
+        broken.engine.step = step  # type: ignore[method-assign]
+        asked = [greedy(f"r{i}", ids, 8) for i, ids in enumerate(prompts(6, seed=6))]
+        answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        for request, (ids, _, _) in zip(asked, answers, strict=True):
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert isinstance(broken.loop.failure, RuntimeError)
+        await cluster.complete(greedy("one more", prompts(1, seed=7)[0], 8))
+        await cluster.complete(greedy("and one", prompts(1, seed=8)[0], 8))
+        assert cluster.gateway._outages.names == {"prefill-0"}
+        for decode in cluster.decodes:
+            assert not decode.engine.scheduler.sequences and not decode.node.sink.counts()["pulls"]
+
+
+def num_retries(server: Serving) -> int:
+    return sum("trying again" in line for line in server.log)
+
+
+async def test_a_killed_prefill_process_costs_no_answer() -> None:
+    """Real processes: of two prefill nodes one is killed while both work."""
+    with serving(*TWO_PREFILLS) as server:
+        async with AsyncClient(server.address, max_retries=0) as client:
+            gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)
+            victim = actors(server.process.pid, "PrefillActor")[0]
+            answered: list[tuple[list[int], Completion]] = []
+
+            async def ask(ids: list[int]) -> None:
+                async with gate:
+                    answer = await client.complete(ids, max_tokens=24, ignore_eos=True)
+                answered.append((ids, answer))
+                if len(answered) == 8:
+                    os.kill(victim, signal.SIGKILL)
+
+            await asyncio.gather(*(ask(ids) for ids in asked))
+            assert sum("is lost and gets no requests" in line for line in server.log) == 1
+            num_before = num_retries(server)
+            assert 1 <= num_before <= 16, "each of those in flight, and nobody thrice"
+            await asyncio.gather(*(ask(ids) for ids in asked[:10]))
+            assert num_retries(server) == num_before, "the lost node was still routed to"
+            checked = {tuple(a.token_ids): ids for ids, a in answered}
+            for tokens, ids in checked.items():
+                assert not near_ties(TINY_MODEL, ids, list(tokens))
+            nodes = {node.name: node for node in (await client.status()).nodes}
+            assert sorted(node.alive for node in nodes.values()) == [False, True, True]
+            for node in nodes.values():
+                if node.alive:
+                    assert node.num_free_pages == node.num_pages - 1
+                    assert not node.num_active_rows and not node.num_open_leases
+        assert server.stop() == 0

@@ -1,0 +1,151 @@
+"""A main model and a drafter whose next token depends on the last one alone, stepped as the
+decode engine steps: noise by (seed, output index), so a place may be drafted several times.
+
+Shape legend: B rows, N drafts, N1 = N + 1 places, V vocabulary, T tokens told.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from core.request import REJECTION, Request, SamplingParams
+from model.acceptance import KIND_NUMBERS, judge, pick_draft
+from model.acceptance.base import Evidence, Verdict
+from model.adjust import count_emitted, no_rules, set_rules
+from model.sampling import SamplingRows, adjusted_places, draw_places
+from tests.unit.test_sampling import check_chi_square, filtered, obvious, sampling_rows
+
+VOCAB = 5
+CPU = torch.device("cpu")
+START = 0
+"""The token that prefill emitted: output index 0."""
+_MAIN, _DRAFTER = (
+    torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Logits [V, V] of both models by last token. The drafter is similar, not equal."""
+
+    main_VV: Tensor = _MAIN
+    drafter_VV: Tensor = _MAIN * 0.6 + _DRAFTER * 0.6
+
+
+def evidence(
+    drafts_BN: Tensor,
+    adjusted_BN1V: Tensor,
+    sampling: SamplingRows,
+    *,
+    num_output_B: Tensor,
+    limit_B: Tensor,
+    q_BNV: Tensor | None = None,
+) -> Evidence:
+    """Without thinking."""
+    return Evidence(
+        drafts_BN=drafts_BN,
+        q_BNV=q_BNV,
+        adjusted_BN1V=adjusted_BN1V,
+        targets_BN1=draw_places(adjusted_BN1V, sampling, num_output_B),
+        sampling=sampling,
+        num_output_B=num_output_B,
+        limit_B=limit_B,
+        thinking_B=torch.zeros_like(limit_B, dtype=torch.bool),
+        think_ids=None,
+        relaxed_top_n_B=torch.ones_like(limit_B),
+        relaxed_delta_B=torch.zeros(limit_B.shape),
+    )
+
+
+def one_step(
+    world: World,
+    kinds: tuple[str, ...],
+    kind_B: Tensor,
+    sampling: SamplingRows,
+    last_B: Tensor,
+    num_output_B: Tensor,
+    limit_B: Tensor,
+    num_drafts: int,
+) -> Verdict:
+    drafts_BN, qs = torch.zeros(len(last_B), 0, dtype=torch.int64), []
+    for _ in range(num_drafts):
+        before_B = drafts_BN[:, -1] if drafts_BN.shape[1] else last_B
+        logits_BV = world.drafter_VV[before_B]
+        draft_B, q_BV = pick_draft(kinds, kind_B, logits_BV, sampling, num_output_B, drafts_BN)
+        drafts_BN = torch.cat((drafts_BN, draft_B.unsqueeze(1)), 1)
+        qs.append(q_BV)
+    logits_BN1V = world.main_VV[torch.cat((last_B.unsqueeze(1), drafts_BN), 1)]
+    known = evidence(
+        drafts_BN,
+        adjusted_places(logits_BN1V, sampling, num_output_B, drafts_BN),
+        sampling,
+        num_output_B=num_output_B,
+        limit_B=limit_B,
+        q_BNV=torch.stack([q for q in qs if q is not None], 1) if REJECTION in kinds else None,
+    )
+    return judge(kinds, kind_B, known)
+
+
+def tell(
+    world: World,
+    s: SamplingParams,
+    kinds: tuple[str, ...],
+    limit_B: Tensor,
+    *,
+    num_drafts: int,
+    num_tokens: int,
+    kind_B: Tensor | None = None,
+    temperature_B: Tensor | None = None,
+) -> Tensor:
+    """The ``num_tokens`` tokens [B, T] after START, each row with a seed of its own."""
+    seed_B = torch.arange(len(limit_B))
+    kind_B = torch.full_like(seed_B, KIND_NUMBERS[kinds[0]]) if kind_B is None else kind_B
+    sampling = sampling_rows(s, seed_B)
+    if temperature_B is not None:
+        sampling = replace(sampling, temperature_B=temperature_B)
+    if s.adjusts_logits:
+        table = no_rules(1, VOCAB, CPU)
+        set_rules(table, 0, Request("r", (1,), sampling=s), (START,), frozenset())
+        sampling = replace(sampling, rules=table.select(torch.zeros_like(seed_B)))
+    told_BT = torch.zeros(len(seed_B), num_tokens + num_drafts + 1, dtype=torch.int64)
+    last_B, num_output_B = torch.full_like(seed_B, START), torch.ones_like(seed_B)
+    while (num_output_B <= num_tokens).any():
+        verdict = one_step(
+            world, kinds, kind_B, sampling, last_B, num_output_B, limit_B, num_drafts
+        )
+        start_B1 = (num_output_B - 1).clamp(max=num_tokens).unsqueeze(1)
+        told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), verdict.tokens_BN1)
+        last_B = verdict.tokens_BN1.gather(1, verdict.num_accepted_B.unsqueeze(1)).squeeze(1)
+        num_output_B = num_output_B + verdict.num_accepted_B + 1
+        if sampling.rules is not None:
+            emitted_B = verdict.num_accepted_B + 1
+            count_emitted(sampling.rules, seed_B, verdict.tokens_BN1, emitted_B)
+    return told_BT[:, :num_tokens]
+
+
+def exact(world: World, s: SamplingParams, num_tokens: int) -> list[float]:
+    """The probability of every sequence of tokens, in order of ``sequence_number``."""
+
+    def next_probs(history: list[int]) -> list[float]:
+        return filtered(obvious(world.main_VV[history[-1]], [1], history, s), s)
+
+    def probability(tokens: tuple[int, ...]) -> float:
+        product, history = 1.0, [START]
+        for token in tokens:
+            product *= next_probs(history)[token]
+            history.append(token)
+        return product
+
+    return [probability(t) for t in itertools.product(range(VOCAB), repeat=num_tokens)]
+
+
+def check_tokens(
+    told_BT: Tensor, world: World, s: SamplingParams, check: Callable = check_chi_square
+) -> None:
+    """Chi-square of the joint distribution of all T tokens."""
+    weights = VOCAB ** torch.arange(told_BT.shape[1] - 1, -1, -1)
+    counts = (told_BT * weights).sum(1).bincount(minlength=VOCAB ** told_BT.shape[1])
+    check(counts.tolist(), exact(world, s, told_BT.shape[1]))

@@ -1,0 +1,115 @@
+"""Frames over a socket: all of them in order, to nobody without the token, and a named end."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from core import frame_stream
+from core.errors import NodeLost
+from core.frame_stream import Frame, FrameServer, FrameStream, connect
+
+
+class Board:
+    """Stands for a decode node: whoever subscribed gets what is published."""
+
+    def __init__(self) -> None:
+        self.readers: set[Callable[[Frame], None]] = set()
+
+    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        self.readers.add(reader)
+        return lambda: self.readers.discard(reader)
+
+    def publish(self, frame: Frame) -> None:
+        for reader in self.readers:
+            reader(frame)
+
+    async def unread(self) -> None:
+        """Wait until nobody reads."""
+        async with asyncio.timeout(5):
+            while self.readers:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Board, FrameServer]]:
+    board = Board()
+    server = FrameServer("127.0.0.1", board.subscribe)
+    try:
+        yield board, server
+    finally:
+        await server.stop()
+        assert not board.readers and not server._connections
+
+
+async def read_all(stream: FrameStream) -> list[bytes]:
+    return [frame async for frame in stream.frames()]
+
+
+async def test_every_frame_after_connect_arrives_in_order() -> None:
+    async with served() as (board, server):
+        streams = [await connect("d", await server.listen()) for _ in range(2)]
+        sent = [secrets.token_bytes(1 + 997 * i) for i in range(200)]
+        for frame in sent:
+            board.publish(frame)
+        for stream in streams:
+            frames = stream.frames()
+            assert [await anext(frames) for _ in sent] == sent
+            await frames.aclose()
+        await board.unread()
+
+
+async def test_nobody_reads_without_the_token() -> None:
+    async with served() as (board, server):
+        address = await server.listen()
+        assert address.host == "127.0.0.1"
+        with pytest.raises(NodeLost, match=r"127\.0\.0\.1"):
+            await connect("d", replace(address, token=bytes(32)))
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"x" * 5)
+        writer.write_eof()
+        assert await reader.read() == b"" and not board.readers
+        writer.close()
+
+
+async def test_the_end_of_the_engine_is_told() -> None:
+    async with served() as (board, server):
+        stream = await connect("d", await server.listen())
+        board.publish(b"last")
+        board.publish(RuntimeError("out of memory"))
+        frames = stream.frames()
+        assert await anext(frames) == b"last"
+        with pytest.raises(NodeLost, match="out of memory"):
+            await anext(frames)
+        await board.unread()
+
+
+async def test_a_node_that_closes_is_lost() -> None:
+    async with served() as (_, server):
+        stream = await connect("decode-3", await server.listen())
+        await server.stop()
+        with pytest.raises(NodeLost, match="decode-3"):
+            await read_all(stream)
+
+
+async def test_a_reader_far_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_stream, "MAX_UNREAD_BYTES", 1 << 16)
+    async with served() as (board, server):
+        stream = await connect("d", await server.listen())
+        for _ in range(400):
+            board.publish(bytes(1 << 16))
+            await asyncio.sleep(0)
+            if not board.readers:
+                break
+        assert not board.readers, "the node would have kept 25 MB for it"
+        with pytest.raises(NodeLost):
+            await read_all(stream)
+
+
+async def test_a_host_of_another_machine_is_explained() -> None:
+    server = FrameServer("192.0.2.1", Board().subscribe)
+    with pytest.raises(ValueError, match=r"kv_transfer\.host='192\.0\.2\.1'"):
+        await server.listen()

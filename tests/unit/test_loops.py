@@ -1,0 +1,189 @@
+"""Overlapped loop and padded batches emit what the plain loop emits; the program never waits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.request import PREEMPTED, Request
+from decode_node.buckets import Buckets
+from decode_node.step import StepShape, decode_step
+from model.latent_attention import WAYS
+from model.loaded import LoadedModel
+from tests import tiny
+from tests.engines import Bench, greedy, load
+
+Answers = dict[str, tuple[list[int], str | None]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loops")
+    tiny.write_tiny(path, seed=21)
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load(folder)
+
+
+def mixed_requests(loaded: LoadedModel) -> list[Request]:
+    """Every kind of end and of sampling, in one batch."""
+    generator = torch.Generator().manual_seed(5)
+    requests = []
+    for i in range(9):
+        length = int(torch.randint(1, 30, (1,), generator=generator))
+        ids = torch.randint(5, 90, (length,), generator=generator).tolist()
+        request = greedy(f"r{i}", ids, 4 + 5 * i, ignore_eos=i % 3 > 0, max_drafts=i % 4)
+        sampling = request.sampling
+        if i % 2:
+            sampling = replace(sampling, temperature=0.9, seed=i, top_p=0.95)
+        if i in (2, 3):
+            sampling = replace(sampling, presence_penalty=0.7, min_tokens=4, logprobs=2)
+        if i == 4:
+            sampling = replace(sampling, stop_token_ids=(7, 19, 33, 41))
+        requests.append(replace(request, sampling=sampling))
+    return requests
+
+
+def turns(bench: Bench, requests: list[Request]) -> Iterator[None]:
+    """Requests enter as rows come free; one engine step at a time until all have ended."""
+    waiting = list(requests)
+    while waiting or bench.decode.has_work():
+        while waiting and len(bench.decode.scheduler.sequences) < bench.max_rows - 1:
+            bench.start(waiting.pop(0))
+        bench.decode.step()
+        bench.decode.scheduler.check_integrity()
+        yield
+
+
+def answers_of(bench: Bench, requests: list[Request]) -> Answers:
+    for _ in turns(bench, requests):
+        pass
+    answers: Answers = {}
+    for update in bench.updates():
+        ids, reason = answers.get(update.request_id, ([], None))
+        assert reason is None, f"{update.request_id} went on after its end"
+        wants = next(r for r in requests if r.request_id == update.request_id).sampling.logprobs
+        assert len(update.logprobs) == (0 if wants is None else len(update.token_ids))
+        answers[update.request_id] = (ids + list(update.token_ids), update.finish_reason)
+    bench.check_empty()
+    return answers
+
+
+@pytest.mark.parametrize("buckets", [None, (2, 3), (4,)])
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_loops_and_buckets_emit_the_same(
+    loaded: LoadedModel, loop: str, buckets: tuple[int, ...] | None
+) -> None:
+    requests = mixed_requests(loaded)
+    plain = answers_of(Bench(loaded), requests)
+    other = answers_of(Bench(loaded, loop=loop, buckets=buckets), requests)
+    assert other == plain
+    assert {reason for _, reason in plain.values()} == {"stop", "length"}
+
+
+def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> None:
+    """What a preempted sequence has told is the beginning of its answer, without a gap."""
+    requests = [greedy(f"r{i}", list(range(5, 25)), 60, ignore_eos=True) for i in range(3)]
+    whole = answers_of(Bench(loaded), requests)
+    bench = Bench(loaded, loop="overlapped", num_pages=24)
+    for request in requests:
+        bench.start(request)
+    while bench.decode.has_work():
+        bench.decode.step()
+        bench.decode.scheduler.check_integrity()
+    preempted = [u.request_id for u in bench.updates() if u.finish_reason == PREEMPTED]
+    assert preempted
+    for name, (ids, _) in whole.items():
+        told = [t for u in bench.updates() if u.request_id == name for t in u.token_ids]
+        assert told == ids[: len(told)] and (name in preempted or told == ids)
+    bench.check_empty()
+
+
+def test_pages_stay_while_a_step_may_touch_them(loaded: LoadedModel) -> None:
+    bench = Bench(loaded, loop="overlapped")
+    bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
+    bench.decode.step()
+    held = bench.num_pages - 1 - bench.pool.num_available
+    assert bench.decode.drop("r") and not bench.decode.drop("r")
+    assert bench.num_pages - 1 - bench.pool.num_available == held > 0
+    bench.decode.scheduler.check_integrity()
+    assert bench.decode.has_work()
+    bench.decode.step()
+    assert not bench.decode.has_work() and not bench.updates()
+    bench.check_empty()
+
+
+def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:
+    bench = Bench(loaded, loop="overlapped", num_drafts=0)
+    bench.start(greedy("r", list(range(5, 25)), 8, ignore_eos=True))
+    num_passes = 0
+    network = loaded.network
+    forward = network.forward
+
+    def counting(*args: object) -> torch.Tensor:
+        nonlocal num_passes
+        num_passes += 1
+        return forward(*args)
+
+    network.forward = counting
+    try:
+        while bench.decode.has_work():
+            bench.decode.step()
+    finally:
+        network.forward = forward
+    assert num_passes == 7
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (5, 6), (6, 6)])
+def test_buckets_hold_their_rows(num_rows: int, size: int) -> None:
+    assert Buckets.of((4, 1), 6, "cpu").rows(num_rows) == size
+
+
+def test_buckets_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"decode.batch_buckets: \[0, 9\]"):
+        Buckets.of((0, 4, 9), 8, "cpu")
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 7, 16, 20])
+def test_default_buckets_of_a_gpu(max_rows: int) -> None:
+    buckets = Buckets.of(None, max_rows, "cuda")
+    assert all(num <= buckets.rows(num) <= max(2 * num, num + 7) for num in range(1, max_rows + 1))
+    assert [buckets.pages(num) for num in (1, 2, 3, 9)] == [1, 2, 4, 16]
+
+
+def test_every_way_of_attending_gives_the_same(folder: Path, monkeypatch) -> None:
+    answers = []
+    for way in WAYS:
+        monkeypatch.setattr("model.mla.latent_attention", lambda _, way=way: WAYS[way]())
+        loaded = load(folder)
+        answers.append(answers_of(Bench(loaded), mixed_requests(loaded)))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_drafts: int) -> None:
+    """Whatever reads a tensor on the host or shapes one by its values would break the graph.
+
+    In bfloat16: grouped products are traced in no other dtype.
+    """
+    loaded = load(folder, dtype="bfloat16")
+    bench = Bench(loaded, num_drafts=num_drafts)
+    for i, request in enumerate(mixed_requests(loaded)[:3]):
+        bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
+    rows = bench.decode._rows.select(torch.arange(3), 5)
+    rules = bench.decode._rows.rules(torch.arange(3))
+    shape = StepShape(num_drafts, num_drafts + 1, has_rules=True, num_logprobs=2)
+
+    def program() -> torch.Tensor:
+        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, shape, rules)
+        return output.verdict.tokens_BN1
+
+    with torch.inference_mode():
+        plain = program()
+        captured = torch.compile(program, fullgraph=True, backend="eager", dynamic=False)
+        assert torch.equal(captured(), plain)

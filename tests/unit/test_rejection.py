@@ -1,0 +1,203 @@
+"""Rejection sampling is lossless: joint distributions of several tokens over many steps, the
+accepted length that theory expects, and wrong rules that these tests do find out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.request import (
+    REJECTION,
+    REJECTION_GREEDY,
+    RELAXED,
+    STRICT,
+    SamplingParams,
+    TokenBias,
+)
+from model.acceptance import KIND_NUMBERS, KINDS, rejection
+from model.acceptance.base import Evidence
+from model.sampling import COIN, DRAFT, RESIDUAL, gumbel, uniform
+from tests.markov import VOCAB, World, check_tokens, evidence, one_step, tell
+from tests.unit.test_sampling import sampling_rows
+
+NUM_ROWS = 30_000
+WORLD = World()
+PLAIN = SamplingParams(temperature=1.0)
+SETTINGS = [
+    PLAIN,
+    SamplingParams(temperature=0.6, top_k=3),
+    SamplingParams(temperature=1.4, top_p=0.8),
+    SamplingParams(temperature=1.2, top_k=4, top_p=0.95, min_p=0.1),
+    SamplingParams(
+        temperature=0.9,
+        frequency_penalty=0.7,
+        presence_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias=(TokenBias(2, 0.5),),
+    ),
+]
+
+
+def limits(num_drafts: int, num_rows: int = NUM_ROWS) -> Tensor:
+    """Half of the rows may use all drafts (or one more), the others any smaller number."""
+    row_B = torch.arange(num_rows)
+    return torch.where(row_B % 2 == 0, num_drafts + row_B // 2 % 2, row_B // 2 % (num_drafts + 1))
+
+
+@pytest.mark.parametrize("kind", [REJECTION, REJECTION_GREEDY])
+@pytest.mark.parametrize("s", SETTINGS, ids=lambda s: f"t{s.temperature}")
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_three_tokens_follow_the_exact_joint_distribution(
+    kind: str, s: SamplingParams, num_drafts: int
+) -> None:
+    told = tell(WORLD, s, (kind,), limits(num_drafts), num_drafts=num_drafts, num_tokens=3)
+    check_tokens(told, WORLD, s)
+
+
+@pytest.mark.parametrize("s", [SETTINGS[1], SETTINGS[2]], ids=lambda s: f"t{s.temperature}")
+def test_later_tokens_too_where_noise_was_used_before(s: SamplingParams) -> None:
+    """Tokens 4 and 5 given token 3: a chain that starts there, its tokens renumbered."""
+    told = tell(WORLD, s, (REJECTION,), limits(3), num_drafts=3, num_tokens=5)
+    for start in range(VOCAB):
+        rows = told[:, 2] == start
+        if rows.sum() > 1000:
+            roll = (torch.arange(VOCAB) + start) % VOCAB
+            turned = World(WORLD.main_VV[roll][:, roll], WORLD.drafter_VV)
+            check_tokens((told[rows][:, 3:] - start) % VOCAB, turned, s)
+
+
+def test_kinds_of_every_sort_share_a_batch() -> None:
+    """Each kind's rows have their own exact distribution; rows of temperature 0 are greedy."""
+    kinds = (REJECTION_GREEDY, STRICT, REJECTION, RELAXED)
+    row_B = torch.arange(4 * NUM_ROWS)
+    kind_B = torch.tensor([KIND_NUMBERS[kind] for kind in kinds])[row_B % 4]
+    heat_B = torch.where((kind_B == KIND_NUMBERS[RELAXED]) | (row_B % 40 < 4), 0.0, 1.0)
+    told = tell(
+        WORLD,
+        PLAIN,
+        kinds,
+        limits(2, len(row_B)),
+        num_drafts=2,
+        num_tokens=2,
+        kind_B=kind_B,
+        temperature_B=heat_B,
+    )
+    for kind in (STRICT, REJECTION, REJECTION_GREEDY):
+        check_tokens(told[(kind_B == KIND_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
+    first = WORLD.main_VV[0].argmax()
+    greedy = torch.stack((first, WORLD.main_VV[first].argmax()))
+    assert (told[heat_B == 0] == greedy).all()
+
+
+def without_drafts(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    return p_BV
+
+
+def residual_at_the_limit(known: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
+    unlimited = replace(known, limit_B=torch.full_like(known.limit_B, 9))
+    return right_last_token(unlimited, p_BN1V, place_B)
+
+
+def coin_of_the_seed_alone(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
+    return uniform(seed, torch.zeros_like(output_index), stream)
+
+
+right_last_token = rejection._last_token
+WRONG_RULES = {
+    "p instead of the residual": ("residual", without_drafts),
+    "the draft's noise for the residual": ("RESIDUAL", DRAFT),
+    "the draft's noise for the coin": ("COIN", DRAFT),
+    "the coin's noise for the residual": ("RESIDUAL", COIN),
+    "the same coin at every place": ("uniform", coin_of_the_seed_alone),
+    "the residual where nothing was rejected": ("_last_token", residual_at_the_limit),
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG_RULES.values(), ids=WRONG_RULES.keys())
+def test_a_wrong_rule_is_found_out(
+    name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rejection, name, wrong)
+    told = tell(WORLD, PLAIN, (REJECTION,), limits(2), num_drafts=2, num_tokens=3)
+    with pytest.raises(AssertionError):
+        check_tokens(told, WORLD, PLAIN)
+
+
+def test_drafts_that_were_not_drawn_from_q_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's best tokens, judged as if they had been drawn."""
+    wrong = replace(rejection.REJECTION, pick=_best_with_q)
+    monkeypatch.setitem(KINDS, REJECTION, lambda: wrong)
+    told = tell(WORLD, PLAIN, (REJECTION,), limits(2), num_drafts=2, num_tokens=3)
+    with pytest.raises(AssertionError):
+        check_tokens(told, WORLD, PLAIN)
+
+
+def _best_with_q(adjusted_BV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return adjusted_BV.argmax(1), adjusted_BV.softmax(1)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("overlap", [0.2, 0.5, 0.8, 0.97])
+@pytest.mark.parametrize("kind", [REJECTION, REJECTION_GREEDY])
+def test_the_accepted_length_is_what_theory_expects(
+    kind: str, overlap: float, num_drafts: int
+) -> None:
+    """sum min(p, q) = a at every place gives (1 - a^(n + 1)) / (1 - a) tokens a step; where the
+    draft is q's best token, a is that token's p."""
+    shared = torch.tensor([0.4, 0.3, 0.3, 0.0, 0.0])
+    p, q = (overlap * shared + (1 - overlap) * torch.eye(VOCAB)[i] for i in (3, 4))
+    if kind == REJECTION_GREEDY:
+        p = torch.full((VOCAB,), (1 - overlap) / (VOCAB - 1))
+        p[1], q = overlap, torch.eye(VOCAB)[1]
+    world = World(p.log().expand(VOCAB, -1), q.log().expand(VOCAB, -1))
+    row_B = torch.arange(NUM_ROWS)
+    verdict = one_step(
+        world,
+        (kind,),
+        torch.full_like(row_B, KIND_NUMBERS[kind]),
+        sampling_rows(PLAIN, row_B),
+        torch.zeros_like(row_B),
+        row_B % 50 + 1,
+        torch.full_like(row_B, num_drafts),
+        num_drafts,
+    )
+    emitted_B = (verdict.num_accepted_B + 1).double()
+    expected = (1 - overlap ** (num_drafts + 1)) / (1 - overlap)
+    error = emitted_B.std() / NUM_ROWS**0.5
+    assert abs(emitted_B.mean() - expected) < 4 * error, (emitted_B.mean(), expected)
+
+
+def test_a_token_that_p_rules_out_never_passes_however_small_q_is() -> None:
+    """u * q is 0 in float32, and 0 <= 0."""
+    row_B = torch.arange(2000)
+    logits = torch.zeros(2000, 2, VOCAB)
+    logits[:, 0, 3] = float("-inf")
+    known = evidence(
+        torch.full((2000, 1), 3),
+        logits,
+        sampling_rows(PLAIN, row_B),
+        num_output_B=row_B,
+        limit_B=torch.ones_like(row_B),
+        q_BNV=torch.full((2000, 1, VOCAB), 1e-38),
+    )
+    verdict = rejection.judge(known)
+    assert verdict.num_accepted_B.sum() == 0
+    assert (verdict.tokens_BN1[:, 0] != 3).all()
+
+
+def test_an_empty_residual_falls_back_to_p() -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.25, 0.5]])
+    q = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.25, 0.25]])
+    expected = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.25]])
+    assert torch.equal(rejection.residual(p, q), expected)
+
+
+def test_streams_of_noise_do_not_know_each_other() -> None:
+    seed, index = torch.arange(400), torch.arange(400) % 7
+    noises = [gumbel(seed, index, 50, stream).flatten() for stream in range(4)]
+    assert torch.corrcoef(torch.stack(noises)).triu(1).abs().max() < 0.02
+    coin = uniform(seed, index, COIN)
+    assert coin.dtype == torch.float64 and coin.min() > 0 and coin.max() < 1
+    first = gumbel(seed, index, 1, RESIDUAL).flatten()
+    assert abs(torch.corrcoef(torch.stack((coin.float(), first)))[0, 1]) < 0.2
