@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from cluster.affinity import PrefixAffinity
 from cluster.answer import Answer
@@ -224,18 +224,7 @@ class ClusterGateway:
             log.warning("%s gives no status: %r", info.name, error)
             return NodeStatus(info.name, info.kind, info.epoch, alive=False)
         now = decode(core_node.NodeStatus, data)
-        return NodeStatus(
-            name=now.name,
-            kind=now.kind,
-            epoch=now.epoch,
-            alive=True,
-            num_active_rows=now.num_active_rows,
-            num_free_pages=now.num_free_pages,
-            num_pages=now.num_pages,
-            num_open_leases=now.num_open_leases,
-            num_channels=now.num_channels,
-            num_steps=now.num_steps,
-        )
+        return NodeStatus(alive=True, **asdict(now))
 
     def _on_lost(self, name: str, error: BaseException) -> None:
         self._outages.end(name)

@@ -27,7 +27,9 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One life of one node; ``kind`` is prefill, decode or colocated."""
+    """One life of one node; ``kind`` is prefill, decode or colocated. ``step_s`` is the time of
+    all decode steps, ``program_s`` that of their tensor programs.
+    """
 
     name: str
     kind: str
@@ -39,6 +41,9 @@ class NodeStatus:
     num_open_leases: int = 0
     num_channels: int = 0
     num_steps: int = 0
+    step_s: float = 0.0
+    program_s: float = 0.0
+    num_preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def finished_fields(finished: Finished) -> dict[str, Any]:
         "speculation": {
             **asdict(finished.counts),
             "accepted_per_position": list(finished.counts.accepted_per_position),
+            "drafted_per_position": list(finished.counts.drafted_per_position),
         },
         "timings_ms": asdict(finished.timings_ms),
         "kv_transfer": {
@@ -109,6 +110,7 @@ def _finished(message: pb.Finished) -> LastPiece:
             num_accepted=stats.num_accepted,
             accepted_per_position=tuple(stats.accepted_per_position),
             first_step_accepted=stats.first_step_accepted,
+            drafted_per_position=tuple(stats.drafted_per_position),
         ),
         timings_ms=Timings(
             queue=times.queue,
@@ -195,4 +197,7 @@ def _node_status(message: pb.NodeStatus) -> NodeStatus:
         num_open_leases=message.num_open_leases,
         num_channels=message.num_channels,
         num_steps=message.num_steps,
+        step_s=message.step_s,
+        program_s=message.program_s,
+        num_preempted=message.num_preempted,
     )

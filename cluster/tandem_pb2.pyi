@@ -163,18 +163,20 @@ class Usage(_message.Message):
     def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_drafted", "num_accepted", "accepted_per_position", "first_step_accepted")
+    __slots__ = ("num_steps", "num_drafted", "num_accepted", "accepted_per_position", "first_step_accepted", "drafted_per_position")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_drafted: int
     num_accepted: int
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     first_step_accepted: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., first_step_accepted: _Optional[int] = ...) -> None: ...
+    drafted_per_position: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_steps: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., first_step_accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TimingsMs(_message.Message):
     __slots__ = ("queue", "prefill", "transfer", "first_token", "total")
@@ -265,7 +267,7 @@ class Status(_message.Message):
     def __init__(self, state: _Optional[_Union[Status.State, str]] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_pages", "num_pages", "num_open_leases", "num_channels", "num_steps")
+    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_pages", "num_pages", "num_open_leases", "num_channels", "num_steps", "step_s", "program_s", "num_preempted")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +278,9 @@ class NodeStatus(_message.Message):
     NUM_OPEN_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_CHANNELS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     epoch: str
@@ -286,4 +291,7 @@ class NodeStatus(_message.Message):
     num_open_leases: int
     num_channels: int
     num_steps: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[str] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    step_s: float
+    program_s: float
+    num_preempted: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[str] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ...) -> None: ...

@@ -30,7 +30,9 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node as it is now; pages that only the prefix cache holds count as free."""
+    """A node as it is now; pages that only the prefix cache holds count as free. ``step_s`` is the
+    time of all decode steps, ``program_s`` that of their tensor programs.
+    """
 
     name: str
     kind: str
@@ -41,3 +43,6 @@ class NodeStatus:
     num_open_leases: int
     num_channels: int
     num_steps: int
+    step_s: float = 0.0
+    program_s: float = 0.0
+    num_preempted: int = 0

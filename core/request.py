@@ -93,7 +93,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted.
+    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
+    ``drafted_per_position[i]`` the steps that had that draft.
 
     Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
     node is not in it.
@@ -104,6 +105,7 @@ class SpeculationCounts:
     num_accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     first_step_accepted: int = 0
+    drafted_per_position: tuple[int, ...] = ()
 
     def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
         """These counts had the run of the last step (``before``: the counts then) been cut to
@@ -120,16 +122,18 @@ class SpeculationCounts:
         )
 
     def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        positions = zip_longest(
-            self.accepted_per_position, other.accepted_per_position, fillvalue=0
-        )
         return SpeculationCounts(
             num_steps=self.num_steps + other.num_steps,
             num_drafted=self.num_drafted + other.num_drafted,
             num_accepted=self.num_accepted + other.num_accepted,
-            accepted_per_position=tuple(a + b for a, b in positions),
+            accepted_per_position=_add(self.accepted_per_position, other.accepted_per_position),
             first_step_accepted=self.first_step_accepted + other.first_step_accepted,
+            drafted_per_position=_add(self.drafted_per_position, other.drafted_per_position),
         )
+
+
+def _add(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(ones, others, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

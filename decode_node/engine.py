@@ -41,7 +41,7 @@ class DecodeEngine:
     """``on_frame`` receives one TokenFrame per step, called on the engine thread.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
-    ``step_s`` and ``device_s`` add up all steps' wall time, and that of their tensor programs.
+    ``step_s`` adds up the time of all steps, ``program_s`` that of their tensor programs.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class DecodeEngine:
         self._draft_length = LENGTHS[options.draft_length](self.max_drafts)
         self._loop = create_loop(options.loop, device_type, self)
         self.num_steps = 0
-        self.step_s = self.device_s = 0.0
+        self.num_preempted = 0
+        self.step_s = self.program_s = 0.0
 
     def reserve(self, request: Request) -> Sequence:
         """Row and pages for ``request``; see Scheduler.admit for what it raises."""
@@ -140,9 +141,11 @@ class DecodeEngine:
 
     def make_room(self) -> list[SequenceUpdate]:
         """The preempted go on elsewhere or later, from what they have emitted."""
+        preempted = self.scheduler.make_room()
+        self.num_preempted += len(preempted)
         return [
             SequenceUpdate(sequence.request.request_id, (), PREEMPTED, counts=sequence.counts())
-            for sequence in self.scheduler.make_room()
+            for sequence in preempted
         ]
 
     def launch(self) -> InFlight | None:
@@ -156,10 +159,10 @@ class DecodeEngine:
 
     def finish(self, step: InFlight) -> list[SequenceUpdate]:
         result = self._launcher.collect(step)
-        self.device_s += result.device_s
+        self.program_s += result.program_s
         self._draft_length.record(
             step.num_drafts,
-            result.device_s,
+            result.program_s,
             [
                 (sequence.limit, len(run) - 1)
                 for sequence, run in zip(step.sequences, result.runs, strict=True)

@@ -34,12 +34,12 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave each of its sequences, in their order; ``device_s`` is how long the tensor
+    """What a step gave each of its sequences, in their order; ``program_s`` is how long the tensor
     program ran."""
 
     runs: tuple[tuple[int, ...], ...]
     logprobs: LogprobRows | None
-    device_s: float
+    program_s: float
 
 
 class Launcher:
@@ -87,12 +87,12 @@ class Launcher:
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for ``step`` and read it."""
-        device_s = step.span.wait()
+        program_s = step.span.wait()
         num = len(step.sequences)
         tokens = step.tokens_BN1[:num].tolist()
         accepted = step.num_accepted_B[:num].tolist()
         runs = tuple(tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True))
-        return StepResult(runs, step.logprobs, device_s)
+        return StepResult(runs, step.logprobs, program_s)
 
     def _index(self, sequences: list[Sequence], num_rows: int) -> Tensor:
         slots = [sequence.row for sequence in sequences]

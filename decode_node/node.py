@@ -157,7 +157,7 @@ class DecodeNode:
         task = self._arriving.pop(request_id, None)
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.gather(task, return_exceptions=True)
         await self._loop.call(lambda: self.engine.drop(request_id))
         return pack(Done())
 
@@ -176,6 +176,9 @@ class DecodeNode:
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
             num_steps=self.engine.num_steps,
+            step_s=self.engine.step_s,
+            program_s=self.engine.program_s,
+            num_preempted=self.engine.num_preempted,
         )
         return pack(status)
 

@@ -71,6 +71,7 @@ class Scheduler:
             limit=self._max_drafts if limit is None else min(limit, self._max_drafts),
             num_output=num_output,
             accepted_per_position=[0] * self._max_drafts,
+            drafted_per_position=[0] * self._max_drafts,
         )
         self.sequences[request.request_id] = sequence
         return sequence

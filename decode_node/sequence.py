@@ -29,6 +29,7 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
     first_step_accepted: int = 0
 
     @property
@@ -52,6 +53,8 @@ class Sequence:
         self.num_accepted += num_accepted
         for i in range(num_accepted):
             self.accepted_per_position[i] += 1
+        for i in range(num_drafted):
+            self.drafted_per_position[i] += 1
 
     def counts(self) -> SpeculationCounts:
         return SpeculationCounts(
@@ -60,4 +63,5 @@ class Sequence:
             num_accepted=self.num_accepted,
             accepted_per_position=tuple(self.accepted_per_position),
             first_step_accepted=self.first_step_accepted,
+            drafted_per_position=tuple(self.drafted_per_position),
         )

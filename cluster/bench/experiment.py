@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.progress import Progress
 
 from cluster.bench import speculation
 from cluster.bench.arrivals import arrival_times_s
+from cluster.bench.node_use import NodeUse
 from cluster.bench.options import BenchOptions
 from cluster.bench.runner import Generator, Record, Run
 from cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
@@ -101,11 +102,14 @@ class Trial:
             max_drafts=arm,
             timeout_s=options.timeout_s,
         )
+        before = NodeUse.of(await self._client.status())
         generator = Generator(self._client, sampling, lambda: self._progress.advance(task))
         if due_s is None:
             concurrency = options.concurrency or DEFAULT_CONCURRENCY
-            return await generator.closed_loop(jobs, concurrency, stop_s)
-        return await generator.open_loop(jobs, due_s, stop_s)
+            run = await generator.closed_loop(jobs, concurrency, stop_s)
+        else:
+            run = await generator.open_loop(jobs, due_s, stop_s)
+        return replace(run, use=NodeUse.of(await self._client.status()).since(before))
 
 
 def jobs_of(

@@ -76,15 +76,26 @@ def latency_table(arm: Arm) -> Table:
 
 
 def totals(metrics: Metrics) -> str:
-    """Throughput, tokens and failures in three lines."""
+    """Throughput, tokens, decode steps and failures, a line each."""
     failed = ", ".join(f"{num} {code}" for code, num in sorted(metrics.errors.items()))
     return (
         f"{metrics.requests_per_s:.2f} requests/s (goodput {metrics.goodput_per_s:.2f}/s), "
         f"tokens/s: in {metrics.input_tokens_per_s:.1f}, out {metrics.output_tokens_per_s:.1f}\n"
         f"tokens: prompt {metrics.num_prompt_tokens} (cached {metrics.num_cached_tokens}), "
         f"output {metrics.num_output_tokens}; KV moved: {metrics.kv_bytes / 1e6:.1f} MB\n"
+        f"{_steps(metrics)}\n"
         f"sent {metrics.num_sent}, not sent in time {metrics.num_not_sent}, "
         f"failed {failed or 'none'}"
+    )
+
+
+def _steps(metrics: Metrics) -> str:
+    use = metrics.use
+    if metrics.host_share is None:
+        return "decode steps: the nodes tell nothing of them"
+    return (
+        f"decode steps {use.num_steps}, {_number(use.step_ms)} ms each, of which the host's share "
+        f"{metrics.host_share:.1%}; preempted {use.num_preempted}"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from cluster.bench.node_use import NodeUse
 from cluster.bench.workload import Job
 from cluster.client import AsyncClient, Finished, GenerateOptions, InferenceError
 from cluster.messages import LastPiece
@@ -37,10 +38,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One uninterrupted run; ``num_not_sent`` requests were left when the time was up."""
+    """One uninterrupted run; ``num_not_sent`` requests were left when the time was up. ``use`` is
+    what the decode nodes did meanwhile."""
 
     records: tuple[Record, ...]
     num_not_sent: int
+    use: NodeUse = NodeUse()
 
     @property
     def duration_s(self) -> float:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import fmean, quantiles
 
 from cluster.bench import speculation
+from cluster.bench.node_use import NodeUse
 from cluster.bench.runner import Record, Run
 
 
@@ -52,7 +53,8 @@ class Metrics:
     """Several runs put together. Latencies are of good answers, ``lag_ms`` is of all.
 
     ``lag_ms`` is how late the generator itself sent, and part of the latencies. ``step_ms`` is
-    the mean gap between messages but the first, which waits for the hand-over.
+    the mean gap between messages but the first, which waits for the hand-over. ``host_share`` is
+    the part of a decode step outside its tensor program.
     """
 
     num_ok: int
@@ -75,6 +77,8 @@ class Metrics:
     e2e_ms: Distribution | None
     lag_ms: Distribution | None
     step_ms: float | None
+    use: NodeUse
+    host_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,7 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
     steps = Distribution.of(gap for answer in answers for gap, _ in answer[1:])
     num_prompt = sum(one.num_prompt_tokens for one in finished)
     num_output = sum(one.num_completion_tokens for one in finished)
+    use = NodeUse.total(run.use for run in runs)
     return Metrics(
         num_ok=len(good),
         num_sent=len(records),
@@ -147,6 +152,8 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
         e2e_ms=Distribution.of((r.end_s - r.due_s) * 1e3 for r in good),
         lag_ms=Distribution.of((r.sent_s - r.due_s) * 1e3 for r in records),
         step_ms=None if steps is None else steps.mean,
+        use=use,
+        host_share=use.host_share,
     )
 
 
@@ -155,8 +162,7 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
     good = [r.finished for r in records if r.finished is not None and r.error is None]
     drafted, accepted = Counter[int](), Counter[int]()
     for counts in (one.counts for one in good):
-        num_drafts = round(counts.num_drafted / max(counts.num_steps, 1))
-        drafted.update(dict.fromkeys(range(num_drafts), counts.num_steps))
+        drafted.update({i: num for i, num in enumerate(counts.drafted_per_position) if num})
         accepted.update(dict(enumerate(counts.accepted_per_position)))
     num_steps = sum(one.counts.num_steps for one in good)
     num_later = sum(one.num_completion_tokens - 1 for one in good)

@@ -101,7 +101,7 @@ def _finished(request: Request, num_tokens: int, reason: str) -> Finished:
         num_prompt_tokens=len(request.prompt_ids),
         num_cached_tokens=0,
         num_completion_tokens=num_tokens,
-        counts=SpeculationCounts(1, 3, 2, (1, 1, 0), 2),
+        counts=SpeculationCounts(1, 3, 2, (1, 1, 0), 2, (1, 1, 1)),
         timings_ms=Timings(1.0, 2.0, 3.0, 4.0, 5.0),
         kv_transfer=TransferStats(10, 20, "gloo", 0.5),
         seed=request.sampling.seed or 0,

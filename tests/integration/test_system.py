@@ -80,9 +80,15 @@ async def test_held_out_prompts_are_answered_exactly(server: Serving, client: As
             checked[key] = near_ties(TINY_MODEL, ids, list(answer.token_ids))
         counts = answer.finished.counts
         assert len(answer.token_ids) == MAX_TOKENS
-        assert counts.num_drafted == n * counts.num_steps
+        assert counts.num_drafted == sum(counts.drafted_per_position) <= n * counts.num_steps
         assert answer.finished.kv_transfer.backend == "gloo"
         assert answer.finished.kv_transfer.num_tokens == len(ids)
+    most = [
+        counts
+        for (_, n), answer in zip(jobs, answers, strict=True)
+        if n == 3 and (counts := answer.finished.counts).num_drafted
+    ]
+    assert len(most) > NUM_PROMPTS / 2, "drafts were to pay at this load"
     places = [place for found in checked.values() for place in found]
     print("near ties:", places)
     assert len(places) <= math.ceil(2 * len(jobs) / 1000)

@@ -12,12 +12,13 @@ from cluster.bench import options as options_module
 from cluster.bench import speculation
 from cluster.bench.arrivals import arrival_times_s
 from cluster.bench.experiment import arm_of, due_times_s, speedups
+from cluster.bench.node_use import NodeUse
 from cluster.bench.options import BenchOptions, is_loopback
 from cluster.bench.plot import save_plot
 from cluster.bench.runner import Record, Run
 from cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
 from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
-from cluster.info import ModelInfo
+from cluster.info import ModelInfo, NodeStatus, ServerStatus
 from core.request import Finished, SpeculationCounts, Timings, TransferStats
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 200, 20, (3, 7), 3, True, "float32")
@@ -27,7 +28,8 @@ def answer(
     num_tokens: int = 7, num_steps: int = 3, num_drafts: int = 3, accepted: tuple[int, ...] = (2, 1)
 ) -> Finished:
     """``num_steps`` steps of ``num_drafts`` drafts over a prompt of 10 tokens, 4 cached."""
-    counts = SpeculationCounts(num_steps, num_steps * num_drafts, sum(accepted), accepted)
+    drafted = (num_steps,) * num_drafts
+    counts = SpeculationCounts(num_steps, sum(drafted), sum(accepted), accepted, 0, drafted)
     stats = TransferStats(1000, 10, "gloo", 0.5)
     return Finished(0, "length", 10, 4, num_tokens, counts, Timings(), stats, 0)
 
@@ -173,6 +175,23 @@ def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
     assert found.first == pytest.approx(0.6)
     assert found.accepted_length == pytest.approx((8 + 4 + 6) / 10)
     assert found.fitted == pytest.approx(speculation.fitted_acceptance(1.8, 3))
+
+
+def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
+    def nodes(num_steps: int, step_s: float, program_s: float) -> ServerStatus:
+        prefill = NodeStatus("prefill-0", "prefill", "e", True, num_steps=99)
+        counters = {"num_steps": num_steps, "step_s": step_s, "program_s": program_s}
+        decode = NodeStatus("decode-0", "decode", "e", True, num_preempted=2, **counters)
+        return ServerStatus("SERVING", "split", 0, (prefill, decode, decode))
+
+    before, after = NodeUse.of(nodes(10, 5.0, 4.0)), NodeUse.of(nodes(20, 7.0, 5.5))
+    use = after.since(before)
+    assert (use.num_steps, use.num_preempted) == (20, 0)
+    assert use.host_share == pytest.approx(0.25) and use.step_ms == pytest.approx(200)
+    reborn = NodeUse.of(nodes(1, 0.1, 0.1)).since(after)
+    assert reborn == NodeUse() and reborn.host_share is None and reborn.step_ms is None
+    runs = [Run((), 0, use), Run((), 0, use)]
+    assert measure(runs, Slo()).use == NodeUse(40, 8.0, 6.0, 0)
 
 
 def test_answers_without_steps_or_drafts_have_no_acceptance() -> None:

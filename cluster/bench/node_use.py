@@ -1,0 +1,45 @@
+"""What the decode nodes did during a run, by the counters they keep."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from cluster.info import ServerStatus
+from core.node import PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """Decode steps, their seconds, those of their tensor programs, and preempted sequences.
+
+    Everything of a step outside its tensor program is the host's share: choosing who runs,
+    building the batch, reading tokens, telling them.
+    """
+
+    num_steps: int = 0
+    step_s: float = 0.0
+    program_s: float = 0.0
+    num_preempted: int = 0
+
+    @classmethod
+    def of(cls, status: ServerStatus) -> "NodeUse":
+        """Since the nodes were born."""
+        nodes = [node for node in status.nodes if node.kind != PREFILL]
+        return cls(*(sum(getattr(node, f.name) for node in nodes) for f in fields(cls)))
+
+    def since(self, before: "NodeUse") -> "NodeUse":
+        """Nothing if a node's counters went back, as at its rebirth."""
+        parts = [getattr(self, f.name) - getattr(before, f.name) for f in fields(self)]
+        return NodeUse(*parts) if min(parts) >= 0 else NodeUse()
+
+    @classmethod
+    def total(cls, uses: Iterable["NodeUse"]) -> "NodeUse":
+        uses = list(uses)
+        return cls(*(sum(getattr(use, f.name) for use in uses) for f in fields(cls)))
+
+    @property
+    def host_share(self) -> float | None:
+        return 1 - self.program_s / self.step_s if self.step_s else None
+
+    @property
+    def step_ms(self) -> float | None:
+        return self.step_s / self.num_steps * 1e3 if self.num_steps else None
