@@ -20,10 +20,12 @@ from core.wire import pack
 from decode_node import messages as on_decode
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
+from kv_transfer.tasks import Tasks
 from prefill_node import messages as on_prefill
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
+_releases = Tasks()
 Reply = TypeVar("Reply")
 
 
@@ -72,7 +74,7 @@ async def run_request(
         pair.prefill.num_tokens -= num_tokens
         pair.decode.close_inbox(request.request_id)
         if not decoded:
-            await asyncio.shield(asyncio.create_task(_release(request, pair)))
+            await _releases.detached(_release(request, pair))
 
 
 async def _reserve(request: Request, pair: Pair, num_tokens: int) -> None:

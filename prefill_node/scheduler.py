@@ -1,7 +1,8 @@
 """Which prompt tokens the next prefill step computes. Plain Python.
 
-First come, first served, in chunks of at most the token budget; a part of the budget is kept
-for short prompts behind a long one, so that these never wait for the whole of it.
+First come, first served, in chunks of at most the token budget; a part of the budget goes to the
+shortest of those behind, so that a short prompt never waits for the whole of a long one, nor for
+all of several.
 """
 
 from collections import deque
@@ -84,15 +85,18 @@ class Scheduler:
     def next_chunks(self) -> list[Chunk]:
         """The next tokens to compute, at most the budget in all; empty when nothing waits.
 
-        The first prompt leaves ``1 / SHORT_SHARE`` of the budget to those behind it if they
-        want it, and they get what it does not need.
+        The first prompt leaves ``1 / SHORT_SHARE`` of the budget to those behind it if they want
+        it, and they get what it does not need, those with the fewest tokens left first. Nobody
+        waits for ever: whoever came first moves on in every step.
         """
         chunks: list[Chunk] = []
         left = self._max_batch_tokens
-        for place, key in enumerate(self._waiting):
-            sequence = self.sequences[key]
+        waiting = [self.sequences[key] for key in self._waiting]
+        for place, sequence in enumerate(
+            waiting[:1] + sorted(waiting[1:], key=lambda one: one.num_left)
+        ):
             allowed = left
-            if place == 0 and len(self._waiting) > 1:
+            if place == 0 and len(waiting) > 1:
                 allowed = max(1, left - left // SHORT_SHARE)
             num_tokens = min(allowed, sequence.num_left)
             if num_tokens == 0:

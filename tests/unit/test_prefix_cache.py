@@ -87,6 +87,16 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(budget: int) -> None:
     assert chunks[1].is_last and sum(c.num_tokens for c in chunks) <= budget
 
 
+def test_a_short_prompt_waits_for_no_part_of_a_second_long_one() -> None:
+    scheduler = Scheduler(PagePool(4000, SIZE), 64)
+    for name in ("long", "longer"):
+        scheduler.admit(request(name, tuple(range(4000))), 0)
+    scheduler.admit(request("short", tuple(range(9000, 9010))), 0)
+    first, second, third = scheduler.next_chunks()
+    assert second.sequence.request.request_id == "short" and second.is_last
+    assert (first.num_tokens, third.num_tokens) == (48, 6)
+
+
 class Traffic(RuleBasedStateMachine):
     """Prompts that share beginnings, admitted, computed in pieces and dropped in any order."""
 
@@ -112,6 +122,10 @@ class Traffic(RuleBasedStateMachine):
         chunks = self.scheduler.next_chunks()
         assert bool(chunks) == bool(before)
         assert sum(chunk.num_tokens for chunk in chunks) <= 7
+        if chunks:
+            first, share = self.scheduler._waiting[0], 7 - 7 // SHORT_SHARE
+            assert chunks[0].sequence is self.scheduler.sequences[first], "the first is passed"
+            assert chunks[0].num_tokens >= min(chunks[0].sequence.num_left, share)
         for chunk in chunks:
             self.scheduler.advance(chunk, 5 if chunk.is_last else None)
 
