@@ -1,0 +1,98 @@
+"""Acceptance after steps without drafts, against a run that never stopped drafting.
+
+    python -m benchmarks.warm_cache [--path DIR] [--num-prompts 100] [--idle-steps 20] [--json]
+
+Both runs write the same greedy answers, so the steps compared start behind the same 20 tokens. A
+drafter whose cache went cold meanwhile would show here (bar: within 2 %).
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.accepted_length import BATCH, TINY, batches, requests
+from core.request import Request
+from core.settings import NodeSettings
+from model.loaded import LoadedModel, load_model
+from tests.engines import Bench
+
+
+class IdleFirst:
+    """No drafts in the first ``num_steps`` steps, then ``most``."""
+
+    def __init__(self, num_steps: int, most: int) -> None:
+        self._num_left, self._most = num_steps, most
+
+    def choose(self, limits: Sequence[int]) -> int:
+        self._num_left -= 1
+        return 0 if self._num_left >= 0 else self._most
+
+    def record(self, *_: object) -> None:
+        return
+
+
+def runs_behind(bench: Bench, num_first: int) -> list[int]:
+    """Tokens of every step that starts behind ``num_first`` tokens of decoding, but each
+    answer's last, which may be cut."""
+    told: dict[str, list[int]] = defaultdict(list)
+    for update in bench.updates():
+        told[update.request_id].append(len(update.token_ids))
+    kept = []
+    for runs in told.values():
+        behind = 0
+        for run in runs[:-1]:
+            if behind >= num_first:
+                kept.append(run)
+            behind += run
+    return kept
+
+
+def measure(
+    loaded: LoadedModel, asked: list[Request], num_idle: int, num_first: int
+) -> dict[str, float]:
+    """Mean accepted drafts and accepted length of the steps behind ``num_first`` tokens."""
+    runs: list[int] = []
+    title = f"{num_idle} steps without drafts"
+    for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
+        bench = Bench(loaded, max_rows=BATCH, num_pages=600, page_size=64)
+        bench.decode._draft_length = IdleFirst(num_idle, bench.num_drafts)
+        bench.generate(*batch)
+        runs += runs_behind(bench, num_first)
+        bench.check_empty()
+    length = sum(runs) / len(runs)
+    return {"num_steps": len(runs), "accepted": length - 1, "accepted_length": length}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
+    parser.add_argument("--num-prompts", type=int, default=100)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--idle-steps", type=int, default=20)
+    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args = parser.parse_args()
+    settings = NodeSettings(name="bench", model_path=str(args.path), num_threads=args.num_threads)
+    loaded = load_model(settings)
+    asked = requests(args.path, args.num_prompts, args.max_tokens)
+    arms = {
+        name: measure(loaded, asked, num_idle, args.idle_steps)
+        for name, num_idle in (("uninterrupted", 0), ("interrupted", args.idle_steps))
+    }
+    ratio = arms["interrupted"]["accepted"] / arms["uninterrupted"]["accepted"]
+    if args.json:
+        print(json.dumps({**arms, "ratio": ratio}))
+        return
+    for name, arm in arms.items():
+        Console().print(f"{name:>13}  {arm['accepted_length']:.3f} tokens a step, "
+                        f"{arm['num_steps']} steps")  # fmt: skip
+    Console().print(f"{'accepted':>13}  {ratio:.4f} of the uninterrupted run's drafts")
+
+
+if __name__ == "__main__":
+    main()
