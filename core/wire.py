@@ -26,7 +26,7 @@ class WireError(ValueError):
 
 def pack(message: Any) -> bytes:
     """Encode a message dataclass; its own field values are trusted (they are ours)."""
-    cls = type(message)
+    cls: Any = type(message)
     return msgpack.packb([cls.__name__, _writer(cls)(message)])
 
 
@@ -44,10 +44,12 @@ def unpack(cls: type[Message], data: bytes) -> Message:
         raise WireError(f"expected {cls.__name__} as [name, fields], got {body!r:.200}")
     if body[0] != cls.__name__:
         raise WireError(f"expected message {cls.__name__}, got {body[0]!r:.80}")
+    checked: Any = cls
     try:
-        return _reader(cls)(body[1])
+        message: Message = _reader(checked)(body[1])
     except _Mismatch as mismatch:
         raise WireError(f"{cls.__name__}{mismatch.path}: {mismatch.text}") from None
+    return message
 
 
 class _Mismatch(Exception):
@@ -111,10 +113,14 @@ def _reader(expected: Any) -> Convert:
     if origin is dict:
         return _dict_reader(expected, _reader(parts[1]))
     if expected is float:
-        return lambda v: (
-            v if type(v) is float else float(v) if type(v) is int else _refuse(float, v)
-        )
+        return _read_float
     return lambda value: value if type(value) is expected else _refuse(expected, value)
+
+
+def _read_float(value: Any) -> float:
+    if type(value) is int:
+        return float(value)
+    return value if type(value) is float else _refuse(float, value)
 
 
 def _message_reader(cls: type) -> Convert:
