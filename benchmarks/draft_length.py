@@ -1,0 +1,134 @@
+"""Tokens per second by batch size with every fixed number of drafts, and with as many as pay.
+
+    python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--plot FILE.png] [--json]
+
+All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
+"by_load" spends on trying other lengths is in its figure.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.accepted_length import TINY, requests
+from core.request import Request
+from core.settings import NodeSettings
+from decode_node.draft_length import LengthByLoad
+from model.loaded import LoadedModel, load_model
+from tests.engines import Bench
+
+MAX_DRAFTS = 3
+BY_LOAD = "by_load"
+ARMS = [*map(str, range(MAX_DRAFTS + 1)), BY_LOAD]
+
+
+class Arm:
+    """One way to choose the length; what it has learned lasts over its turns."""
+
+    def __init__(self, name: str, loaded: LoadedModel, batch_size: int) -> None:
+        is_fixed = name != BY_LOAD
+        self.num_tokens, self.seconds = 0, 0.0
+        self._policy = None if is_fixed else LengthByLoad(MAX_DRAFTS)
+        self._bench = Bench(
+            loaded,
+            num_drafts=int(name) if is_fixed else MAX_DRAFTS,
+            max_rows=batch_size,
+            num_pages=1 + 12 * batch_size,
+            page_size=64,
+        )
+
+    def turn(self, asked: list[Request]) -> None:
+        """Decode one full batch to its end; prefill does not count."""
+        if self._policy is not None:
+            self._bench.decode._draft_length = self._policy
+        for request in asked:
+            self._bench.start(request)
+        self._bench.frames.clear()
+        began_at = time.perf_counter()
+        while self._bench.decode.has_work():
+            self._bench.decode.step()
+        self.seconds += time.perf_counter() - began_at
+        self.num_tokens += sum(len(update.token_ids) for update in self._bench.updates())
+        self._bench.check_empty()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def measure(
+    loaded: LoadedModel, asked: Iterator[Request], batch_size: int, num_rounds: int, bar: Progress
+) -> dict[str, float]:
+    """Tokens per second of each arm."""
+    arms = {name: Arm(name, loaded, batch_size) for name in ARMS}
+    task = bar.add_task(f"batch of {batch_size}", total=num_rounds * len(arms))
+    for i in range(num_rounds):
+        batch = list(islice(asked, batch_size))
+        for name in ARMS[:: -1 if i % 2 else 1]:
+            arms[name].turn(batch)
+            bar.advance(task)
+    return {name: arm.tokens_per_s for name, arm in arms.items()}
+
+
+def show(results: dict[int, dict[str, float]]) -> Table:
+    table = Table(title="tokens per second, all rows together")
+    table.add_column("rows")
+    for name in ARMS:
+        table.add_column(name if name == BY_LOAD else f"n = {name}", justify="right")
+    table.add_column("by_load / best", justify="right")
+    for size, rates in results.items():
+        best = max(rate for name, rate in rates.items() if name != BY_LOAD)
+        cells = [f"{rates[name]:.0f}" for name in ARMS]
+        table.add_row(str(size), *cells, f"{rates[BY_LOAD] / best:.2f}")
+    return table
+
+
+def save_plot(path: Path, results: dict[int, dict[str, float]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in ARMS:
+        rates = [rates[name] for rates in results.values()]
+        style = {"linewidth": 3, "color": "black"} if name == BY_LOAD else {"linestyle": "--"}
+        label = "as many as pay" if name == BY_LOAD else f"{name} drafts"
+        axes.plot(list(results), rates, marker="o", label=label, **style)
+    axes.set(xlabel="rows", ylabel="tokens per second", xscale="log", ylim=(0, None))
+    axes.set_xticks(list(results), [str(size) for size in results])
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
+    parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args = parser.parse_args()
+    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    settings = NodeSettings(name="bench", model_path=str(args.path), num_threads=args.num_threads)
+    loaded = load_model(settings)
+    asked = iter(requests(args.path, args.rounds * sum(sizes), args.max_tokens))
+    with Progress(console=Console(stderr=True)) as bar:
+        results = {size: measure(loaded, asked, size, args.rounds, bar) for size in sizes}
+    if args.plot is not None:
+        save_plot(args.plot, results)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        Console().print(show(results))
+
+
+if __name__ == "__main__":
+    main()
