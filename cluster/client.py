@@ -18,14 +18,14 @@ import grpc
 
 from cluster import tandem_pb2 as pb
 from cluster import tandem_pb2_grpc as rpc
+from cluster.client_request import GenerateOptions
 from cluster.client_stream import (
     CHANNEL_OPTIONS,
     Completion,
-    GenerateOptions,
     InferenceError,
     Retries,
     StreamPlan,
-    completion_of,
+    completions_of,
     inference_error,
 )
 from cluster.info import ModelInfo, ServerStatus
@@ -58,7 +58,8 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> Generator[Delta | LastPiece, None, None]:
-        """Stream the answer to ``prompt`` (text or token ids): deltas, then a ``Finished``.
+        """Stream the answer to ``prompt`` (text or token ids): deltas, then a ``Finished``; of each
+        of ``n`` answers, told apart by ``index``.
 
         Every piece has ``text`` and ``token_ids``. Closing the generator ends the request.
         Raises ``ValueError`` at once if an option cannot be sent.
@@ -68,8 +69,14 @@ class Client:
     def complete(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """The whole answer; takes what ``generate`` takes."""
-        return completion_of(list(self.generate(prompt, **options)))
+        """The whole answer, the first of several; takes what ``generate`` takes."""
+        return self.complete_all(prompt, **options)[0]
+
+    def complete_all(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """All ``n`` answers, by index."""
+        return completions_of(self.generate(prompt, **options))
 
     def abort(self, request_id: str) -> bool:
         """End a request; its stream gets ``Finished``. False if no such request is running."""
@@ -102,7 +109,7 @@ class Client:
                     for response in call:
                         piece = plan.receive(response)
                         yield piece
-                        if isinstance(piece, LastPiece):
+                        if plan.is_done:
                             return
                 except grpc.RpcError as error:
                     problem = error
@@ -140,8 +147,14 @@ class AsyncClient:
     async def complete(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """The whole answer; takes what ``generate`` takes."""
-        return completion_of([piece async for piece in self.generate(prompt, **options)])
+        """As ``Client.complete``."""
+        return (await self.complete_all(prompt, **options))[0]
+
+    async def complete_all(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """As ``Client.complete_all``."""
+        return completions_of([piece async for piece in self.generate(prompt, **options)])
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets ``Finished``. False if no such request is running."""
@@ -177,7 +190,7 @@ class AsyncClient:
                     async for response in call:
                         piece = plan.receive(response)
                         yield piece
-                        if isinstance(piece, LastPiece):
+                        if plan.is_done:
                             return
                 except grpc.RpcError as error:
                     problem = error

@@ -86,7 +86,8 @@ async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     [decode_handle] = cluster.gateway._decodes.values()
     wires = Wire(prefill_handle.control), Wire(decode_handle.control)
     prefill_handle.control, decode_handle.control = wires
-    decode.node._find_owner = lambda name: wires[0]
+    owner = Wire(decode.node._find_owner(prefill_handle.info.name))
+    decode.node._find_owner = lambda name: owner
     gates = Gate(prefill), Gate(decode)
     try:
         yield *gates, *wires

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.client import AsyncClient, Completion, GenerateOptions
-from cluster.client_stream import completion_of
+from cluster.client_stream import completions_of
 from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, run, running_server
 from cluster.config import load
 from cluster.messages import finished_fields
@@ -136,7 +136,7 @@ async def _print_answer(
             pieces.append(piece)
             if not as_json:
                 print(piece.text, end="", flush=True)
-    answer = completion_of(pieces)
+    [answer] = completions_of(pieces)
     if as_json:
         print(_as_json(answer), flush=True)
     elif sys.stdout.isatty():

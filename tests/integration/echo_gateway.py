@@ -83,20 +83,22 @@ class EchoGateway:
                     break
                 piece = tokens[i : i + 2]
                 text = text_of(tokens[: i + 2])[len(text_of(tokens[:i])) :]
-                yield Delta(0, piece, text)
+                for index in range(request.sampling.n):
+                    yield Delta(index, piece, text)
                 await asyncio.sleep(0)
                 i += len(piece)
             if failure is not None:
                 raise failure
-            yield _finished(request, i, "abort" if aborted.is_set() else "length")
+            for index in range(request.sampling.n):
+                yield _finished(request, i, "abort" if aborted.is_set() else "length", index)
         finally:
             del self._aborted[request.request_id]
             self.num_closed += 1
 
 
-def _finished(request: Request, num_tokens: int, reason: str) -> Finished:
+def _finished(request: Request, num_tokens: int, reason: str, index: int) -> Finished:
     return Finished(
-        index=0,
+        index=index,
         finish_reason=reason,
         num_prompt_tokens=len(request.prompt_ids),
         num_cached_tokens=0,

@@ -80,6 +80,22 @@ async def test_retries_are_bounded(server: Server, gateway: EchoGateway) -> None
     assert len(gateway.requests) == 3
 
 
+async def test_several_answers_come_whole_or_not_at_all(
+    server: Server, client: AsyncClient, gateway: EchoGateway
+) -> None:
+    """Only before their first token is a stream of several answers tried again."""
+    answers = await client.complete_all("abc", n=3, max_tokens=9)
+    expected = answer_to(gateway.requests[0].prompt_ids, 9)
+    assert [(a.finished.index, a.token_ids) for a in answers] == [(i, expected) for i in range(3)]
+    with Client(server.address) as sync:
+        assert await asyncio.to_thread(sync.complete_all, "abc", n=3, max_tokens=9) == answers
+    gateway.failures = [(0, NodeLost("gone"))]
+    assert await client.complete_all("abc", n=3, max_tokens=9) == answers
+    gateway.failures = [(4, NodeLost("gone"))]
+    error = await failure_of(client.complete_all("abc", n=2, max_tokens=9))
+    assert (error.code, error.token_ids) == (grpc.StatusCode.UNAVAILABLE, ())
+
+
 async def test_a_client_that_leaves_frees_its_request(
     client: AsyncClient, gateway: EchoGateway
 ) -> None:

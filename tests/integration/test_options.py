@@ -8,6 +8,7 @@ import pytest
 
 from cluster import tandem_pb2 as pb
 from cluster import tandem_pb2_grpc as rpc
+from cluster.client import AsyncClient, GenerateOptions
 from cluster.config import TINY_MODEL, load
 from cluster.server import Server
 from core.errors import Overloaded
@@ -131,6 +132,13 @@ async def test_all_of_it_over_grpc() -> None:
             assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
             assert end.finish_reason == "stop"
             assert end.usage.completion == sum(len(delta.token_ids) for delta in deltas)
+        async with AsyncClient(server.address) as client:
+            warm = GenerateOptions(max_tokens=20, temperature=0.9, ignore_eos=True)
+            several = await client.complete_all(ids, n=3, seed=7, **warm)
+            for i, answer in enumerate(several):
+                alone = await client.complete(ids, seed=answer.finished.seed, **warm)
+                assert (answer.finished.index, alone.token_ids) == (i, answer.token_ids)
+            assert len(several) == 3 and len({answer.text for answer in several}) > 1
         await cluster.check_empty()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster import tandem_pb2 as pb
-from cluster.client_stream import GenerateOptions, build_request
+from cluster.client_request import GenerateOptions, build_request
 from cluster.info import ModelInfo
 from cluster.messages import (
     finished_fields,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster import tandem_pb2 as pb
-from cluster.client_stream import GenerateOptions, build_request
+from cluster.client_request import GenerateOptions, build_request
 from cluster.request_mapping import to_request
 from core.request import (
     REJECTION,
