@@ -67,6 +67,10 @@ class ClusterGateway:
         self._rows = asyncio.Semaphore(sum(d.info.max_rows for d in decodes))
         self._pumps = [FramePump(handle, self._on_lost) for handle in decodes]
 
+    @property
+    def handles(self) -> list[PrefillHandle | DecodeHandle]:
+        return [*self._prefills.values(), *self._decodes.values()]
+
     def model_info(self) -> ModelInfo:
         info = next(iter(self._decodes.values())).info
         return ModelInfo(
@@ -156,11 +160,7 @@ class ClusterGateway:
         return bool(usable_pairs(prefills, decodes, self._outages.names))
 
     async def status(self) -> ServerStatus:
-        handles: list[PrefillHandle | DecodeHandle] = [
-            *self._prefills.values(),
-            *self._decodes.values(),
-        ]
-        nodes = await asyncio.gather(*(self._node_status(handle) for handle in handles))
+        nodes = await asyncio.gather(*(self._node_status(handle) for handle in self.handles))
         return ServerStatus(SERVING, self.config.mode, len(self._running), tuple(nodes))
 
     async def stop(self) -> None:

@@ -1,0 +1,203 @@
+"""However and whenever a request is ended, both nodes are free of it after a step of each.
+
+Real gRPC, real nodes, real channels. Engines make only the steps they are given, so each phase
+is held until the request has been ended there.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from cluster.config import TINY_MODEL
+from decode_node.build import DecodeRank
+from kv_transfer.pages import PagePool
+from prefill_node.build import PrefillRank
+from tests.exact import near_ties
+from tests.gates import until
+from tests.scene import Scene, prompts, scene
+
+WAYS = ("drop", "abort", "deadline")
+DEADLINE_S = 2.0
+"""Long enough to reach a phase, which then lasts until the deadline has passed."""
+MAX_STEPS = 2
+"""Of each engine, from its hearing of the end until nothing of the request is left."""
+VICTIM, AHEAD = "victim", "ahead"
+Phase = Callable[[Scene], Awaitable[None]]
+
+
+def deadline_s(way: str) -> float | None:
+    return DEADLINE_S if way == "deadline" else None
+
+
+async def queued(at: Scene) -> None:
+    """Every row is taken; it waits at the gateway."""
+    await until(lambda: at.cluster.gateway._num_queued)
+
+
+async def reserving(at: Scene) -> None:
+    """It has asked for a row; the decode engine is in the middle of a step."""
+    await until(lambda: VICTIM in at.cluster.decodes[0].node._reserving and at.decode.is_asked)
+
+
+async def without_decode_pages(at: Scene) -> None:
+    """Refused for want of pages, it asks again and again."""
+    await until(lambda: ("reserve", "Overloaded") in at.to_decode.refused, at.answer)
+
+
+async def without_prefill_pages(at: Scene) -> None:
+    """The decode node waits to pull what the prefill node has no pages for yet."""
+    await until(lambda: ("prefill", "Overloaded") in at.to_prefill.refused, at.answer)
+    assert at.on_decode(VICTIM) and not at.on_prefill(VICTIM)
+
+
+async def behind_another(at: Scene) -> None:
+    """Its prompt waits behind that of another; its pull waits too."""
+    await until(lambda: at.prefill_sequence(VICTIM), at.answer)
+    sequence = at.prefill_sequence(VICTIM)
+    assert sequence is not None and sequence.num_done == 0 and at.on_decode(VICTIM)
+
+
+async def amid_its_prompt(at: Scene) -> None:
+    """Some chunks of the prompt are computed."""
+
+    def is_there() -> bool:
+        sequence = at.prefill_sequence(VICTIM)
+        return sequence is not None and sequence.num_done >= 32
+
+    await until(is_there, at.prefill_on)
+    await until(lambda: at.prefill.is_held, at.yield_thread)
+    sequence = at.prefill_sequence(VICTIM)
+    assert sequence is not None and sequence.num_left > 0
+
+
+async def before_the_pull(at: Scene) -> None:
+    """The first token is out; the channel is busy with another pull."""
+    [link] = at.cluster.decodes[0].node.sink._links.values()
+    await link.lock.acquire()
+    at.undo.append(link.lock.release)
+    await until(lambda: at.streams[VICTIM].tokens, at.prefill_on)
+    await until(lambda: VICTIM in at.cluster.decodes[0].node._arriving)
+
+
+async def on_the_wire(at: Scene) -> None:
+    """Bytes are being sent when the request ends."""
+    [(_, building)] = at.cluster.prefills[0].node.source._channels._accepting.values()
+    channel = building.result()
+    transfer, goes_on = channel._transfer, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(job: object) -> None:
+        asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
+        transfer(job)
+
+    channel._transfer = slow
+    at.undo.append(goes_on.set)
+    sender = at.cluster.prefills[0].node.source._sender
+    await until(lambda: at.streams[VICTIM].tokens and sender.staging.num_taken, at.prefill_on)
+
+
+async def decoding(at: Scene) -> None:
+    await until(lambda: len(at.streams[VICTIM].tokens) >= 4, lambda: at.decode_on(VICTIM))
+
+
+async def preempted(at: Scene) -> None:
+    """It made way for the older one and waits to go on, holding nothing."""
+    sequences = at.cluster.decodes[0].engine.scheduler.sequences
+
+    def has_run() -> bool:
+        return VICTIM in sequences and len(at.streams[VICTIM].tokens) > 1
+
+    await until(has_run, lambda: at.decode_on(VICTIM))
+    await until(lambda: VICTIM not in sequences, lambda: at.decode_on(VICTIM))
+    num_refused = len(at.to_decode.refused)
+    await until(lambda: len(at.to_decode.refused) > num_refused, at.answer)
+
+
+PHASES: list[tuple[Phase, tuple[str, ...]]] = [
+    (queued, ("decode.max_rows=1",)),
+    (reserving, ()),
+    (without_decode_pages, ()),
+    (without_prefill_pages, ()),
+    (behind_another, ("decode.max_rows=3",)),
+    (amid_its_prompt, ()),
+    (amid_its_prompt, ("mode=colocated",)),
+    (before_the_pull, ()),
+    (on_the_wire, ()),
+    (decoding, ()),
+    (decoding, ("decode.loop=overlapped",)),
+    (decoding, ("mode=colocated",)),
+    (preempted, ()),
+    (preempted, ("decode.loop=overlapped",)),
+]
+
+
+async def prepare(at: Scene, phase: Phase) -> None:
+    """Take pages away, or send a long prompt ahead, where the phase needs it."""
+    prefill, decode = at.cluster.prefills[0], at.cluster.decodes[0]
+    if phase is behind_another:
+        at.ask(AHEAD, prompts(1, 100)[0], 4)
+        await until(lambda: at.prefill_sequence(AHEAD) and at.prefill.is_held, at.answer)
+    if phase is without_prefill_pages:
+        await leave_pages(at, prefill, 5)
+    if phase is without_decode_pages:
+        await leave_pages(at, decode, 5)
+    if phase is preempted:
+        await leave_pages(at, decode, 12)
+
+
+async def leave_pages(at: Scene, rank: PrefillRank | DecodeRank, num_left: int) -> None:
+    """Take all but so many of a rank's free pages until the phase is over."""
+    pool: PagePool = rank.engine.scheduler._pool
+    taken: list[int] = []
+    posted = rank.loop.post(lambda: taken.extend(pool.allocate(pool.num_available - num_left)))
+    await until(posted.done, at.answer)
+    at.undo.append(lambda: rank.loop.post(lambda: pool.release(taken)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("phase", "sets"), PHASES, ids=lambda p: p.__name__ if callable(p) else " ".join(p)
+)
+async def test_an_ended_request_is_gone_after_a_step(
+    phase: Phase, sets: tuple[str, ...], way: str
+) -> None:
+    async with scene(*sets) as at:
+        await prepare(at, phase)
+        at.ask(VICTIM, prompts(1, 60)[0], 30, timeout_s=deadline_s(way))
+        await phase(at)
+        before = at.prefill.num_given, at.decode.num_given
+        await at.end(VICTIM, way)
+        await until(lambda: not at.is_held(VICTIM), at.answer)
+        assert at.prefill.num_given - before[0] <= MAX_STEPS
+        assert at.decode.num_given - before[1] <= MAX_STEPS
+        ended = at.streams.pop(VICTIM).task
+        await asyncio.wait([ended])
+        end = "dropped" if ended.cancelled() else ended.result()
+        assert end == {"drop": "dropped", "abort": "abort", "deadline": "DEADLINE_EXCEEDED"}[way]
+        await go_on(at)
+
+
+async def go_on(at: Scene) -> None:
+    """All others finish exactly, and nothing is left."""
+    for undo in at.undo:
+        undo()
+    at.prefill.open()
+    at.decode.open()
+    for stream in at.streams.values():
+        assert await stream.task == "length"
+        assert not near_ties(TINY_MODEL, stream.ids, stream.tokens)
+    await at.cluster.check_empty()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_all_answers_of_an_ended_request_are_gone(way: str) -> None:
+    """n = 2: both are on the nodes as requests of their own."""
+    async with scene("decode.max_rows=3") as at:
+        at.ask(VICTIM, prompts(1, 20)[0], 30, timeout_s=deadline_s(way), num_answers=2)
+        both = [f"{VICTIM} {i}" for i in range(2)]
+        await until(lambda: all(map(at.on_decode, both)), at.prefill_on)
+        await at.end(VICTIM, way)
+        await until(lambda: not any(map(at.is_held, both)), at.prefill_on)
+        await asyncio.wait([at.streams.pop(VICTIM).task])
+        await go_on(at)

@@ -1,0 +1,163 @@
+"""A cluster behind real gRPC whose engines are held, one request decoding in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer
+
+from cluster import tandem_pb2 as pb
+from cluster import tandem_pb2_grpc as rpc
+from cluster.client_request import build_request
+from cluster.config import TINY_MODEL
+from cluster.messages import piece_from_proto
+from cluster.server import Server
+from prefill_node.sequence import Sequence
+from tests.gates import Gate, Wire, gated, until
+from tests.rig import Rig, rig
+from training.corpus import held_out_prompts
+
+SETS = (
+    "server.address=127.0.0.1:0", "kv.page_size=8", "kv.num_pages=60", "decode.max_rows=2",
+    "prefill.max_batch_tokens=16",
+)  # fmt: skip
+OTHER = "other"
+
+
+@dataclass
+class Stream:
+    """A request as its client follows it."""
+
+    ids: list[int]
+    task: "asyncio.Task[str]"
+    tokens: list[int]
+
+
+async def _follow(call: Any, tokens: list[int]) -> str:
+    """How the stream ends: a finish reason, or the name of its gRPC status."""
+    reason = ""
+    try:
+        async for response in call:
+            if response.HasField("delta"):
+                tokens += response.delta.token_ids
+            else:
+                reason = piece_from_proto(response).finish_reason
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    finally:
+        call.cancel()
+    return reason
+
+
+@dataclass
+class Scene:
+    """A cluster whose engines are held, one request decoding in it."""
+
+    cluster: Rig
+    stub: rpc.InferenceStub
+    prefill: Gate
+    decode: Gate
+    to_prefill: Wire
+    to_decode: Wire
+    streams: dict[str, Stream] = field(default_factory=dict)
+    undo: list[Callable[[], object]] = field(default_factory=list)
+
+    def ask(
+        self,
+        name: str,
+        ids: list[int],
+        max_tokens: int,
+        timeout_s: float | None = None,
+        num_answers: int = 1,
+    ) -> None:
+        """Send a request of this id and follow its stream from now on."""
+        message = build_request(
+            ids,
+            {"request_id": name, "max_tokens": max_tokens, "ignore_eos": True, "max_drafts": 1},
+        )
+        message.sampling.n = num_answers
+        call = self.stub.Generate(message, timeout=timeout_s)
+        tokens: list[int] = []
+        task = asyncio.create_task(_follow(call, tokens))
+        self.streams[name] = Stream(ids, task, tokens)
+
+    def prefill_sequence(self, name: str) -> Sequence | None:
+        sequences = self.cluster.prefills[0].engine.scheduler.sequences
+        return next((s for key, s in sequences.items() if key[0] == name), None)
+
+    def on_prefill(self, name: str) -> bool:
+        source = self.cluster.prefills[0].node.source
+        keys = {*source._book.open_keys(), *source._book.leases.keys()}
+        return self.prefill_sequence(name) is not None or any(key[0] == name for key in keys)
+
+    def on_decode(self, name: str) -> bool:
+        [decode] = self.cluster.decodes
+        held = (decode.engine.scheduler.sequences, decode.node._arriving, decode.node._reserving)
+        return any(name in each for each in held)
+
+    def is_held(self, name: str) -> bool:
+        """Whether gateway or nodes hold anything of a request."""
+        [handle] = self.cluster.gateway._decodes.values()
+        return (
+            name in self.cluster.gateway._running
+            or name in handle.inboxes
+            or self.on_prefill(name)
+            or self.on_decode(name)
+        )
+
+    def answer(self) -> None:
+        """Give a step to each engine that somebody waits for."""
+        for gate in (self.prefill, self.decode):
+            if gate.is_asked:
+                gate.give()
+
+    def prefill_on(self) -> None:
+        if self.prefill.is_held:
+            self.prefill.give()
+        self.yield_thread()
+        self.answer()
+
+    def yield_thread(self) -> None:
+        """Colocated engines step by turns: nothing is prefilled while a decode step is held."""
+        [prefill], [decode] = self.cluster.prefills, self.cluster.decodes
+        if prefill.loop is decode.loop and prefill.engine.has_work() and self.decode.is_held:
+            self.decode.give()
+
+    def decode_on(self, name: str) -> None:
+        self.prefill_on()
+        if self.decode.is_held and self.on_decode(name):
+            self.decode.give()
+
+    async def end(self, name: str, way: str) -> None:
+        """End a request by one of the three ways; its deadline was set when it was sent."""
+        stream = self.streams[name]
+        if way == "drop":
+            stream.task.cancel()
+        elif way == "abort":
+            assert (await self.stub.Abort(pb.AbortRequest(request_id=name))).found
+        else:
+            await stream.task
+
+
+@asynccontextmanager
+async def scene(*sets: str) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(rig(TINY_MODEL, *SETS, *sets))
+        server = await stack.enter_async_context(Server(cluster.config))
+        await server.attach(cluster.gateway)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
+        found = Scene(
+            cluster, rpc.InferenceStub(channel), *await stack.enter_async_context(gated(cluster))
+        )
+        found.ask(OTHER, prompts(1, 10)[0], 60)
+        await until(lambda: found.streams[OTHER].tokens, found.prefill_on)
+        await until(lambda: found.decode.is_held)
+        yield found
+
+
+def prompts(num: int, length: int) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    return held_out_prompts(tokenizer, num, length, length, seed=17)
