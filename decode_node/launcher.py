@@ -6,11 +6,11 @@ before it is read.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from decode_node.buckets import Buckets
 from decode_node.clock import DeviceClock, Span
+from decode_node.copies import to_device, to_host
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
 from decode_node.step import StepShape, decode_step
@@ -97,7 +97,7 @@ class Launcher:
     def _index(self, sequences: list[Sequence], num_rows: int) -> Tensor:
         slots = [sequence.row for sequence in sequences]
         slots += [self._rows.padding_row] * (num_rows - len(slots))
-        return torch.tensor(slots, device=self._loaded.device)
+        return to_device(slots, self._loaded.device)
 
     def _max_pages(
         self, sequences: list[Sequence], num_drafts: int, num_rows: int
@@ -121,11 +121,3 @@ def _shape(sequences: list[Sequence], num_drafts: int) -> StepShape:
         num_logprobs=max(asked, default=None),
         kinds=tuple(sorted({sequence.request.speculation.acceptance for sequence in sequences})),
     )
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has come this far."""
-    if tensor.device.type == "cpu":
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.request import Request, SamplingParams, Speculation
+from decode_node.copies import to_device
 from model.acceptance import KIND_NUMBERS
 from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows
@@ -172,7 +173,7 @@ class Rows:
         """The row's page table after its sequence got pages; writes only what is new."""
         known = self._num_pages[row]
         if len(pages) > known:
-            new = torch.tensor(pages[known:], device=self._device)
+            new = to_device(pages[known:], self._device)
             self._tensors.page_table_BP[row, known : len(pages)] = new
             self._num_pages[row] = len(pages)
 
