@@ -205,6 +205,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="the ways take turns [4]")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
+    if min(args.num_frames, args.rounds) < 1 or args.num_frames * args.rounds < 2:
+        parser.error("--num-frames and --rounds: latencies of two frames at least are needed")
     ray.init(
         address="local",
         num_cpus=2,

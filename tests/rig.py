@@ -46,6 +46,8 @@ class Rig:
         """Wait until releases that go on in the background are done."""
         for decode in self.decodes:
             await decode.node.sink.idle()
+        for prefill in self.prefills:
+            await prefill.node.source._tasks.finish()
         for rank in (*self.prefills, *self.decodes):
             await rank.loop.call(lambda: None)
             await rank.loop.call(lambda: None)

@@ -1,0 +1,1 @@
+"""Many requests of all shapes at once, ended in all ways, and every answer checked."""

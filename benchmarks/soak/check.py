@@ -1,0 +1,173 @@
+"""Whether what arrived is right: transformers for plain greedy answers, for all others the same
+request run alone without drafts, its whole text where a stop string may have cut it.
+
+A differing token passes only under the margin rule (tests/exact.py): the float64 reference's top
+two, of logits or of log p plus noise, are less than 1e-4 apart.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.soak.load import Answer
+from benchmarks.soak.plans import Plan
+from cluster.config import TINY_MODEL
+from cluster.fan_out import expand
+from core.request import Request, SamplingParams, TokenBias
+from core.stopping import stop_ids
+from model.adjust import adjust, no_rules, set_rules
+from model.sampling import SamplingRows, filtered_log_probs, gumbel
+from model.tokenizer import Tokenizer
+from tests.exact import MARGIN, near_ties
+from tests.tiny import reference_logits
+
+RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
+MAX_LOGPROB_GAP = 1e-3
+"""Batches sum in another order than a request alone."""
+
+
+@dataclass
+class Checked:
+    """``wrong`` says what is wrong with whom; ``ties`` are tokens that pass by the margin rule."""
+
+    num: int = 0
+    wrong: list[str] = field(default_factory=list)
+    ties: list[str] = field(default_factory=list)
+
+
+class Checker:
+    """``run_alone`` asks for the same model with nothing else running."""
+
+    def __init__(self, run_alone: RunAlone, eos_ids: tuple[int, ...]) -> None:
+        self.found = Checked()
+        self._run_alone = run_alone
+        self._eos_ids = eos_ids
+        self._tokenizer = Tokenizer(TINY_MODEL)
+
+    async def check(self, answer: Answer) -> None:
+        """Note what is wrong with an answer, or with the part of it that arrived."""
+        name = f"{answer.plan.name}[{answer.index}]"
+        self.found.num += 1
+        try:
+            if is_plain(answer.plan.options):
+                ties = self._against_reference(answer)
+            else:
+                ties = await self._against_alone(answer)
+            self.found.ties += [f"{name}: {tie}" for tie in ties]
+        except AssertionError as error:
+            self.found.wrong.append(
+                f"{name}: prompt of {len(answer.plan.ids)}, {answer.plan.options}: {error}"
+            )
+
+    def _against_reference(self, answer: Answer) -> list[str]:
+        ids, plan = answer.token_ids, answer.plan
+        ties = near_ties(TINY_MODEL, plan.ids, ids)
+        if answer.reason in ("stop", "length"):
+            ended = answer.reason == "stop"
+            assert ended == (ids[-1] in self._eos_ids and not plan.options["ignore_eos"])
+            assert ended or len(ids) == plan.options["max_tokens"], f"{len(ids)} tokens"
+            assert answer.text == self._tokenizer.decode(ids[:-1] if ended else ids)
+        return ties
+
+    async def _against_alone(self, answer: Answer) -> list[str]:
+        request = to_request(answer)
+        changes = {"max_drafts": 0, "n": 1, "seed": request.sampling.seed, "stop": ()}
+        whole = await self._run_alone(answer.plan, changes)
+        if answer.token_ids != whole.token_ids[: len(answer.token_ids)]:
+            stops = stop_ids(request.sampling, self._eos_ids)
+            ties = score_ties(request, answer.token_ids, stops)
+            assert ties, f"{answer.token_ids}, alone {whole.token_ids}"
+            return ties
+        self._check_end(answer, whole)
+        return []
+
+    def _check_end(self, answer: Answer, whole: Answer) -> None:
+        """Text, end and log probabilities of tokens that begin as ``whole`` does."""
+        stop = answer.plan.options.get("stop", ())
+        end = first_stop(whole.text, stop)
+        text = whole.text if end is None else whole.text[:end]
+        if answer.reason in ("stop", "length"):
+            assert answer.text == text, f"text {answer.text!r}, expected {text!r}"
+            if end is None:
+                assert len(answer.token_ids) == len(whole.token_ids), "it ended too early"
+                assert answer.reason == whole.reason, f"{answer.reason}, alone {whole.reason}"
+            else:
+                assert answer.reason == "stop", f"{answer.reason} at a stop string"
+                before = self._tokenizer.decode(answer.token_ids[:-1])
+                assert first_stop(before, stop) is None, "it went on after a stop string"
+        else:
+            assert text.startswith(answer.text), f"{answer.text!r} does not begin {text!r}"
+        if "logprobs" in answer.plan.options:
+            got = [entry.logprob for entry in answer.logprobs]
+            expected = [entry.logprob for entry in whole.logprobs[: len(answer.token_ids)]]
+            gaps = [abs(a - b) for a, b in zip(got, expected, strict=True)]
+            assert max(gaps) < MAX_LOGPROB_GAP, f"log probabilities {got}, alone {expected}"
+
+
+def is_plain(options: dict[str, Any]) -> bool:
+    """Whether each token is the argmax of the raw logits, and nothing cuts the text."""
+    choosing = {"temperature", "logit_bias", "repetition_penalty", "min_tokens"}
+    return not (choosing | {"stop", "logprobs", "n"}) & options.keys()
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the stop string begins that is complete first, the longest of those; None without."""
+    ends = [(start + len(s), start) for s in stops if (start := text.find(s)) >= 0]
+    return min(ends)[1] if ends else None
+
+
+def to_request(answer: Answer) -> Request:
+    """What the gateway made of this answer's request."""
+    known = SamplingParams.__dataclass_fields__.keys()
+    options = {name: value for name, value in answer.plan.options.items() if name in known}
+    bias = options.pop("logit_bias", {})
+    options["logit_bias"] = tuple(TokenBias(token, value) for token, value in bias.items())
+    options["stop"] = tuple(options.get("stop", ()))
+    options.setdefault("seed", 0)
+    request = Request(answer.plan.name, tuple(answer.plan.ids), sampling=SamplingParams(**options))
+    return expand(request)[answer.index]
+
+
+def score_ties(request: Request, token_ids: list[int], stops: frozenset[int]) -> list[str]:
+    """Places where ``token_ids`` differ from the reference within the margin; asserts on others.
+
+    The reference chooses by float64 logits under the request's rules, with its noise.
+    """
+    ids = [*request.prompt_ids, *token_ids[:-1]]
+    logits = reference_logits(TINY_MODEL, ids, torch.float64)[len(request.prompt_ids) - 1 :]
+    places = []
+    for i, token in enumerate(token_ids):
+        top = _scores(request, logits[i], token_ids[:i], stops).topk(2)
+        best, margin = int(top.indices[0]), float(top.values[0] - top.values[1])
+        if token != best:
+            assert margin < MARGIN and token in top.indices.tolist(), (
+                f"token {i}: {token} emitted, reference says {best} by {margin:.6f}"
+            )
+            places.append(f"token {i}: {token} for {best}, margin {margin:.2e}")
+    return places
+
+
+def _scores(
+    request: Request, logits_V: Tensor, output_ids: list[int], stops: frozenset[int]
+) -> Tensor:
+    sampling, device = request.sampling, logits_V.device
+    index_1 = torch.tensor([len(output_ids)], device=device)
+    rules = no_rules(1, logits_V.shape[0], device)
+    set_rules(rules, 0, request, tuple(output_ids), stops)
+    no_drafts = index_1.new_empty(1, 0)
+    logits_1V = adjust(logits_V.unsqueeze(0), rules, index_1, no_drafts)
+    if sampling.temperature == 0:
+        return logits_1V[0]
+    rows = SamplingRows(
+        temperature_B=torch.tensor([sampling.temperature]),
+        top_k_B=torch.tensor([sampling.top_k]),
+        top_p_B=torch.tensor([sampling.top_p]),
+        min_p_B=torch.tensor([sampling.min_p]),
+        seed_B=torch.tensor([sampling.seed]),
+        all_greedy=False,
+    )
+    noise_1V = gumbel(rows.seed_B, index_1, logits_V.shape[0])
+    return (filtered_log_probs(logits_1V, rows) + noise_1V)[0]

@@ -1,0 +1,122 @@
+"""How long nodes still hold a request after its client ended it: measured at their controls."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.nodes import DecodeHandle, PrefillHandle
+from core.errors import TandemError
+from core.failure import decode
+from core.wire import pack, unpack
+from decode_node.messages import Abort
+from kv_transfer.control import Control
+from kv_transfer.messages import Ack, Renew
+from kv_transfer.tasks import Tasks
+from prefill_node.messages import Prefill
+
+POLL_S = 0.002
+BOUND_MS = 100
+"""What we ask of ourselves, counted from the next step."""
+
+
+class Freed:
+    """From a client's drop or abort until a node holds nothing of the request, under load.
+
+    A node answers ``status`` between two steps: one sent when the client ends the request tells
+    when the next step has passed. A decode node answers ``abort`` when row and pages are free.
+    A prefill node refuses to renew a lease that has ended; the status after that is answered
+    when the pages are free. Who holds nothing yet, such as a queued request's nodes, is left out.
+    """
+
+    def __init__(self, handles: Sequence[PrefillHandle | DecodeHandle]) -> None:
+        self._controls: dict[str, Control] = {}
+        self._ended_at: dict[str, float] = {}
+        self._stepped_at: dict[tuple[str, str], float] = {}
+        self._freed_at: list[tuple[str, str, float]] = []
+        self._leases: dict[str, dict[str, tuple[str, Renew]]] = {}
+        self._tasks = Tasks()
+        for handle in handles:
+            self._controls[handle.info.name] = handle.control
+            handle.control = _Watched(handle, self)
+
+    def ended(self, name: str) -> None:
+        """The client ends this request now."""
+        self._ended_at[name] = time.monotonic()
+        for node in self._controls:
+            self._tasks.start(self._next_step(name, node))
+        for node, lease in self._leases.get(name, {}).values():
+            self._tasks.start(self._release(name, node, lease))
+
+    def offered(self, node: str, lease: Renew) -> None:
+        """A prefill node is asked for a prompt, and will hold it under this lease."""
+        by_id = self._leases.setdefault(_client_name(lease.request_id), {})
+        by_id[lease.request_id] = (node, lease)
+
+    def freed(self, request_id: str, node: str) -> None:
+        """The node holds nothing of the request; noted if its client has ended it."""
+        name = _client_name(request_id)
+        if name in self._ended_at:
+            self._freed_at.append((name, node, time.monotonic()))
+
+    async def _next_step(self, name: str, node: str) -> None:
+        await self._controls[node].call("status", b"")
+        self._stepped_at[name, node] = time.monotonic()
+
+    async def _release(self, name: str, node: str, lease: Renew) -> None:
+        control = self._controls[node]
+        try:
+            while decode(Ack, await control.call("renew", pack(lease))):
+                await asyncio.sleep(POLL_S)
+        except TandemError:
+            await control.call("status", b"")
+            self.freed(lease.request_id, node)
+
+    async def summary(self) -> dict[str, Any]:
+        """Per node: milliseconds since the end, and since the step after it."""
+        await self._tasks.finish()
+        found: dict[str, Any] = {}
+        for node in self._controls:
+            freed = [(name, at) for name, where, at in self._freed_at if where == node]
+            after_s = [at - self._ended_at[name] for name, at in freed]
+            after_step_s = [at - self._stepped_at[name, node] for name, at in freed]
+            found[f"{node}, since the end"] = _quantiles(after_s)
+            found[f"{node}, since the next step"] = _quantiles(after_step_s)
+        return found
+
+
+class _Watched:
+    def __init__(self, handle: PrefillHandle | DecodeHandle, freed: Freed) -> None:
+        self._node = handle.info
+        self._control = handle.control
+        self._freed = freed
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        if method == "prefill":
+            asked = unpack(Prefill, payload)
+            lease = Renew(self._node.epoch, asked.request.request_id, asked.attempt)
+            self._freed.offered(self._node.name, lease)
+        answer = await self._control.call(method, payload)
+        if method == "abort":
+            self._freed.freed(unpack(Abort, payload).request_id, self._node.name)
+        return answer
+
+
+def _client_name(request_id: str) -> str:
+    """Of n answers each has a name of its own on the nodes."""
+    return request_id.partition(" ")[0]
+
+
+def _quantiles(values_s: list[float]) -> dict[str, float]:
+    if len(values_s) < 2:
+        return {"num": len(values_s)}
+    values_ms = [max(0.0, value) * 1e3 for value in values_s]
+    cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
+    return {
+        "num": len(values_ms),
+        f"num_over_{BOUND_MS}_ms": sum(value > BOUND_MS for value in values_ms),
+        "p50_ms": round(cuts[49], 1),
+        "p99_ms": round(cuts[98], 1),
+        "max_ms": round(max(values_ms), 1),
+    }
