@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from cluster.config_help import type_text, value_text
 from cluster.config_source import explain, overlay, read_yaml
 
+AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
 Device = Literal["cpu", "cuda"]
 Count = Annotated[int, Field(ge=1)]
@@ -119,9 +120,10 @@ class KvTransferConfig(Section):
         description="staging memory per rank; bounds what is in flight",
     )
     host: str = Field(
-        default="127.0.0.1",
+        default=AUTO,
         min_length=1,
-        description="address of the interface that channels listen on",
+        description="address that nodes listen on for KV and frames; auto is 127.0.0.1 on one "
+        "machine, each machine's own address in Ray on several",
     )
 
 

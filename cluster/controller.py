@@ -10,7 +10,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import TandemConfig
+from cluster.config import AUTO, TandemConfig
+from cluster.hosts import placed
 from cluster.plan import NodePlan, plan_nodes
 from core.errors import Overloaded
 from core.failure import encode_failure
@@ -24,7 +25,9 @@ class Controller:
     """Starts and stops the nodes of one cluster."""
 
     def __init__(self, config_json: str) -> None:
-        self._plans = plan_nodes(TandemConfig.model_validate_json(config_json))
+        config = TandemConfig.model_validate_json(config_json)
+        self._plans = plan_nodes(config)
+        self._finds_hosts = config.kv_transfer.host == AUTO
         self._nodes: dict[str, Any] = {}
         self._group: Any = None
 
@@ -38,6 +41,8 @@ class Controller:
         # Group.ready() would start a worker process of its own just to tell.
         if not await asyncio.to_thread(self._group.wait, PLACEMENT_TIMEOUT_S):
             return [encode_failure(Overloaded(f"Ray has no room for {bundles}"))]
+        if self._finds_hosts:
+            self._plans = await asyncio.to_thread(placed, self._plans, self._group)
         for index, plan in enumerate(self._plans):
             self._nodes[plan.settings.name] = self._create(plan, index)
         starts = [node.start.remote() for node in self._nodes.values()]

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from cluster.config import DecodeConfig, PrefillConfig, TandemConfig
+from cluster.config import AUTO, DecodeConfig, PrefillConfig, TandemConfig
 from core.node import DECODE, PREFILL
 from core.settings import NodeSettings
 from core.wire import pack
 
 COLOCATED = "colocated"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _plan(
         max_rows=config.decode.max_rows,
         max_batch_tokens=config.prefill.max_batch_tokens,
         backend=config.kv_transfer.backend,
-        host=config.kv_transfer.host,
+        host=LOOPBACK if config.kv_transfer.host == AUTO else config.kv_transfer.host,
         lease_s=config.kv_transfer.lease_s,
         staging_bytes=config.kv_transfer.staging_bytes,
     )
