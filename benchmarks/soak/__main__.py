@@ -9,7 +9,8 @@ by dropping the call, by Abort or by a deadline, so that every phase is hit. The
 or what arrived of it, is checked: plain greedy ones against transformers, all others against the
 same request run alone without drafts; a differing token passes only within the margin rule
 (float64 top two closer than 1e-4), at most 2 in 1,000 answers. The exit code is 1 if anything was
-wrong, failed, hung, or was left behind.
+wrong, failed, hung, or was left behind. Waiting in the queue is no progress either: give a small
+pool fewer requests in flight, or raise --hang-s.
 """
 
 import argparse
@@ -154,7 +155,12 @@ def arguments() -> argparse.Namespace:
     add("--check", type=share, default=1.0, help="share of the answers that is checked [1]")
     add("--max-prompt", type=positive, default=1500, help="tokens of the longest prompt [1500]")
     add("--max-tokens", type=positive, default=64, help="of the longest answer [64]")
-    add("--hang-s", type=float, default=60.0, help="no progress for so long is a hang [60]")
+    add(
+        "--hang-s",
+        type=float,
+        default=60.0,
+        help="no progress of a stream for so long, queue included, is a hang [60]",
+    )
     add("--seed", type=int, default=0, help="another one asks other things [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     add("--json", action="store_true", help="print one JSON line")
