@@ -60,12 +60,12 @@ class ClusterGateway:
         self.tokenizer = tokenizer
         self._prefills = {handle.info.name: handle for handle in prefills}
         self._decodes = {handle.info.name: handle for handle in decodes}
-        self._outages = Outages()
+        self._outages = Outages(self._recover)
         self._affinity = PrefixAffinity()
         self._running: dict[str, _Running] = {}
         self._num_queued = 0
         self._rows = asyncio.Semaphore(sum(d.info.max_rows for d in decodes))
-        self._pumps = [FramePump(handle, self._on_lost) for handle in decodes]
+        self._pumps = {name: FramePump(h, self._on_lost) for name, h in self._decodes.items()}
 
     @property
     def handles(self) -> list[PrefillHandle | DecodeHandle]:
@@ -164,9 +164,9 @@ class ClusterGateway:
         return ServerStatus(SERVING, self.config.mode, len(self._running), tuple(nodes))
 
     async def stop(self) -> None:
-        for pump in self._pumps:
-            await pump.stop()
         await self._outages.stop()
+        for pump in self._pumps.values():
+            await pump.stop()
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -227,4 +227,12 @@ class ClusterGateway:
         return NodeStatus(alive=True, **asdict(now))
 
     def _on_lost(self, name: str, error: BaseException) -> None:
-        self._outages.end(name)
+        self._outages.add(self._decodes[name], error)
+
+    async def _recover(self, name: str) -> None:
+        """Read a decode node's frames again if that broke; requests of then have been told."""
+        pump = self._pumps.get(name)
+        if pump is not None and pump.is_broken:
+            handle = self._decodes[name]
+            handle.frames = await handle.reopen()
+            self._pumps[name] = FramePump(handle, self._on_lost)

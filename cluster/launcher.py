@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -109,6 +110,6 @@ async def _gateway(
         if info.kind in (PREFILL, COLOCATED):
             prefills.append(PrefillHandle(info, control))
         if info.kind in (DECODE, COLOCATED):
-            stream = await open_frames(info.name, actor)
-            decodes.append(DecodeHandle(info, control, stream.frames))
+            reopen = partial(open_frames, info.name, actor)
+            decodes.append(DecodeHandle(info, control, await reopen(), reopen))
     return ClusterGateway(config, tokenizer, prefills, decodes)

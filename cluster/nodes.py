@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.router import DecodeLoad, PrefillLoad
@@ -13,6 +13,7 @@ from core.wire import unpack
 from kv_transfer.control import Control
 
 log = logging.getLogger(__name__)
+Frames = Callable[[], AsyncIterator[bytes]]
 
 
 @dataclass(slots=True)
@@ -29,12 +30,14 @@ class PrefillHandle:
 
 @dataclass(slots=True)
 class DecodeHandle:
-    """``frames()`` streams one packed TokenFrame per step of the node. Whoever reserves there
-    holds ``turn``, first come, first served."""
+    """``frames()`` streams one packed TokenFrame per step of the node, once; ``reopen()`` gives
+    another such stream, subscribed to, or raises NodeLost. Whoever reserves there holds ``turn``,
+    first come, first served."""
 
     info: NodeInfo
     control: Control
-    frames: Callable[[], AsyncIterator[bytes]]
+    frames: Frames
+    reopen: Callable[[], Awaitable[Frames]]
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     inboxes: dict[str, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
 
@@ -61,6 +64,7 @@ class FramePump:
     def __init__(self, handle: DecodeHandle, on_lost: Callable[[str, BaseException], None]) -> None:
         self._handle = handle
         self._on_lost = on_lost
+        self.is_broken = False
         self._task = asyncio.create_task(self._run(), name=f"frames-{handle.info.name}")
 
     async def stop(self) -> None:
@@ -79,6 +83,7 @@ class FramePump:
             for request_id, inbox in self._handle.inboxes.items():
                 text = f"decode node {self._handle.info.name} was lost: {error}"
                 inbox.put_nowait(SequenceUpdate(request_id, (), ERROR, error=text))
+            self.is_broken = True
             self._on_lost(self._handle.info.name, error)
 
     def _deliver(self, frame: TokenFrame) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from cluster.nodes import DecodeHandle, PrefillHandle
 from core.failure import decode
@@ -16,11 +17,12 @@ class Outages:
     """Names of nodes that get no requests. Owned by one asyncio loop.
 
     A handle means one life of a node: what answers a probe is that life, with all it held.
+    ``recover`` is called with the name of a node that answers again, and may raise NodeLost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recover: Callable[[str], Awaitable[None]]) -> None:
         self.names: set[str] = set()
-        self._ended: set[str] = set()
+        self._recover = recover
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     def add(self, handle: PrefillHandle | DecodeHandle, error: BaseException) -> None:
@@ -32,11 +34,6 @@ class Outages:
         self.names.add(name)
         self._probes[name] = asyncio.create_task(self._probe(handle), name=f"probe-{name}")
 
-    def end(self, name: str) -> None:
-        """The node's life is over for this gateway, whatever it answers."""
-        self.names.add(name)
-        self._ended.add(name)
-
     async def stop(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
@@ -44,20 +41,19 @@ class Outages:
 
     async def _probe(self, handle: PrefillHandle | DecodeHandle) -> None:
         name, pause_s = handle.info.name, FIRST_PAUSE_S
-        while not await _answers(handle):
+        while not await self._is_back(handle):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        log.warning("%s answers again and gets requests", name)
         del self._probes[name]
-        if name not in self._ended:
-            log.warning("%s answers again and gets requests", name)
-            self.names.discard(name)
+        self.names.discard(name)
 
-
-async def _answers(handle: PrefillHandle | DecodeHandle) -> bool:
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            decode(NodeStatus, await handle.control.call("status", b""))
-    except Exception as error:
-        log.debug("%s does not answer: %r", handle.info.name, error)
-        return False
-    return True
+    async def _is_back(self, handle: PrefillHandle | DecodeHandle) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                decode(NodeStatus, await handle.control.call("status", b""))
+                await self._recover(handle.info.name)
+        except Exception as error:
+            log.debug("%s does not answer: %r", handle.info.name, error)
+            return False
+        return True

@@ -4,9 +4,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from cluster.nodes import Frames
 from core.errors import NodeLost
 from core.failure import decode
-from core.frame_stream import FrameAddress, FrameStream, connect
+from core.frame_stream import FrameAddress, connect
 
 
 class RayControl:
@@ -24,10 +25,10 @@ class RayControl:
             raise NodeLost(f"{self._name}: {method}: {error}") from error
 
 
-async def open_frames(name: str, actor: Any) -> FrameStream:
+async def open_frames(name: str, actor: Any) -> Frames:
     """The frames of a decode actor, subscribed to. Raises NodeLost or ValueError."""
     try:
         address = await actor.frame_address.remote()
     except (RayActorError, RayTaskError) as error:
         raise NodeLost(f"{name}: frame_address: {error}") from error
-    return await connect(name, decode(FrameAddress, address))
+    return (await connect(name, decode(FrameAddress, address))).frames

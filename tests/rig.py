@@ -8,9 +8,9 @@ from pathlib import Path
 from cluster import colocated
 from cluster.config import TandemConfig, load
 from cluster.gateway import ClusterGateway
-from cluster.nodes import DecodeHandle, PrefillHandle
+from cluster.nodes import DecodeHandle, Frames, PrefillHandle
 from cluster.plan import plan_nodes
-from core.node import DECODE, PREFILL
+from core.node import DECODE, PREFILL, NodeInfo
 from core.request import Delta, Finished, Request
 from decode_node import build as decode_build
 from decode_node.build import DecodeRank
@@ -108,12 +108,19 @@ async def _start(
             decode = await decode_build.build(plan.settings, controls.__getitem__)
             parts.decodes.append(decode)
             control = InProcessControl(decode.node.handle)
-            decodes.append(DecodeHandle(decode.info, control, decode.node.frames))
+            decodes.append(decode_handle(decode.info, control, decode))
         else:
             both = await colocated.build(plan.settings)
             parts.prefills.append(both.prefill)
             parts.decodes.append(both.decode)
             control = InProcessControl(both.handle)
             prefills.append(PrefillHandle(both.info, control))
-            decodes.append(DecodeHandle(both.info, control, both.decode.node.frames))
+            decodes.append(decode_handle(both.info, control, both.decode))
     return prefills, decodes
+
+
+def decode_handle(info: NodeInfo, control: InProcessControl, rank: DecodeRank) -> DecodeHandle:
+    async def reopen() -> Frames:
+        return rank.node.frames
+
+    return DecodeHandle(info, control, rank.node.frames, reopen)

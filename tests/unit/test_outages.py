@@ -35,6 +35,10 @@ class Node:
         raise NodeLost("dead")
 
 
+async def nothing(name: str) -> None:
+    return
+
+
 async def until_back(found: Outages) -> None:
     async with asyncio.timeout(10):
         while found.names:
@@ -42,7 +46,7 @@ async def until_back(found: Outages) -> None:
 
 
 async def test_a_node_that_answers_gets_requests_again() -> None:
-    found, node = Outages(), Node(answers_from=1)
+    found, node = Outages(nothing), Node(answers_from=1)
     found.add(node, ERROR)
     assert found.names == {"prefill-0"}
     await until_back(found)
@@ -53,7 +57,7 @@ async def test_a_node_that_answers_gets_requests_again() -> None:
 async def test_pauses_between_probes_double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outages, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(outages, "LONGEST_PAUSE_S", 0.08)
-    found, node = Outages(), Node(answers_from=6)
+    found, node = Outages(nothing), Node(answers_from=6)
     found.add(node, ERROR)
     found.add(node, ERROR)
     await until_back(found)
@@ -64,12 +68,16 @@ async def test_pauses_between_probes_double(monkeypatch: pytest.MonkeyPatch) -> 
     await found.stop()
 
 
-async def test_an_ended_life_stays_out() -> None:
-    found, node = Outages(), Node(answers_from=1)
+async def test_a_node_that_cannot_be_recovered_stays_out() -> None:
+    tries: list[str] = []
+
+    async def recover(name: str) -> None:
+        tries.append(name)
+        if len(tries) < 3:
+            raise ERROR
+
+    found, node = Outages(recover), Node(answers_from=1)
     found.add(node, ERROR)
-    found.end("prefill-0")
-    async with asyncio.timeout(5):
-        while not node.probed_at or found._probes:
-            await asyncio.sleep(0.001)
-    assert found.names == {"prefill-0"}
+    await until_back(found)
+    assert tries == ["prefill-0"] * 3 and len(node.probed_at) == 3
     await found.stop()

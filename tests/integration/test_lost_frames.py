@@ -1,0 +1,75 @@
+"""The connection that a decode node's frames come over breaks; the node itself is well."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.config import TINY_MODEL
+from cluster.gateway import ClusterGateway
+from cluster.nodes import Frames
+from core.errors import NodeLost
+from core.frame_stream import FrameServer, connect
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.integration.test_lost_prefill import prompts
+from tests.rig import Rig, rig
+
+
+@asynccontextmanager
+async def over_a_socket(cluster: Rig) -> AsyncIterator[FrameServer]:
+    """The cluster's gateway again, its only decode node's frames read over a real socket."""
+    [handle], [decode] = cluster.gateway._decodes.values(), cluster.decodes
+    server = FrameServer("127.0.0.1", decode.node.subscribe)
+    address = await server.listen()
+
+    async def reopen() -> Frames:
+        return (await connect(handle.info.name, address)).frames
+
+    await cluster.gateway.stop()
+    handle.frames, handle.reopen = await reopen(), reopen
+    prefills = list(cluster.gateway._prefills.values())
+    tokenizer = cluster.gateway.tokenizer
+    cluster.gateway = ClusterGateway(cluster.config, tokenizer, prefills, [handle])
+    try:
+        yield server
+    finally:
+        await cluster.gateway.stop()
+        await server.stop()
+
+
+async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
+    async with (
+        rig(TINY_MODEL, "kv.num_pages=300", "kv.page_size=16") as cluster,
+        over_a_socket(cluster) as server,
+    ):
+        asked = [greedy(f"r{i}", ids, 60, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
+        for _ in range(2):
+            running = [asyncio.create_task(cluster.complete(request)) for request in asked]
+            [decode] = cluster.decodes
+            while decode.engine.num_steps % 50 < 10:
+                await asyncio.sleep(0.001)
+            for connection in server._connections:
+                connection.cancel()
+            for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
+                assert len(ids) == 60
+                assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert cluster.gateway.is_healthy() and len(server._connections) == 1
+        await cluster.check_empty()
+
+
+async def test_a_node_whose_engine_stopped_is_not_read_again() -> None:
+    async with (
+        rig(TINY_MODEL, "kv.num_pages=300", "kv.page_size=16") as cluster,
+        over_a_socket(cluster),
+    ):
+
+        def step() -> None:
+            raise RuntimeError("cosmic ray")
+
+        cluster.decodes[0].engine.step = step  # type: ignore[method-assign]
+        with pytest.raises(NodeLost):
+            await cluster.complete(greedy("r", prompts(1, 9)[0], 8))
+        await asyncio.sleep(0.5)
+        assert not cluster.gateway.is_healthy()
