@@ -62,7 +62,7 @@ class LengthByLoad:
     tried, so that times and acceptance stay fresh. Output does not depend on any of it.
     """
 
-    EXPLORE_EVERY = 16
+    EXPLORE_EVERY = 32
     """Steps between tries of a length that was not tried NUM_TRIES times yet."""
     PROBE_EVERY = 64
     """Steps between tries of a neighbour of the length in use; of the longest if that is 0."""
