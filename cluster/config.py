@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
 class SpeculationConfig(Section):
     num_tokens: int = Field(
-        default=3, ge=0, le=8, description="drafts per step; 0 turns drafting off"
+        default=3, ge=0, le=8, description="most drafts per step; 0 turns drafting off"
     )
     first_step: Literal["ship_hidden", "zero_hidden"] = Field(
         default="ship_hidden",
@@ -89,7 +89,7 @@ class DecodeConfig(Section):
     max_rows: Count = Field(default=16, description="most sequences in one decode step of a rank")
     loop: Literal["auto", "plain", "overlapped"] = Field(
         default="auto",
-        description="overlapped reads a step while the next runs; auto does so but on cpu",
+        description="overlapped reads a step while the next runs; auto does so except on cpu",
     )
     batch_buckets: tuple[Count, ...] | None = Field(
         default=None,

@@ -59,7 +59,8 @@ class LengthByLoad:
     """Chooses by tokens per second among 0 .. n_max drafts, for each size of batch apart.
 
     Everything is measured while serving, the longest first; now and then another length is
-    tried, so that times and acceptance stay fresh. Output does not depend on any of it.
+    tried, so that times and acceptance stay fresh. Strict answers do not depend on any of it;
+    relaxed and rejected ones do, as on every draft.
     """
 
     EXPLORE_EVERY = 32

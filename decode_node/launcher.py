@@ -4,7 +4,7 @@ Nothing here waits for the device but ``collect``, so a step may be launched bef
 before it is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -22,7 +22,8 @@ from model.logprobs import LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step; the first rows are those of ``sequences``, the others are padding."""
+    """A launched step; the first rows are those of ``sequences``, the others are padding. Its
+    tensors are on the host, and complete once ``span`` has ended."""
 
     sequences: tuple[Sequence, ...]
     num_drafts: int
@@ -78,12 +79,11 @@ class Launcher:
         self._rows.store(index, output.rows)
         tokens_BN1 = to_host(output.verdict.tokens_BN1)
         num_accepted_B = to_host(output.verdict.num_accepted_B)
+        logprobs = _on_host(output.logprobs)
         span = self._clock.since(began)
         for sequence in sequences:
             sequence.num_last_drafts = num_drafts
-        return InFlight(
-            tuple(sequences), num_drafts, tokens_BN1, num_accepted_B, output.logprobs, span
-        )
+        return InFlight(tuple(sequences), num_drafts, tokens_BN1, num_accepted_B, logprobs, span)
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for ``step`` and read it."""
@@ -121,3 +121,9 @@ def _shape(sequences: list[Sequence], num_drafts: int) -> StepShape:
         num_logprobs=max(asked, default=None),
         kinds=tuple(sorted({sequence.request.speculation.acceptance for sequence in sequences})),
     )
+
+
+def _on_host(logprobs: LogprobRows | None) -> LogprobRows | None:
+    if logprobs is None:
+        return None
+    return LogprobRows(*(to_host(getattr(logprobs, field.name)) for field in fields(logprobs)))

@@ -19,7 +19,7 @@ class LogprobRows:
     top_BNK: Tensor
 
     def of_row(self, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-        """The first ``num_tokens`` places of a row as they are told; waits for the device."""
+        """The first ``num_tokens`` places of a row as they are told."""
         chosen = self.chosen_BN[row, :num_tokens].tolist()
         top_ids = self.top_ids_BNK[row, :num_tokens, :num_top].tolist()
         top = self.top_BNK[row, :num_tokens, :num_top].tolist()

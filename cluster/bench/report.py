@@ -120,7 +120,7 @@ def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups]) -> Table:
 
 def _drafts(arm: Arm) -> str:
     num = arm.acceptance.num_drafts if arm.max_drafts is None else arm.max_drafts
-    return "1 draft" if num == 1 else f"{num} drafts"
+    return "no drafts" if num == 0 else f"up to {num} draft{'s' if num > 1 else ''}"
 
 
 def _table(first: str, others: Sequence[str], title: str) -> Table:

@@ -41,7 +41,7 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
     if model is not None:
         console.print(
             f"{model.name}  {model.architecture}  {model.dtype}  "
-            f"up to {model.max_model_len} tokens  {model.num_draft_tokens} drafts per step",
+            f"up to {model.max_model_len} tokens  up to {model.num_draft_tokens} drafts per step",
             markup=False,
         )
     if state.nodes:

@@ -46,10 +46,11 @@ async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
     ):
         asked = [greedy(f"r{i}", ids, 60, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
         for _ in range(2):
+            cut_at = cluster.decodes[0].engine.num_steps + 8
             running = [asyncio.create_task(cluster.complete(request)) for request in asked]
-            [decode] = cluster.decodes
-            while decode.engine.num_steps % 50 < 10:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                while cluster.decodes[0].engine.num_steps < cut_at:
+                    await asyncio.sleep(0.001)
             for connection in server._connections:
                 connection.cancel()
             for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
