@@ -25,8 +25,8 @@ test: lint
 	$(PY) -m pytest
 
 proto: $(READY)
-	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/tandem.proto
-	sed -i '1i # mypy: ignore-errors' cluster/tandem_pb2_grpc.py
+	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/proto/tandem.proto
+	sed -i '1i # mypy: ignore-errors' cluster/proto/tandem_pb2_grpc.py
 
 checkpoint: $(READY)
 	$(PY) -m training.train --state build/training --max-minutes 67

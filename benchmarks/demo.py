@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client import AsyncClient, Finished
+from cluster.client.client import AsyncClient, Finished
 from cluster.commands.common import running_server
-from cluster.config import load
+from core.config import load
 
 PROMPTS = (
     "import argparse\nimport sys\n\n\ndef main(argv=None):\n    parser = ",

@@ -15,9 +15,9 @@ import time
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from cluster.client import AsyncClient, Finished
+from cluster.client.client import AsyncClient, Finished
 from cluster.commands.common import running_server
-from cluster.config import TINY_MODEL, load
+from core.config import TINY_MODEL, load
 from training.corpus import held_out_prompts
 
 TAIL_TOKENS = 16

@@ -25,9 +25,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from core.errors import NodeLost
-from core.frame_stream import Frame, FrameAddress, FrameServer, connect
 from core.request import SequenceUpdate, TokenFrame
-from core.wire import pack, unpack
+from core.schema import pack, unpack
+from runtime.frames import Frame, FrameAddress, FrameServer, connect
 
 HOST = "127.0.0.1"
 WAYS = ("ray", "socket")

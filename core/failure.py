@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgpack
 
 from core import errors
-from core.wire import pack, unpack
+from core.schema import pack, unpack
 
 Message = TypeVar("Message")
 

@@ -6,7 +6,7 @@ import ray
 
 from core.errors import NodeLost
 from core.settings import NodeSettings
-from core.shell import StreamingRank, StreamingShell
+from runtime.shell import StreamingRank, StreamingShell
 
 
 class RayOwner:

@@ -5,19 +5,19 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.frame_stream import Frame
-from core.mailbox import EngineLoop
-from core.node import DECODE, NodeInfo
+from core.control import Control
+from core.info import DECODE, NodeInfo
 from core.settings import NodeSettings
 from decode_node.engine import DecodeEngine, EngineOptions
 from decode_node.node import DecodeNode
 from kv_transfer.base import ChannelMaker
 from kv_transfer.build import caches_of, channel_maker, transfer_options
-from kv_transfer.control import Control
 from kv_transfer.pages import PagePool
 from kv_transfer.sink import Sink
 from model.cache import Caches
 from model.loaded import LoadedModel, default_num_pages, describe, load_model
+from runtime.engine_loop import EngineLoop
+from runtime.frames import Frame
 
 
 @dataclass(frozen=True, slots=True)

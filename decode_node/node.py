@@ -10,19 +10,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import torch
 
+from core.control import Control
 from core.errors import HandoverError, LayoutMismatch
 from core.failure import encode_failure
-from core.frame_stream import Frame
-from core.mailbox import EngineLoop
-from core.node import DECODE, NodeStatus
+from core.info import DECODE, NodeStatus
 from core.request import TokenFrame
-from core.wire import pack, unpack
+from core.schema import pack, unpack
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Await, Done, Pulled, Reserve
-from kv_transfer.control import Control
 from kv_transfer.messages import Offer, Seal
 from kv_transfer.pages import PagePool
 from kv_transfer.sink import Sink
+from runtime.engine_loop import EngineLoop
+from runtime.frames import Frame
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import asyncio
 from functools import partial
 
 from core.errors import HandoverError
+from core.tasks import Tasks, in_thread
 from kv_transfer.base import Channel, ChannelMaker
-from kv_transfer.tasks import Tasks, in_thread
 
 
 class AcceptedChannels:

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass, fields
 
 from core.errors import LayoutMismatch
-from core.wire import pack
+from core.schema import pack
 
 PROTOCOL = 1
 """Version of the hand-over messages; both sides must speak the same one."""

@@ -6,13 +6,13 @@ import secrets
 from functools import partial
 from typing import Any
 
+from core.control import Control, ask
 from core.errors import TandemError
+from core.tasks import Tasks, in_thread
 from kv_transfer.base import Channel, ChannelMaker
-from kv_transfer.control import Control, ask
 from kv_transfer.layout import Layout
 from kv_transfer.messages import Ack, Address, Connect, HangUp
 from kv_transfer.options import TransferOptions
-from kv_transfer.tasks import Tasks, in_thread
 
 log = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from core.errors import HandoverError
-from core.mailbox import EngineLoop
+from core.tasks import Tasks, in_thread
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
 from kv_transfer.caches import Caches, staged
+from kv_transfer.engine_thread import EngineThread
 from kv_transfer.layout import Group
 from kv_transfer.links import Link
 from kv_transfer.progress import Chunk, Progress
 from kv_transfer.staging import Buffer, Fence, StagingPool, fence
-from kv_transfer.tasks import Tasks, in_thread
 
 GRACE_S = 1.0
 """A channel that P dropped fails here at once; P's reason may be a little behind."""
@@ -39,7 +39,7 @@ class Receiver:
     def __init__(
         self,
         caches: Caches,
-        engine: EngineLoop,
+        engine: EngineThread,
         staging: StagingPool,
         tasks: Tasks,
         timeout_s: float,

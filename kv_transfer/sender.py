@@ -6,11 +6,11 @@ from functools import partial
 from torch import Tensor
 
 from core.errors import HandoverError
-from core.mailbox import EngineLoop
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import Caches, check_chunks, staged
+from kv_transfer.engine_thread import EngineThread
 from kv_transfer.layout import Group
 from kv_transfer.offered import OfferBook, Offered
 from kv_transfer.options import TransferOptions
@@ -23,7 +23,7 @@ class Sender:
     def __init__(
         self,
         caches: Caches,
-        engine: EngineLoop,
+        engine: EngineThread,
         channels: AcceptedChannels,
         book: OfferBook,
         options: TransferOptions,

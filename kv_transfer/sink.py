@@ -6,19 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.control import Control
 from core.errors import HandoverError, LayoutMismatch, TandemError
-from core.mailbox import EngineLoop
+from core.tasks import Tasks
 from kv_transfer import messages as m
 from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches, check_chunks, chunks
-from kv_transfer.control import Control
+from kv_transfer.engine_thread import EngineThread
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.links import Link
 from kv_transfer.options import TransferOptions
 from kv_transfer.progress import Progress
 from kv_transfer.receiver import Job, Receiver
 from kv_transfer.staging import StagingPool
-from kv_transfer.tasks import Tasks
 
 log = logging.getLogger(__name__)
 MAX_CHUNKS_IN_FLIGHT = 2
@@ -49,7 +49,7 @@ class Sink:
         self,
         name: str,
         caches: Caches,
-        engine: EngineLoop,
+        engine: EngineThread,
         maker: ChannelMaker,
         options: TransferOptions,
     ) -> None:

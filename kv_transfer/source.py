@@ -7,21 +7,21 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from core.control import answer
 from core.errors import HandoverError
-from core.mailbox import EngineLoop
-from core.wire import unpack
+from core.schema import unpack
+from core.tasks import Tasks
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches
-from kv_transfer.control import answer
+from kv_transfer.engine_thread import EngineThread
 from kv_transfer.layout import check_same
 from kv_transfer.leases import Key
 from kv_transfer.messages import check_epoch
 from kv_transfer.offered import OfferBook, Offered
 from kv_transfer.options import TransferOptions
 from kv_transfer.sender import Sender
-from kv_transfer.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Source:
         self,
         epoch: str,
         caches: Caches,
-        engine: EngineLoop,
+        engine: EngineThread,
         maker: ChannelMaker,
         on_release: Callable[[Key], None],
         options: TransferOptions,

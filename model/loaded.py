@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from core.node import NodeInfo
+from core.info import NodeInfo
 from core.settings import NodeSettings
 from model.cache import CacheGroup, Caches, allocate_caches
 from model.config import ModelConfig

@@ -1,7 +1,7 @@
 """The prefill node as a Ray actor."""
 
 from core.settings import NodeSettings
-from core.shell import Rank, RankShell
+from runtime.shell import Rank, RankShell
 
 
 class PrefillActor(RankShell):

@@ -4,8 +4,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass
 
-from core.mailbox import EngineLoop
-from core.node import PREFILL, NodeInfo
+from core.info import PREFILL, NodeInfo
 from core.settings import NodeSettings
 from kv_transfer.base import ChannelMaker
 from kv_transfer.build import caches_of, channel_maker, transfer_options
@@ -15,6 +14,7 @@ from model.cache import Caches
 from model.loaded import LoadedModel, default_num_pages, describe, load_model
 from prefill_node.engine import PrefillEngine
 from prefill_node.node import PrefillNode
+from runtime.engine_loop import EngineLoop
 
 
 @dataclass(frozen=True, slots=True)

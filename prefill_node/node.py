@@ -15,15 +15,15 @@ from torch import Tensor
 
 from core.errors import HandoverError
 from core.failure import encode_failure
-from core.mailbox import EngineLoop
-from core.node import PREFILL, NodeStatus
+from core.info import PREFILL, NodeStatus
 from core.request import Request
-from core.wire import pack, unpack
+from core.schema import pack, unpack
 from kv_transfer.pages import PagePool
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.messages import Cancel, Done, Prefill, Prefilled
 from prefill_node.scheduler import Key
+from runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import msgpack
 
+from core.control import Control
+from core.tasks import Tasks
 from decode_node.build import DecodeRank
-from kv_transfer.control import Control
-from kv_transfer.tasks import Tasks
 from prefill_node.build import PrefillRank
 from tests.rig import Rig
 

@@ -5,16 +5,16 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import colocated
-from cluster.config import TandemConfig, load
-from cluster.gateway import ClusterGateway
-from cluster.nodes import DecodeHandle, Frames, PrefillHandle
-from cluster.plan import plan_nodes
-from core.node import DECODE, PREFILL, NodeInfo
+from cluster.control import colocated
+from cluster.control.plan import plan_nodes
+from cluster.gateway.gateway import ClusterGateway
+from cluster.gateway.nodes import DecodeHandle, Frames, PrefillHandle
+from core.config import TandemConfig, load
+from core.control import InProcessControl
+from core.info import DECODE, PREFILL, NodeInfo
 from core.request import Delta, Finished, Request
 from decode_node import build as decode_build
 from decode_node.build import DecodeRank
-from kv_transfer.control import InProcessControl
 from model.tokenizer import Tokenizer
 from prefill_node import build as prefill_build
 from prefill_node.build import PrefillRank

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from cluster import tandem_pb2 as pb
-from cluster import tandem_pb2_grpc as rpc
-from cluster.client_request import build_request
-from cluster.config import TINY_MODEL
-from cluster.messages import piece_from_proto
-from cluster.server import Server
+from cluster.client.options import build_request
+from cluster.door.server import Server
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
+from cluster.proto.mapping import piece_from_proto
+from core.config import TINY_MODEL
 from prefill_node.sequence import Sequence
 from tests.gates import Gate, Wire, gated, until
 from tests.rig import Rig, rig

@@ -30,12 +30,12 @@ from benchmarks.soak.check import Checked, Checker
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left, run_alone
 from benchmarks.soak.plans import Shares, plans
-from cluster.client import AsyncClient
-from cluster.config import TandemConfig, load
-from cluster.gateway import ClusterGateway
+from cluster.client.client import AsyncClient
+from cluster.control.launch import launch
+from cluster.door.server import Server
+from cluster.gateway.gateway import ClusterGateway
 from cluster.info import ServerStatus
-from cluster.launcher import launch
-from cluster.server import Server
+from core.config import TandemConfig, load
 
 MAX_TIES = 2 / 1000
 MAX_SHOWN = 5

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
-from cluster.config import TINY_MODEL
-from cluster.fan_out import expand
+from cluster.gateway.fan_out import expand
+from core.config import TINY_MODEL
 from core.request import Request, SamplingParams, TokenBias
 from core.stopping import stop_ids
 from model.adjust import adjust, no_rules, set_rules

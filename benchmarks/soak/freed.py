@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.nodes import DecodeHandle, PrefillHandle
+from cluster.gateway.nodes import DecodeHandle, PrefillHandle
+from core.control import Control
 from core.errors import TandemError
 from core.failure import decode
-from core.wire import pack, unpack
+from core.schema import pack, unpack
+from core.tasks import Tasks
 from decode_node.messages import Abort
-from kv_transfer.control import Control
 from kv_transfer.messages import Ack, Renew
-from kv_transfer.tasks import Tasks
 from prefill_node.messages import Prefill
 
 POLL_S = 0.002

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.plans import ABORT, DEADLINE, DROP, Plan
-from cluster.client import AsyncClient, InferenceError
-from cluster.messages import LastPiece
+from cluster.client.client import AsyncClient, InferenceError
+from cluster.proto.mapping import LastPiece
 from core.request import Delta, TokenLogprobs
 
 FIRST_TYPICAL_S = 1.0

@@ -13,7 +13,7 @@ from cluster.bench.options import BenchOptions
 from cluster.bench.runner import Generator, Record, Run
 from cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
 from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
-from cluster.client import AsyncClient, GenerateOptions
+from cluster.client.client import AsyncClient, GenerateOptions
 from cluster.info import ModelInfo
 
 DEFAULT_CONCURRENCY = 8

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from cluster.info import ServerStatus
-from core.node import PREFILL
+from core.info import PREFILL
 
 
 @dataclass(frozen=True, slots=True)

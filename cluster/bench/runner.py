@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from cluster.bench.node_use import NodeUse
 from cluster.bench.workload import Job
-from cluster.client import AsyncClient, Finished, GenerateOptions, InferenceError
-from cluster.messages import LastPiece
-from cluster.status_codes import status_of
+from cluster.client.client import AsyncClient, Finished, GenerateOptions, InferenceError
+from cluster.door.status_codes import status_of
+from cluster.proto.mapping import LastPiece
 from core.request import ABORT, ERROR
 
 

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.bench.experiment import Arm, Trial, speedups
 from cluster.bench.options import BenchOptions
 from cluster.bench.report import as_json, show
-from cluster.client import AsyncClient
+from cluster.client.client import AsyncClient
 from cluster.commands.common import DEFAULT_ADDRESS, fail, run, running_server
-from cluster.config import load
+from core.config import load
 
 
 def bench(**values: Any) -> None:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from cluster.client_stream import InferenceError
-from cluster.config import ServerConfig, TandemConfig, describe
-from cluster.server import Server
-from cluster.status_codes import status_of
+from cluster.client.stream import InferenceError
+from cluster.door.server import Server
+from cluster.door.status_codes import status_of
+from core.config import ServerConfig, TandemConfig, describe
 
 DEFAULT_ADDRESS: str = ServerConfig().address
 
@@ -115,7 +115,7 @@ async def running_server(
         server = await stack.enter_async_context(Server(config))
         with progress_shown() as on_progress:
             on_progress("importing torch and Ray")
-            from cluster.launcher import launch
+            from cluster.control.launch import launch
 
             cluster = launch(config, ray_address=ray_address, on_progress=on_progress)
             gateway = await stack.enter_async_context(cluster)

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.client import AsyncClient, Completion, GenerateOptions
-from cluster.client_stream import completions_of
+from cluster.client.client import AsyncClient, Completion, GenerateOptions
+from cluster.client.stream import completions_of
 from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, run, running_server
-from cluster.config import load
-from cluster.messages import finished_fields
+from cluster.proto.mapping import finished_fields
+from core.config import load
 from core.request import ABORT, ERROR
 
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of the answer.")]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cluster.commands.common import ConfigFile, ListKeys, RayAddress, Sets, run, running_server
-from cluster.config import load
+from core.config import load
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

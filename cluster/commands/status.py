@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client import Client
+from cluster.client.client import Client
 from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
 from cluster.info import STARTING, ModelInfo, ServerStatus
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.client import InferenceError
-from cluster.config import TandemConfig, load
+from cluster.client.client import InferenceError
+from cluster.door.server import Server
 from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
-from cluster.server import Server
+from core.config import TandemConfig, load
 from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
 
 EOS = 2
@@ -114,7 +114,7 @@ def _finished(request: Request, num_tokens: int, reason: str, index: int) -> Fin
 async def launch(
     config: TandemConfig, ray_address: str | None = None, on_progress: Any = print
 ) -> AsyncIterator[EchoGateway]:
-    """Stands in for ``cluster.launcher.launch``."""
+    """Stands in for ``cluster.control.launch.launch``."""
     on_progress(f"launching {config.mode}")
     gateway = EchoGateway()
     if config.model.max_model_len == 2:

@@ -13,7 +13,6 @@ from typing import Any
 import msgpack
 import torch
 
-from core.mailbox import EngineLoop
 from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches
 from kv_transfer.layout import Group, Layout
@@ -21,6 +20,7 @@ from kv_transfer.leases import Key
 from kv_transfer.options import TransferOptions
 from kv_transfer.pages import PagePool
 from kv_transfer.source import Source
+from runtime.engine_loop import EngineLoop
 
 HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", "life-1", 3.0, 24
 LAYOUT = Layout((Group("main", 3, 4 * WIDTH), Group("mtp", 1, 4 * WIDTH)), "float32", "tiny")

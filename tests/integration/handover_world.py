@@ -13,9 +13,9 @@ from typing import Any
 import msgpack
 import torch
 
+from core.control import Control, InProcessControl
 from core.errors import NodeLost
 from kv_transfer.channel import ProcessGroupChannels
-from kv_transfer.control import Control, InProcessControl
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.loopback import LoopbackChannels
 from kv_transfer.messages import Offer

@@ -15,7 +15,7 @@ from cluster.bench.options import BenchOptions
 from cluster.bench.runner import Generator, Run
 from cluster.bench.stats import Slo, acceptance, measure
 from cluster.bench.workload import Job
-from cluster.client import AsyncClient
+from cluster.client.client import AsyncClient
 from core.errors import NodeLost, Overloaded
 from core.request import Delta, Finished, Request
 from tests.integration.echo_gateway import EchoGateway, echo_server, until

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cluster.config import TINY_MODEL
+from core.config import TINY_MODEL
 from decode_node.build import DecodeRank
 from kv_transfer.pages import PagePool
 from prefill_node.build import PrefillRank

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster.client import Client
+from cluster.client.client import Client
 from tests.integration.echo_gateway import ByteTokenizer, answer_to, text_of
 
 MAIN = """
 import sys
 from tests.integration import echo_gateway
-sys.modules["cluster.launcher"] = echo_gateway
+sys.modules["cluster.control.launch"] = echo_gateway
 from cluster.cli import main
 main()
 """

@@ -7,8 +7,8 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from cluster.client import AsyncClient, Client
-from cluster.server import Server
+from cluster.client.client import AsyncClient, Client
+from cluster.door.server import Server
 from core.errors import Draining, NodeLost
 from tests.integration.echo_gateway import (
     EchoGateway,

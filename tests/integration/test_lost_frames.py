@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.config import TINY_MODEL
-from cluster.gateway import ClusterGateway
-from cluster.nodes import Frames
+from cluster.gateway.gateway import ClusterGateway
+from cluster.gateway.nodes import Frames
+from core.config import TINY_MODEL
 from core.errors import NodeLost
-from core.frame_stream import FrameServer, connect
+from runtime.frames import FrameServer, connect
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts

@@ -6,10 +6,10 @@ import signal
 
 from tokenizers import Tokenizer
 
-from cluster.client import AsyncClient, Completion
-from cluster.config import TINY_MODEL
+from cluster.client.client import AsyncClient, Completion
+from core.config import TINY_MODEL
+from core.control import Control
 from core.errors import NodeLost
-from kv_transfer.control import Control
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.procs import Serving, actors, serving

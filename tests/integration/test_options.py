@@ -6,11 +6,11 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster import tandem_pb2 as pb
-from cluster import tandem_pb2_grpc as rpc
-from cluster.client import AsyncClient, GenerateOptions
-from cluster.config import TINY_MODEL, load
-from cluster.server import Server
+from cluster.client.client import AsyncClient, GenerateOptions
+from cluster.door.server import Server
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
+from core.config import TINY_MODEL, load
 from core.errors import Overloaded
 from core.request import Delta, Finished, Request
 from tests.engines import greedy

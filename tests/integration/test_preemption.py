@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.config import TINY_MODEL
+from core.config import TINY_MODEL
 from core.request import PREEMPTED, Request, SamplingParams
 from decode_node.scheduler import Scheduler
 from kv_transfer.pages import PagePool

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.config import TINY_MODEL
+from core.config import TINY_MODEL
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.rig import rig

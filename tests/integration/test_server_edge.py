@@ -10,11 +10,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster import tandem_pb2 as pb
-from cluster import tandem_pb2_grpc as rpc
-from cluster.client import AsyncClient, Delta, Finished
-from cluster.config import load
-from cluster.server import SERVICE, Server
+from cluster.client.client import AsyncClient, Delta, Finished
+from cluster.door.server import SERVICE, Server
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
+from core.config import load
 from core.errors import Overloaded
 from tests.integration.echo_gateway import (
     EchoGateway,

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.client import AsyncClient, Client, Completion, InferenceError
-from cluster.config import TINY_MODEL
+from cluster.client.client import AsyncClient, Client, Completion, InferenceError
+from core.config import TINY_MODEL
 from tests.exact import near_ties
 from tests.procs import Serving, serving, tandem
 from training.corpus import held_out_prompts

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from core import frame_stream
 from core.errors import NodeLost
-from core.frame_stream import Frame, FrameServer, FrameStream, connect
+from runtime import frames as frame_stream
+from runtime.frames import Frame, FrameServer, FrameStream, connect
 
 
 class Board:

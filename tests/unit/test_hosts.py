@@ -1,8 +1,8 @@
 """Where nodes listen when nobody said so: on the loopback of one machine, or where Ray put them."""
 
-from cluster.config import load
-from cluster.hosts import with_hosts
-from cluster.plan import plan_nodes
+from cluster.control.hosts import with_hosts
+from cluster.control.plan import plan_nodes
+from core.config import load
 
 
 def hosts_of(addresses: dict[str, str], *sets: str) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 
 from core.errors import LayoutMismatch, NodeLost, StalePages
 from core.failure import decode, encode_failure
-from core.wire import WireError, pack, unpack
+from core.schema import WireError, pack, unpack
 from kv_transfer.layout import Group, Layout, check_same
 from kv_transfer.messages import Ack, Ready, Seal, check_epoch
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import outages
-from cluster.outages import Outages
+from cluster.gateway import outages
+from cluster.gateway.outages import Outages
 from core.errors import NodeLost
 from core.failure import encode_failure
-from core.node import NodeStatus
-from core.wire import pack
+from core.info import NodeStatus
+from core.schema import pack
 
 ERROR = NodeLost("gone")
 

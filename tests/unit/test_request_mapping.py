@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from cluster import tandem_pb2 as pb
-from cluster.client_request import GenerateOptions, build_request
+from cluster.client.options import GenerateOptions, build_request
+from cluster.door.request_mapping import ended_already, to_request
 from cluster.info import ModelInfo
-from cluster.messages import (
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto.mapping import (
     finished_fields,
     model_info_from_proto,
     model_info_to_proto,
     piece_from_proto,
     piece_to_proto,
 )
-from cluster.request_mapping import ended_already, to_request
 from core.request import (
     Delta,
     Finished,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.affinity import STRIDE, PrefixAffinity
-from cluster.router import MAX_PREFERRED_LEAD, DecodeLoad, PrefillLoad, Route, choose_route
+from cluster.gateway.affinity import STRIDE, PrefixAffinity
+from cluster.gateway.router import MAX_PREFERRED_LEAD, DecodeLoad, PrefillLoad, Route, choose_route
 from core.errors import NodeLost, Overloaded
 
 

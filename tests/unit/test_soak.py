@@ -13,7 +13,7 @@ from benchmarks.soak.check import Checker, first_stop, score_ties, to_request
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Answer, Load
 from benchmarks.soak.plans import Plan, Shares, plans
-from cluster.config import TINY_MODEL
+from core.config import TINY_MODEL
 from core.stopping import stop_ids
 from tests.engines import Bench, load
 from tests.tiny import reference_greedy

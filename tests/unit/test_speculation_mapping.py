@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster import tandem_pb2 as pb
-from cluster.client_request import GenerateOptions, build_request
-from cluster.request_mapping import to_request
+from cluster.client.options import GenerateOptions, build_request
+from cluster.door.request_mapping import to_request
+from cluster.proto import tandem_pb2 as pb
 from core.request import (
     REJECTION,
     REJECTION_GREEDY,

@@ -3,9 +3,9 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster.answer import Answer
-from cluster.config import TINY_MODEL
-from cluster.stop_text import AnswerText, StopText
+from cluster.gateway.answer import Answer
+from cluster.gateway.stop_text import AnswerText, StopText
+from core.config import TINY_MODEL
 from core.request import Request, SamplingParams, SequenceUpdate, SpeculationCounts, TokenLogprobs
 from model.tokenizer import TextStream, Tokenizer
 from prefill_node.messages import Prefilled

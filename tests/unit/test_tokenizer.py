@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import TINY_MODEL
+from core.config import TINY_MODEL
 from model.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)

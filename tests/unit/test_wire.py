@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.errors import NodeLost, Overloaded
 from core.failure import decode, encode_failure
 from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
-from core.wire import WireError, pack, unpack
+from core.schema import WireError, pack, unpack
 
 
 @dataclass(frozen=True)

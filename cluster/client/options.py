@@ -1,0 +1,116 @@
+"""What a client asks for: the options of ``generate``, and the message they make."""
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto.mapping import acceptance_to_proto
+from core.request import STRICT, SamplingParams
+
+MAX_REQUEST_ID_LEN = 120
+"""Eight less than the server's bound: room for the number of an attempt."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What ``generate`` takes besides the prompt; all optional, defaults in brackets."""
+
+    max_tokens: int
+    """Most tokens of the answer, resumed ones included [128]."""
+    temperature: float
+    """0 is greedy [0]."""
+    top_k: int
+    """0 is all tokens [0]."""
+    top_p: float
+    """In (0, 1] [1]."""
+    min_p: float
+    """In [0, 1) [0]."""
+    repetition_penalty: float
+    """Above 1 makes tokens of prompt and answer less likely, below 1 more [1]."""
+    presence_penalty: float
+    """Taken from the logits of tokens in the answer [0]."""
+    frequency_penalty: float
+    """The same, as often as they are there [0]."""
+    logit_bias: Mapping[int, float]
+    """Added to the logits, by token id [none]."""
+    seed: int | None
+    """0 to 2^63-1; None draws one here if temperature > 0, so that a resume keeps it [None]."""
+    stop: Sequence[str]
+    """Texts that end the answer and are not in it [none]."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end the answer, besides the model's own [none]."""
+    min_tokens: int
+    """The answer does not end before so many tokens [0]."""
+    ignore_eos: bool
+    """Go on after the model's own end-of-sequence tokens [False]."""
+    logprobs: int | None
+    """Tell log probabilities of each token and of so many of the likeliest [None]."""
+    n: int
+    """Answers to this prompt, told apart by ``index``; several are not resumed if their stream
+    breaks [1]."""
+    max_drafts: int | None
+    """Most drafts per step; None is the server's number [None]."""
+    acceptance: str
+    """relaxed, rejection, ...: tandem.proto says what each of ``Acceptance`` promises [strict]."""
+    relaxed_top_n: int
+    """Of the relaxed kinds: a draft passes among so many of the likeliest tokens [0 is 1]."""
+    relaxed_delta: float
+    """And only if at most this much less likely than the best [0]."""
+    request_id: str | None
+    """Names the request in ``abort`` and logs; None makes one up [None]."""
+    resume_token_ids: Sequence[int]
+    """Tokens of the answer that are there already; they are not sent again [none]."""
+    timeout_s: float | None
+    """Deadline of the whole answer, retries included; None waits for ever [None]."""
+
+
+def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for ``prompt`` (text or token ids), with a seed if it is to be sampled.
+
+    Raises ``ValueError`` if a value cannot be put into the message at all.
+    """
+    request_id = options.get("request_id") or uuid.uuid4().hex
+    if len(request_id) > MAX_REQUEST_ID_LEN:
+        raise ValueError(f"request_id={request_id!r}: use at most {MAX_REQUEST_ID_LEN} characters")
+    try:
+        return pb.GenerateRequest(
+            request_id=request_id,
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
+            sampling=_sampling(options),
+            speculation=pb.Speculation(
+                max_drafts=options.get("max_drafts"),
+                acceptance=acceptance_to_proto(options.get("acceptance", STRICT)),
+                relaxed_top_n=options.get("relaxed_top_n"),
+                relaxed_delta=options.get("relaxed_delta"),
+            ),
+            resume_token_ids=options.get("resume_token_ids", ()),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the request cannot be encoded: {error}") from error
+
+
+def _sampling(options: GenerateOptions) -> pb.Sampling:
+    temperature, seed = options.get("temperature", 0.0), options.get("seed")
+    max_tokens = options.get("max_tokens", SamplingParams().max_tokens)
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
+    return pb.Sampling(
+        temperature=temperature,
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p"),
+        min_p=options.get("min_p", 0.0),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty", 0.0),
+        frequency_penalty=options.get("frequency_penalty", 0.0),
+        logit_bias=options.get("logit_bias"),
+        seed=secrets.randbits(63) if seed is None and temperature > 0 else seed,
+        stop=options.get("stop", ()),
+        stop_token_ids=options.get("stop_token_ids", ()),
+        min_tokens=options.get("min_tokens", 0),
+        max_tokens=max_tokens,
+        ignore_eos=options.get("ignore_eos", False),
+        logprobs=options.get("logprobs"),
+        n=options.get("n", 1),
+    )

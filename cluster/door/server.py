@@ -1,0 +1,129 @@
+"""The gRPC server: address, health, reflection and an orderly end."""
+
+import asyncio
+import socket
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.door.servicer import Gateway, InferenceServicer
+from cluster.proto import tandem_pb2_grpc as rpc
+from core.config import TandemConfig
+
+__all__ = ["SERVICE", "Gateway", "Server"]
+
+SERVICE = "tandem.v1.Inference"
+MAX_MESSAGE_BYTES = 16 << 20
+CLOSE_S = 5.0
+"""How long evicted streams may take to free what they hold."""
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+WATCH_S = 1.0
+"""How often health follows the state of the nodes."""
+
+
+class Server:
+    """Listens from ``start`` on, serves from ``attach`` on, until ``drain`` and ``stop``.
+
+    As an async context manager it starts and stops itself. Before ``attach`` it answers
+    health and status calls, and refuses requests with UNAVAILABLE.
+    """
+
+    def __init__(self, config: TandemConfig) -> None:
+        self._config = config.server
+        self._servicer = InferenceServicer(config.mode)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        rpc.add_InferenceServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self._server)
+        self._watcher: asyncio.Task[None] | None = None
+        self.address = self._config.address
+
+    async def start(self) -> None:
+        """Listen; ``address`` then has the port in use. ``ValueError`` if it cannot be had."""
+        await self.set_healthy(False)
+        address = self._config.address
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            problem = await asyncio.to_thread(_bind_problem, *self._config.host_port)
+            raise ValueError(
+                f"server.address={address!r}: cannot listen there ({problem}); stop what uses "
+                "it or choose another address, such as --set server.address=127.0.0.1:0"
+            ) from error
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+        await self._server.start()
+
+    async def attach(self, gateway: Gateway) -> None:
+        """Serve requests through ``gateway`` from now on."""
+        self._servicer.gateway = gateway
+        await self.set_healthy(gateway.is_healthy())
+        self._watcher = asyncio.create_task(self._watch(gateway))
+
+    async def _watch(self, gateway: Gateway) -> None:
+        """Tell health checks when the nodes are lost."""
+        told = gateway.is_healthy()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if gateway.is_healthy() != told:
+                told = not told
+                await self.set_healthy(told)
+
+    async def set_healthy(self, healthy: bool) -> None:
+        """Tell health checks whether requests belong here; draining overrules it."""
+        states = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE):
+            await self._health.set(service, states.SERVING if healthy else states.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Refuse new requests, let running ones finish for ``server.drain_s``, end the rest.
+
+        Those that are ended get UNAVAILABLE, so that clients resume them elsewhere.
+        """
+        self._servicer.draining = True
+        await self._health.enter_graceful_shutdown()
+        if not await self._servicer.wait_idle(self._config.drain_s):
+            await self._evict()
+
+    async def stop(self) -> None:
+        """Close the port; streams still open end with UNAVAILABLE."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._servicer.draining = True
+        await self._evict()
+        await self._server.stop(None)
+
+    async def _evict(self) -> None:
+        self._servicer.evict()
+        await self._servicer.wait_idle(CLOSE_S)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+def _bind_problem(host: str, port: int) -> str:
+    """What the operating system says to binding the address."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "the reason has gone meanwhile"

@@ -1,0 +1,147 @@
+"""What a request has been answered so far, and the messages made of it."""
+
+import time
+from dataclasses import replace
+
+from cluster.gateway.stop_text import AnswerText
+from core.errors import Preempted
+from core.request import (
+    ABORT,
+    PREEMPTED,
+    STOP,
+    Delta,
+    Finished,
+    Request,
+    SequenceUpdate,
+    SpeculationCounts,
+    Timings,
+    TokenLogprobs,
+    TransferStats,
+)
+from core.stopping import cut, num_budget, stop_ids
+from decode_node.messages import Pulled
+from model.tokenizer import TextStream
+from prefill_node.messages import Prefilled
+
+
+class Answer:
+    """Token ids, text and figures of one request, across the nodes that wrote it.
+
+    Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
+    already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
+    applies the same rule to it. Stop strings are found here.
+    """
+
+    def __init__(
+        self, request: Request, text: TextStream, eos_ids: tuple[int, ...], max_model_len: int
+    ) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        sampling = request.sampling
+        self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
+        self._tell(request.output_ids)
+        self._stops = stop_ids(request.sampling, eos_ids)
+        self._max_model_len = max_model_len
+        self._past_lives = self._life = self._life_before = SpeculationCounts()
+        self._transfer = TransferStats()
+        self._started_at = time.monotonic()
+        self._prefill = Prefilled(0, 0, 0.0, 0.0)
+        self._first_token_ms = self._transfer_ms = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self._started_at) * 1e3
+
+    def prefilled(self, prefilled: Prefilled) -> None:
+        """The first token is here."""
+        request = self.request
+        self._past_lives += self._life
+        self._life = self._life_before = SpeculationCounts()
+        if not self.token_ids:
+            self._prefill = prefilled
+            self._first_token_ms = self.elapsed_ms()
+        budget = num_budget(
+            len(request.prompt_ids),
+            len(request.output_ids) + len(self.token_ids),
+            request.sampling.max_tokens,
+            self._max_model_len,
+        )
+        _, self.finish_reason = cut((prefilled.first_token,), self._stops, budget)
+
+    def pulled(self, pulled: Pulled) -> None:
+        """The hand-over is complete; what of it was not hidden behind prefill is its time."""
+        if len(self.token_ids) == 1:
+            self._transfer_ms = self.elapsed_ms() - self._first_token_ms
+        before = self._transfer
+        self._transfer = TransferStats(
+            before.num_bytes + pulled.num_bytes,
+            before.num_tokens + pulled.num_tokens,
+            pulled.backend,
+            before.seconds + pulled.seconds,
+        )
+
+    def update(self, update: SequenceUpdate) -> None:
+        """Take in one step's outcome. Raises Preempted when the decode rank gave it up."""
+        if update.counts is not None:
+            self._life_before, self._life = self._life, update.counts
+        if update.finish_reason == PREEMPTED:
+            raise Preempted(f"{update.request_id} was preempted")
+        self.finish_reason = update.finish_reason
+
+    def rest(self) -> Request:
+        """What is left to do, as a request: it goes on after the tokens emitted so far."""
+        output_ids = self.request.output_ids + tuple(self.token_ids)
+        return replace(self.request, output_ids=output_ids)
+
+    def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> Delta:
+        """The next piece; a token that ended the answer is in the ids, not in the text, and what
+        follows a stop string is in neither."""
+        ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stops
+        text, num_told = self._tell(token_ids[:-1] if ended_by_token else token_ids)
+        if self._text.stopped:
+            token_ids = token_ids[:num_told]
+            self._life = self._life.cut(self._life_before, num_told)
+        elif self.is_finished:
+            text += self._text.finish()
+        self.token_ids.extend(token_ids)
+        return Delta(0, token_ids, text, logprobs[: len(token_ids)])
+
+    def _tell(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """The text of these tokens up to a stop string, and how many of them are kept."""
+        text = ""
+        for i, token in enumerate(token_ids):
+            text += self._text.push(token)
+            if self._text.stopped:
+                self.finish_reason = STOP
+                return text, i + 1
+        return text, len(token_ids)
+
+    def aborted(self) -> Finished:
+        """The end of an answer that was cut short from outside."""
+        self.finish_reason = ABORT
+        return self.finished()
+
+    def finished(self) -> Finished:
+        assert self.finish_reason is not None, "the answer goes on"
+        assert self.request.sampling.seed is not None, "a seed is given at admission"
+        return Finished(
+            index=0,
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_cached_tokens=self._prefill.num_cached,
+            num_completion_tokens=len(self.token_ids),
+            counts=self._past_lives + self._life,
+            timings_ms=Timings(
+                queue=self._prefill.queue_ms,
+                prefill=self._prefill.prefill_ms,
+                transfer=self._transfer_ms,
+                first_token=self._first_token_ms,
+                total=self.elapsed_ms(),
+            ),
+            kv_transfer=self._transfer,
+            seed=self.request.sampling.seed,
+        )

@@ -1,0 +1,249 @@
+"""What a Tandem cluster can be told: one frozen tree, read from YAML and ``--set a.b=c``."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from core.config_help import type_text, value_text
+from core.config_source import explain, overlay, read_yaml
+
+AUTO = "auto"
+TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
+Device = Literal["cpu", "cuda"]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys and loosely typed values are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    path: Path = Field(
+        default=TINY_MODEL, strict=False, description="folder of the Hugging Face checkpoint"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of weights and cache; auto is float32 on cpu, bfloat16 on cuda"
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="most tokens of prompt and answer; null is the checkpoint's own",
+    )
+    think_tokens: tuple[str, str] = Field(
+        default=("<think>", "</think>"),
+        description="tokens that begin and end thinking, where acceptance may be relaxed",
+    )
+
+    @field_validator("think_tokens", mode="before")
+    @classmethod
+    def _is_two_tokens(cls, tokens: Any) -> Any:
+        texts = list(tokens) if isinstance(tokens, (list, tuple)) else []
+        if len(texts) != 2 or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(
+                f"model.think_tokens={tokens!r}: give the two texts that begin and end thinking, "
+                "such as ['<think>', '</think>']"
+            )
+        if texts[0] == texts[1]:
+            raise ValueError(f"model.think_tokens={tokens!r}: the two have to differ")
+        return tuple(texts)
+
+
+class SpeculationConfig(Section):
+    num_tokens: int = Field(
+        default=3, ge=0, le=8, description="most drafts per step; 0 turns drafting off"
+    )
+    first_step: Literal["ship_hidden", "zero_hidden"] = Field(
+        default="ship_hidden",
+        description="whether the hand-over carries the hidden state that the first draft needs",
+    )
+    draft_length: Literal["by_load", "fixed"] = Field(
+        default="by_load",
+        description="drafts of a step: as many as pay at this load, or always num_tokens",
+    )
+    drafter: Literal["auto", "mtp", "none"] = Field(
+        default="auto", description="auto is mtp if the checkpoint has MTP layers, else none"
+    )
+
+
+class PrefillConfig(Section):
+    replicas: Count = Field(default=1, description="number of prefill nodes")
+    dp_size: Count = Field(default=1, description="ranks per prefill node")
+    device: Device = Field(default="cpu", description="where prefill ranks run")
+    num_threads: Count = Field(default=1, description="CPU threads per prefill rank")
+    max_batch_tokens: Count = Field(
+        default=2048, description="most prompt tokens in one prefill step"
+    )
+
+
+class DecodeConfig(Section):
+    replicas: Count = Field(default=1, description="number of decode nodes")
+    dp_size: Count = Field(default=1, description="ranks per decode node")
+    device: Device = Field(default="cpu", description="where decode ranks run")
+    num_threads: Count = Field(default=1, description="CPU threads per decode rank")
+    max_rows: Count = Field(default=16, description="most sequences in one decode step of a rank")
+    loop: Literal["auto", "plain", "overlapped"] = Field(
+        default="auto",
+        description="overlapped reads a step while the next runs; auto does so except on cpu",
+    )
+    batch_buckets: tuple[Count, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="batch sizes that a decode step is padded to; null suits the device",
+    )
+
+
+class KvConfig(Section):
+    page_size: int = Field(default=64, ge=1, le=4096, description="tokens per page")
+    num_pages: int | None = Field(
+        default=None,
+        ge=2,
+        description="pages per rank, the dummy page included; null sizes them itself",
+    )
+
+
+class KvTransferConfig(Section):
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="auto is nccl between GPUs, gloo otherwise"
+    )
+    lease_s: float = Field(
+        default=30.0, gt=0, le=3600, description="how long offered KV stays without renewal"
+    )
+    staging_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="staging memory per rank; bounds what is in flight",
+    )
+    host: str = Field(
+        default=AUTO,
+        min_length=1,
+        description="address that nodes listen on for KV and frames; auto is 127.0.0.1 on one "
+        "machine, each machine's own address in Ray on several",
+    )
+
+
+class ServerConfig(Section):
+    address: str = Field(
+        default="127.0.0.1:50051",
+        description="HOST:PORT of the gRPC server; port 0 takes any free one",
+    )
+    max_queued: Count = Field(
+        default=256, description="requests waiting before new ones are refused"
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, le=3600, description="how long running streams may finish at shutdown"
+    )
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """The address split; the host without the brackets of IPv6."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @field_validator("address")
+    @classmethod
+    def _is_host_and_port(cls, address: str) -> str:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})", address)
+        if match is None or int(match[2]) > 65535:
+            raise ValueError(
+                f"server.address={address!r}: write HOST:PORT with a port of 0 to 65535, "
+                "such as 127.0.0.1:50051"
+            )
+        return address
+
+
+class TandemConfig(Section):
+    """The whole tree. ``load`` gives better errors than calling this."""
+
+    mode: Literal["split", "colocated"] = Field(
+        default="split", description="prefill and decode on different nodes, or both in one rank"
+    )
+    model: ModelConfig = ModelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    kv: KvConfig = KvConfig()
+    kv_transfer: KvTransferConfig = KvTransferConfig()
+    server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TandemConfig":
+        if self.kv_transfer.backend == "nccl" and "cpu" in (
+            self.prefill.device,
+            self.decode.device,
+        ):
+            raise ValueError(
+                "kv_transfer.backend='nccl' needs prefill.device and decode.device 'cuda', got "
+                f"{self.prefill.device!r} and {self.decode.device!r}; use 'auto' or 'gloo'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_implemented(self) -> "TandemConfig":
+        for path, implemented in _IMPLEMENTED.items():
+            value = _get(self, path)
+            if value not in implemented:
+                wanted = " or ".join(map(repr, implemented))
+                raise ValueError(f"{path}={value!r} is not implemented yet; set it to {wanted}")
+        return self
+
+
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {"prefill.dp_size": (1,), "decode.dp_size": (1,)}
+"""Keys of which only some values work yet; the others are refused by name."""
+
+
+def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfig:
+    """Read the YAML file ``path`` (None: defaults), then apply ``a.b=c`` overrides in order.
+
+    Values are parsed as YAML. Raises ``ValueError`` naming each wrong key or value and what
+    would be right.
+    """
+    tree = {} if path is None else read_yaml(path)
+    for item in sets or []:
+        overlay(tree, item)
+    try:
+        return TandemConfig.model_validate(tree)
+    except ValidationError as error:
+        fields = {name: field.description or "" for name, field in leaves()}
+        raise ValueError(explain(error, fields)) from error
+
+
+def leaves() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that takes a value, dotted, in the order of the tree."""
+    for name, field in TandemConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            for leaf, inner in section.model_fields.items():
+                yield f"{name}.{leaf}", inner
+        else:
+            yield name, field
+
+
+def describe() -> str:
+    """One line per key: its name, default, type and meaning."""
+    rows = [
+        (
+            name,
+            f"{_default_text(field.default)} ({type_text(field.annotation)})",
+            field.description or "",
+        )
+        for name, field in leaves()
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def _get(config: BaseModel, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _default_text(value: Any) -> str:
+    return "training/tiny-v3" if value == TINY_MODEL else value_text(value)

@@ -1,0 +1,159 @@
+"""A decode node's frames over a socket of their own: length-prefixed bytes, no pickle.
+
+The reader greets with a token it was told over control; the server answers with one byte once
+the reader is subscribed, so that no frame of a later call is missed.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from core.errors import NodeLost
+from core.failure import Failure, encode_failure, raise_failure
+from core.schema import unpack
+
+log = logging.getLogger(__name__)
+
+Frame = bytes | BaseException
+"""A packed TokenFrame, or what ended the engine that made them."""
+Subscribe = Callable[[Callable[[Frame], None]], Callable[[], None]]
+"""Calls a function with every frame from now on; returns what ends that."""
+
+GREETING_TIMEOUT_S = 10.0
+MAX_UNREAD_BYTES = 64 << 20
+"""A reader further behind than this is cut off, or a node's memory would fill."""
+_TOKEN_BYTES = 32
+_HELLO = b"\x06"
+_HEADER = struct.Struct("!I")
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAddress:
+    """Where a node's frames can be read, and the secret that opens them."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class FrameServer:
+    """Sends every frame of one node to whoever greets with the token. Owned by one loop."""
+
+    def __init__(self, host: str, subscribe: Subscribe) -> None:
+        self._host = host
+        self._subscribe = subscribe
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> FrameAddress:
+        """Listen on ``host`` only, on a port of the system's choice."""
+        if self._server is None:
+            try:
+                self._server = await asyncio.start_server(self._serve, self._host, 0)
+            except OSError as error:
+                raise ValueError(
+                    f"kv_transfer.host={self._host!r}: frames cannot be served there ({error}); "
+                    "set it to an address of this machine"
+                ) from error
+        return FrameAddress(self._host, self._server.sockets[0].getsockname()[1], self._token)
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            _keep_alive(writer)
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                greeting = await reader.readexactly(_TOKEN_BYTES)
+            if hmac.compare_digest(greeting, self._token):
+                await self._send(reader, writer)
+            else:
+                log.warning("a reader of frames came with a wrong token")
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            log.info("a reader of frames is gone: %r", error)
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send frames until the reader hangs up."""
+
+        def send(frame: Frame) -> None:
+            if isinstance(frame, BaseException):
+                text = f"the decode engine stopped: {frame!r}"
+                writer.write(_HEADER.pack(0) + encode_failure(NodeLost(text)))
+                writer.close()
+            elif writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                log.error("a reader of frames is %d bytes behind: cut off", MAX_UNREAD_BYTES)
+                writer.transport.abort()
+            else:
+                writer.write(_HEADER.pack(len(frame)) + frame)
+
+        unsubscribe = self._subscribe(send)
+        try:
+            writer.write(_HELLO)
+            await reader.read()
+        finally:
+            unsubscribe()
+
+
+class FrameStream:
+    """An open connection to a FrameServer; made by ``connect``."""
+
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._name = name
+        self._reader = reader
+        self._writer = writer
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Packed TokenFrames. Raises NodeLost when the node ended, closes the connection then."""
+        read = self._reader.readexactly
+        try:
+            while (num_bytes := _HEADER.unpack(await read(_HEADER.size))[0]) > 0:
+                yield await read(num_bytes)
+            raise_failure(unpack(Failure, await self._reader.read()))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise NodeLost(f"{self._name}: its frames ended: {error}") from error
+        finally:
+            self._writer.close()
+
+
+async def connect(name: str, address: FrameAddress) -> FrameStream:
+    """Subscribe to the frames of the node ``name``. Raises NodeLost if it does not answer."""
+    try:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            _keep_alive(writer)
+            writer.write(address.token)
+            await reader.readexactly(len(_HELLO))
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        raise NodeLost(
+            f"{name}: no frames from {address.host}:{address.port}: {error!r}; can this machine "
+            "reach that address (kv_transfer.host)?"
+        ) from error
+    return FrameStream(name, reader, writer)
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Notice within half a minute that the other machine is gone without a word."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
