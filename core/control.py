@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from core.errors import HandoverError, NodeLost, TandemError
-from core.failure import decode, encode_failure
-from core.schema import pack
+from core.schema import decode, encode_failure, pack
 
 Reply = TypeVar("Reply")
 Handler = Callable[[str, bytes], Awaitable[bytes]]

@@ -1,192 +1,110 @@
-"""msgpack messages with checked schemas.
+"""msgpack messages with checked schemas, and errors that travel as messages.
 
-A message is a frozen dataclass. On the wire it is ``[class name, {field: value}]``, so a
-reader can name what it got. Supported field types: int, float, bool, str, bytes, other
-messages, ``tuple[X, ...]``, ``dict[str, X]`` and ``X | None``.
-
-How a type is written and read is worked out once: a gateway reads a frame of every decode rank
-in every step.
+A message is a frozen dataclass. On the wire it is ``[class name, {field: value}]``, so a reader
+can name what it got. pydantic checks what arrives: types exactly (no "1" for 1), no unknown
+fields. Bytes cross Ray and sockets, never pickled objects.
 """
 
-import types
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgpack
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import SchemaSerializer, SchemaValidator
+
+from core import errors
 
 Message = TypeVar("Message")
-Convert = Callable[[Any], Any]
+_EXACT = {"int", "float", "bool", "str", "bytes"}
 
 
 class WireError(ValueError):
     """A message that does not match its schema; the text gives both sides' values."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """``kind`` is the name of a class in core.errors, or ValueError; others become TandemError."""
+
+    kind: str
+    text: str
+    retry_after_s: float = 0.0
+
+
 def pack(message: Any) -> bytes:
     """Encode a message dataclass; its own field values are trusted (they are ours)."""
-    cls: Any = type(message)
-    return msgpack.packb([cls.__name__, _writer(cls)(message)])
+    cls = type(message)
+    return msgpack.packb([cls.__name__, _schema(cls)[0].to_python(message)])
 
 
 def unpack(cls: type[Message], data: bytes) -> Message:
-    """Decode ``data`` as ``cls``.
+    """Decode ``data`` as ``cls``. Raises WireError when it is anything else."""
+    return _checked(cls, *_name_and_fields(cls, data))
 
-    Raises WireError when the bytes are not msgpack, name another message, lack a field,
-    carry an unknown one, or hold a value of the wrong type.
-    """
+
+def decode(cls: type[Message], data: bytes) -> Message:
+    """``data`` as ``cls``; if it holds a Failure instead, raises the error it names."""
+    name, fields = _name_and_fields(cls, data)
+    if name == Failure.__name__:
+        raise_failure(_checked(Failure, name, fields))
+    return _checked(cls, name, fields)
+
+
+def encode_failure(error: BaseException) -> bytes:
+    kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+    return pack(Failure(kind, str(error), getattr(error, "retry_after_s", 0.0)))
+
+
+def raise_failure(failure: Failure) -> None:
+    if failure.kind == "ValueError":
+        raise ValueError(failure.text)
+    if failure.kind == "Overloaded":
+        raise errors.Overloaded(failure.text, failure.retry_after_s)
+    known = getattr(errors, failure.kind, None)
+    if isinstance(known, type) and issubclass(known, errors.TandemError):
+        raise known(failure.text)
+    raise errors.TandemError(f"{failure.kind}: {failure.text}")
+
+
+def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:
     try:
         body = msgpack.unpackb(data)
     except Exception as error:
         raise WireError(f"expected {cls.__name__}, got bytes that are not msgpack") from error
-    if not (isinstance(body, list) and len(body) == 2 and isinstance(body[1], dict)):
+    if not (isinstance(body, list) and len(body) == 2 and isinstance(body[0], str)):
         raise WireError(f"expected {cls.__name__} as [name, fields], got {body!r:.200}")
-    if body[0] != cls.__name__:
-        raise WireError(f"expected message {cls.__name__}, got {body[0]!r:.80}")
-    checked: Any = cls
+    return body[0], body[1]
+
+
+def _checked(cls: type[Message], name: str, fields: Any) -> Message:
+    if name != cls.__name__:
+        raise WireError(f"expected message {cls.__name__}, got {name!r:.80}")
     try:
-        message: Message = _reader(checked)(body[1])
-    except _Mismatch as mismatch:
-        raise WireError(f"{cls.__name__}{mismatch.path}: {mismatch.text}") from None
+        message: Message = _schema(cls)[1].validate_python(fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        path = ".".join(map(str, (cls.__name__, *problem["loc"])))
+        got = f"{type(problem['input']).__name__} {problem['input']!r:.80}"
+        raise WireError(f"{path}: {problem['msg']}, got {got}") from None
     return message
 
 
-class _Mismatch(Exception):
-    """``path`` leads from the message to what is wrong, and grows on the way up."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.path = ""
-
-    def under(self, step: str) -> "_Mismatch":
-        self.path = step + self.path
-        return self
-
-
-def _refuse(expected: Any, value: Any) -> NoReturn:
-    name = getattr(expected, "__name__", str(expected))
-    raise _Mismatch(f"expected {name}, got {type(value).__name__} {value!r:.80}")
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 @cache
-def _writer(expected: Any) -> Convert:
-    """From a value of a field type to what msgpack takes."""
-    origin, parts = get_origin(expected), get_args(expected)
-    if is_dataclass(expected):
-        return _message_writer(expected)  # type: ignore[arg-type]
-    if origin in (Union, types.UnionType):
-        write = _writer(_inner(parts))
-        return write if write is _as_it_is else lambda v: None if v is None else write(v)
-    write = _writer(parts[-1] if origin is dict else parts[0]) if origin else _as_it_is
-    if write is _as_it_is:
-        return _as_it_is
-    if origin is dict:
-        return lambda values: {key: write(value) for key, value in values.items()}
-    return lambda values: [write(value) for value in values]
+def _schema(cls: type) -> tuple[SchemaSerializer, SchemaValidator]:
+    schema: Any = _exact(TypeAdapter(cls).core_schema)
+    return SchemaSerializer(schema), SchemaValidator(schema)
 
 
-def _message_writer(cls: type) -> Convert:
-    parts = [(name, _writer(hint)) for name, hint in _schema(cls).items()]
-
-    def write(message: Any) -> dict[str, Any]:
-        return {name: convert(getattr(message, name)) for name, convert in parts}
-
-    return write
-
-
-@cache
-def _reader(expected: Any) -> Convert:
-    """From what msgpack gives to a checked value of a field type; raises _Mismatch."""
-    origin, parts = get_origin(expected), get_args(expected)
-    if is_dataclass(expected):
-        return _message_reader(expected)  # type: ignore[arg-type]
-    if origin in (Union, types.UnionType):
-        read = _reader(_inner(parts))
-        return lambda value: None if value is None else read(value)
-    if origin is tuple:
-        return _tuple_reader(expected, _reader(parts[0]))
-    if origin is dict:
-        return _dict_reader(expected, _reader(parts[1]))
-    if expected is float:
-        return _read_float
-    return lambda value: value if type(value) is expected else _refuse(expected, value)
-
-
-def _read_float(value: Any) -> float:
-    if type(value) is int:
-        return float(value)
-    return value if type(value) is float else _refuse(float, value)
-
-
-def _message_reader(cls: type) -> Convert:
-    schema = _schema(cls)
-    names, parts = schema.keys(), [(name, _reader(hint)) for name, hint in schema.items()]
-
-    def read(value: Any) -> Any:
-        if type(value) is not dict:
-            _refuse(cls, value)
-        if value.keys() != names:
-            missing, unknown = names - value.keys(), value.keys() - names
-            raise _Mismatch(f"missing fields {sorted(missing)}, unknown {sorted(unknown)}")
-        try:
-            return cls(*[convert(value[name]) for name, convert in parts])
-        except _Mismatch as mismatch:
-            wrong = next(name for name, convert in parts if _fails(convert, value[name]))
-            raise mismatch.under(f".{wrong}") from None
-
-    return read
-
-
-def _tuple_reader(expected: Any, read_item: Convert) -> Convert:
-    def read(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            _refuse(expected, value)
-        try:
-            return tuple([read_item(item) for item in value])
-        except _Mismatch as mismatch:
-            wrong = next(i for i, item in enumerate(value) if _fails(read_item, item))
-            raise mismatch.under(f"[{wrong}]") from None
-
-    return read
-
-
-def _dict_reader(expected: Any, read_item: Convert) -> Convert:
-    read_key = _reader(str)
-
-    def read(value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            _refuse(expected, value)
-        given = {}
-        for key, item in value.items():
-            try:
-                given[read_key(key)] = read_item(item)
-            except _Mismatch as mismatch:
-                raise mismatch.under(f"[{key!r}]") from None
-        return given
-
-    return read
-
-
-def _fails(convert: Convert, value: Any) -> bool:
-    try:
-        convert(value)
-    except _Mismatch:
-        return True
-    return False
-
-
-@cache
-def _schema(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls)}
-
-
-def _inner(parts: tuple[Any, ...]) -> Any:
-    inner = [part for part in parts if part is not types.NoneType]
-    assert len(inner) == 1, f"only X | None unions are supported, got {parts}"
-    return inner[0]
+def _exact(node: Any) -> Any:
+    """A schema that takes scalars of the very type, lists for tuples, and no unknown fields."""
+    if isinstance(node, list):
+        return [_exact(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    schema = {key: _exact(value) for key, value in node.items()}
+    if schema.get("type") in _EXACT:
+        schema["strict"] = True
+    if schema.get("type") == "dataclass-args":
+        schema["extra_behavior"] = "forbid"
+    return schema

@@ -12,10 +12,9 @@ import torch
 
 from core.control import Control
 from core.errors import HandoverError, LayoutMismatch
-from core.failure import encode_failure
 from core.info import DECODE, NodeStatus
 from core.request import TokenFrame
-from core.schema import pack, unpack
+from core.schema import encode_failure, pack, unpack
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Await, Done, Pulled, Reserve
 from kv_transfer.messages import Offer, Seal

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from core.errors import HandoverError
-from core.failure import encode_failure
 from core.info import PREFILL, NodeStatus
 from core.request import Request
-from core.schema import pack, unpack
+from core.schema import encode_failure, pack, unpack
 from kv_transfer.pages import PagePool
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress

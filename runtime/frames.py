@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from core.errors import NodeLost
-from core.failure import Failure, encode_failure, raise_failure
-from core.schema import unpack
+from core.schema import Failure, encode_failure, raise_failure, unpack
 
 log = logging.getLogger(__name__)
 

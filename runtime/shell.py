@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from core.failure import encode_failure
 from core.info import NodeInfo
-from core.schema import pack, unpack
+from core.schema import encode_failure, pack, unpack
 from core.settings import NodeSettings
 from runtime.frames import Frame, FrameServer
 

@@ -9,8 +9,7 @@ from typing import Any
 from cluster.gateway.nodes import DecodeHandle, PrefillHandle
 from core.control import Control
 from core.errors import TandemError
-from core.failure import decode
-from core.schema import pack, unpack
+from core.schema import decode, pack, unpack
 from core.tasks import Tasks
 from decode_node.messages import Abort
 from kv_transfer.messages import Ack, Renew

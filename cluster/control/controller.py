@@ -14,7 +14,7 @@ from cluster.control.hosts import placed
 from cluster.control.plan import NodePlan, plan_nodes
 from core.config import AUTO, TandemConfig
 from core.errors import Overloaded
-from core.failure import encode_failure
+from core.schema import encode_failure
 
 NAMESPACE = "tandem"
 CONTROLLER = "controller"

@@ -15,8 +15,8 @@ from cluster.control.ray_control import RayControl, open_frames
 from cluster.gateway.gateway import ClusterGateway
 from cluster.gateway.nodes import DecodeHandle, PrefillHandle
 from core.config import TandemConfig
-from core.failure import decode
 from core.info import DECODE, PREFILL, NodeInfo
+from core.schema import decode
 from model.tokenizer import Tokenizer
 
 OBJECT_STORE_BYTES = 128 << 20

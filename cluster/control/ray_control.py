@@ -6,7 +6,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.gateway.nodes import Frames
 from core.errors import NodeLost
-from core.failure import decode
+from core.schema import decode
 from runtime.frames import FrameAddress, connect
 
 

@@ -14,9 +14,8 @@ from cluster.gateway.answer import Answer
 from cluster.gateway.nodes import DecodeHandle, PrefillHandle
 from cluster.gateway.retries import patiently
 from core.errors import NodeLost
-from core.failure import decode
 from core.request import Delta, Finished, Request
-from core.schema import pack
+from core.schema import decode, pack
 from core.tasks import Tasks
 from decode_node import messages as on_decode
 from kv_transfer.layout import PROTOCOL

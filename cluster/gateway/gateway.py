@@ -22,8 +22,8 @@ from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from core import info as core_node
 from core.config import TandemConfig
 from core.errors import HandoverError, NodeLost, Overloaded, Preempted
-from core.failure import decode
 from core.request import Delta, Finished, Request, SamplingParams
+from core.schema import decode
 from model.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)

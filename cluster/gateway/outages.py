@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from cluster.gateway.nodes import DecodeHandle, PrefillHandle
-from core.failure import decode
 from core.info import NodeStatus
+from core.schema import decode
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 2.0

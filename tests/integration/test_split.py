@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from core.config import TINY_MODEL
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
-from core.failure import decode
 from core.request import Delta, Finished, Request
-from core.schema import pack
+from core.schema import decode, pack
 from decode_node.messages import Abort, Done, Reserve
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer

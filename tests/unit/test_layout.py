@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import LayoutMismatch, NodeLost, StalePages
-from core.failure import decode, encode_failure
-from core.schema import WireError, pack, unpack
+from core.schema import WireError, decode, encode_failure, pack, unpack
 from kv_transfer.layout import Group, Layout, check_same
 from kv_transfer.messages import Ack, Ready, Seal, check_epoch
 

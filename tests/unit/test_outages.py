@@ -8,9 +8,8 @@ import pytest
 from cluster.gateway import outages
 from cluster.gateway.outages import Outages
 from core.errors import NodeLost
-from core.failure import encode_failure
 from core.info import NodeStatus
-from core.schema import pack
+from core.schema import encode_failure, pack
 
 ERROR = NodeLost("gone")
 
