@@ -91,7 +91,7 @@ def _checked(cls: type[Message], name: str, fields: Any) -> Message:
 
 
 @cache
-def _schema(cls: type) -> tuple[SchemaSerializer, SchemaValidator]:
+def _schema(cls: Any) -> tuple[SchemaSerializer, SchemaValidator]:
     schema: Any = _exact(TypeAdapter(cls).core_schema)
     return SchemaSerializer(schema), SchemaValidator(schema)
 
