@@ -34,7 +34,7 @@ class Failure:
 
 def pack(message: Any) -> bytes:
     """Encode a message dataclass; its own field values are trusted (they are ours)."""
-    cls = type(message)
+    cls: Any = type(message)
     return msgpack.packb([cls.__name__, _schema(cls)[0].to_python(message)])
 
 
@@ -77,17 +77,16 @@ def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:
     return body[0], body[1]
 
 
-def _checked(cls: type[Message], name: str, fields: Any) -> Message:
+def _checked(cls: Any, name: str, fields: Any) -> Any:
     if name != cls.__name__:
         raise WireError(f"expected message {cls.__name__}, got {name!r:.80}")
     try:
-        message: Message = _schema(cls)[1].validate_python(fields)
+        return _schema(cls)[1].validate_python(fields)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(map(str, (cls.__name__, *problem["loc"])))
         got = f"{type(problem['input']).__name__} {problem['input']!r:.80}"
         raise WireError(f"{path}: {problem['msg']}, got {got}") from None
-    return message
 
 
 @cache
