@@ -18,9 +18,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from core.request import Request, SamplingParams, SequenceUpdate
-from core.settings import NodeSettings
-from model.loaded import LoadedModel, load_model
-from tests.engines import Bench
+from model.loaded import LoadedModel
+from tests.engines import Bench, load
 from training.corpus import held_out_prompts
 
 TINY = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
@@ -95,8 +94,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
-    settings = NodeSettings(name="bench", model_path=str(args.path), num_threads=args.num_threads)
-    loaded = load_model(settings)
+    loaded = load(args.path, f"decode.num_threads={args.num_threads}")
     torch.manual_seed(0)
     asked = requests(args.path, args.num_prompts, args.max_tokens)
     rows = [measure(loaded, asked, n, ship_hidden=True) for n in (1, 2, 3)]

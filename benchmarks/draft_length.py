@@ -19,10 +19,9 @@ from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
 from core.request import Request
-from core.settings import NodeSettings
 from decode_node.draft_length import LengthByLoad
-from model.loaded import LoadedModel, load_model
-from tests.engines import Bench
+from model.loaded import LoadedModel
+from tests.engines import Bench, load
 
 MAX_DRAFTS = 3
 BY_LOAD = "by_load"
@@ -117,8 +116,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch_sizes.split(",")]
-    settings = NodeSettings(name="bench", model_path=str(args.path), num_threads=args.num_threads)
-    loaded = load_model(settings)
+    loaded = load(args.path, f"decode.num_threads={args.num_threads}")
     asked = iter(requests(args.path, args.rounds * sum(sizes), args.max_tokens))
     with Progress(console=Console(stderr=True)) as bar:
         results = {size: measure(loaded, asked, size, args.rounds, bar) for size in sizes}

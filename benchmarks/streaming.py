@@ -38,7 +38,7 @@ def example_frame(num_updates: int) -> TokenFrame:
     updates = tuple(
         SequenceUpdate(f"{i:032x}", tuple(range(1000, 1001 + i % 4))) for i in range(num_updates)
     )
-    return TokenFrame("0" * 32, 0, num_updates, 100, updates)
+    return TokenFrame(1 * 32, 0, num_updates, 100, updates)
 
 
 class Emitter:

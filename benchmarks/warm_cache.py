@@ -17,9 +17,8 @@ from rich.progress import track
 
 from benchmarks.accepted_length import BATCH, TINY, batches, requests
 from core.request import Request
-from core.settings import NodeSettings
-from model.loaded import LoadedModel, load_model
-from tests.engines import Bench
+from model.loaded import LoadedModel
+from tests.engines import Bench, load
 
 
 class IdleFirst:
@@ -77,8 +76,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
-    settings = NodeSettings(name="bench", model_path=str(args.path), num_threads=args.num_threads)
-    loaded = load_model(settings)
+    loaded = load(args.path, f"decode.num_threads={args.num_threads}")
     asked = requests(args.path, args.num_prompts, args.max_tokens)
     arms = {
         name: measure(loaded, asked, num_idle, args.idle_steps)

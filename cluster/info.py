@@ -33,7 +33,7 @@ class NodeStatus:
 
     name: str
     kind: str
-    epoch: str
+    epoch: int
     alive: bool
     num_active_rows: int = 0
     num_free_pages: int = 0

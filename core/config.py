@@ -171,6 +171,10 @@ class TandemConfig(Section):
     kv_transfer: KvTransferConfig = KvTransferConfig()
     server: ServerConfig = ServerConfig()
 
+    def of_kind(self, kind: str) -> PrefillConfig | DecodeConfig:
+        """The section of a rank of this kind; colocated ranks follow the decode section."""
+        return self.prefill if kind == "prefill" else self.decode
+
     @model_validator(mode="after")
     def _fits_together(self) -> "TandemConfig":
         if self.kv_transfer.backend == "nccl" and "cpu" in (

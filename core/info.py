@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PREFILL, DECODE = "prefill", "decode"
+PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class NodeInfo:
 
     name: str
     kind: str
-    epoch: str
+    epoch: int
     fingerprint: str
     architecture: str
     dtype: str
@@ -36,7 +36,7 @@ class NodeStatus:
 
     name: str
     kind: str
-    epoch: str
+    epoch: int
     num_active_rows: int
     num_free_pages: int
     num_pages: int

@@ -162,7 +162,7 @@ class SequenceUpdate:
 class TokenFrame:
     """Everything one decode rank emitted in one step."""
 
-    epoch: str
+    epoch: int
     step: int
     num_active_rows: int
     num_free_pages: int

@@ -4,8 +4,9 @@ from typing import Any
 
 import ray
 
+from core.config import TandemConfig
 from core.errors import NodeLost
-from core.settings import NodeSettings
+from core.membership import RankSpec
 from runtime.shell import StreamingRank, StreamingShell
 
 
@@ -27,7 +28,7 @@ class RayOwner:
 
 
 class DecodeActor(StreamingShell):
-    async def build(self, settings: NodeSettings) -> StreamingRank:
+    async def build(self, spec: RankSpec, config: TandemConfig) -> StreamingRank:
         from decode_node.build import build
 
-        return await build(settings, RayOwner)
+        return await build(spec, config, RayOwner)

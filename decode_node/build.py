@@ -1,13 +1,13 @@
 """A decode rank put together from its settings."""
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from core.config import TandemConfig
 from core.control import Control
-from core.info import DECODE, NodeInfo
-from core.settings import NodeSettings
+from core.info import NodeInfo
+from core.membership import RankSpec
 from decode_node.engine import DecodeEngine, EngineOptions
 from decode_node.node import DecodeNode
 from kv_transfer.base import ChannelMaker
@@ -40,21 +40,24 @@ class DecodeRank:
         await asyncio.to_thread(self.loop.stop)
 
 
-async def build(settings: NodeSettings, find_owner: Callable[[str], Control]) -> DecodeRank:
+async def build(
+    spec: RankSpec, config: TandemConfig, find_owner: Callable[[str], Control]
+) -> DecodeRank:
     """Load the checkpoint and start the rank. Raises ValueError for the user's mistakes."""
-    loaded = await asyncio.to_thread(load_model, settings)
-    num_pages = settings.num_pages or default_num_pages(settings, loaded.max_model_len)
-    pool = PagePool(num_pages, settings.page_size)
-    loop = EngineLoop(f"engine-{settings.name}")
-    caches = loaded.allocate(num_pages, settings.page_size)
-    maker = channel_maker(settings)
-    rank = await assemble(settings, loaded, pool, caches, loop, maker, find_owner)
+    loaded = await asyncio.to_thread(load_model, config, spec.kind)
+    num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
+    pool = PagePool(num_pages, config.kv.page_size)
+    loop = EngineLoop(f"engine-{spec.gang}")
+    caches = loaded.allocate(num_pages, config.kv.page_size)
+    maker = channel_maker(config, spec.kind, spec.host)
+    rank = await assemble(spec, config, loaded, pool, caches, loop, maker, find_owner)
     loop.start()
     return rank
 
 
 async def assemble(
-    settings: NodeSettings,
+    spec: RankSpec,
+    config: TandemConfig,
     loaded: LoadedModel,
     pool: PagePool,
     caches: Caches,
@@ -64,36 +67,32 @@ async def assemble(
     max_pages: int | None = None,
 ) -> DecodeRank:
     """A rank over parts it may share with a prefill rank; ``loop`` is started by the caller."""
-    epoch = uuid.uuid4().hex
     transfer_caches = caches_of(caches, pool, loaded.dtype_name, loaded.config.identity())
     fingerprint = transfer_caches.layout.fingerprint()
-    sink = Sink(
-        f"{settings.name}:{epoch}", transfer_caches, loop, maker, transfer_options(settings)
-    )
+    sink = Sink(spec.name, transfer_caches, loop, maker, transfer_options(config))
     node = DecodeNode(
-        settings.name, epoch, fingerprint, pool, loaded.device, loop, sink, find_owner
+        spec.gang, spec.epoch, fingerprint, pool, loaded.device, loop, sink, find_owner
     )
     node.engine = engine = DecodeEngine(
         loaded,
         pool,
         caches,
         EngineOptions(
-            max_rows=settings.max_rows,
-            max_drafts=settings.num_drafts,
+            max_rows=config.decode.max_rows,
+            max_drafts=config.speculation.num_tokens,
             max_pages=max_pages,
-            loop=settings.loop,
-            draft_length=settings.draft_length,
-            buckets=settings.batch_buckets,
+            loop=config.decode.loop,
+            draft_length=config.speculation.draft_length,
+            buckets=config.decode.batch_buckets,
         ),
-        epoch=epoch,
+        epoch=spec.epoch,
         on_frame=node.publish,
     )
     loop.add(engine)
     info = describe(
-        settings,
+        spec,
+        config,
         loaded,
-        kind=DECODE,
-        epoch=epoch,
         fingerprint=fingerprint,
         num_pages=pool.num_pages,
         num_drafts=engine.max_drafts,

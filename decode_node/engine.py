@@ -51,7 +51,7 @@ class DecodeEngine:
         caches: Caches,
         options: EngineOptions,
         *,
-        epoch: str,
+        epoch: int,
         on_frame: Callable[[TokenFrame], None],
     ) -> None:
         self._loaded = loaded

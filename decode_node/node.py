@@ -36,7 +36,7 @@ class DecodeNode:
     def __init__(
         self,
         name: str,
-        epoch: str,
+        epoch: int,
         fingerprint: str,
         pool: PagePool,
         device: torch.device,

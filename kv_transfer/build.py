@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from core.settings import NodeSettings
+from core.config import TandemConfig
 from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches
 from kv_transfer.channel import ProcessGroupChannels
@@ -27,18 +27,18 @@ def caches_of(
     return Caches(Layout(groups, dtype, model), pool, flat)
 
 
-def channel_maker(settings: NodeSettings) -> ChannelMaker:
+def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
     """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs."""
-    backend = settings.backend
+    backend = config.kv_transfer.backend
     if backend == "auto":
-        backend = "nccl" if settings.device.startswith("cuda") else "gloo"
-    return ProcessGroupChannels(backend, settings.host)
+        backend = "nccl" if config.of_kind(kind).device == "cuda" else "gloo"
+    return ProcessGroupChannels(backend, host)
 
 
-def transfer_options(settings: NodeSettings) -> TransferOptions:
+def transfer_options(config: TandemConfig) -> TransferOptions:
     """At least four chunks in flight, none larger than MAX_CHUNK_BYTES."""
     return TransferOptions(
-        lease_s=settings.lease_s,
-        staging_bytes=settings.staging_bytes,
-        chunk_bytes=min(MAX_CHUNK_BYTES, settings.staging_bytes // 4),
+        lease_s=config.kv_transfer.lease_s,
+        staging_bytes=config.kv_transfer.staging_bytes,
+        chunk_bytes=min(MAX_CHUNK_BYTES, config.kv_transfer.staging_bytes // 4),
     )

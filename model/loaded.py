@@ -1,12 +1,12 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from core.config import TandemConfig
 from core.info import NodeInfo
-from core.settings import NodeSettings
+from core.membership import RankSpec
 from model.cache import CacheGroup, Caches, allocate_caches
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
@@ -42,37 +42,35 @@ class LoadedModel:
         return allocate_caches(self.groups, num_pages, page_size, self.dtype, self.device)
 
 
-def load_model(settings: NodeSettings, *, progress: bool = False) -> LoadedModel:
-    """Read the checkpoint named in ``settings`` onto its device.
+def load_model(config: TandemConfig, kind: str, *, progress: bool = False) -> LoadedModel:
+    """Read the configured checkpoint onto the device of a rank of this kind.
 
     Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter.
     """
     from model.weights import has_mtp, load_weights
 
-    torch.set_num_threads(settings.num_threads)
-    if settings.device == "cpu":
+    section, path = config.of_kind(kind), config.model.path
+    torch.set_num_threads(section.num_threads)
+    if section.device == "cpu":
         keep_freed_memory()
-    path = Path(settings.model_path)
-    config = ModelConfig.from_dir(path)
-    max_model_len = _max_model_len(settings.max_model_len, config)
-    dtype, device = _dtype(settings), torch.device(settings.device)
+    model = ModelConfig.from_dir(path)
+    max_model_len = _max_model_len(config.model.max_model_len, model)
+    dtype, device = _dtype(config.model.dtype, section.device), torch.device(section.device)
     with torch.device("meta"):
-        network = DeepseekV3(config, with_mtp=has_mtp(path, config))
-    network.rope = type(network.rope)(config).to(device)
+        network = DeepseekV3(model, with_mtp=has_mtp(path, model))
+    network.rope = type(network.rope)(model).to(device)
     load_weights(network, path, dtype=dtype, device=device, progress=progress)
     network.eval()
-    drafter = create_drafter(settings.drafter, network)
+    drafter = create_drafter(config.speculation.drafter, network)
     groups = (network.cache_groups()[0], *drafter.cache_groups)
-    think_ids = read_think_ids(path, settings.think_tokens)
-    return LoadedModel(config, network, drafter, groups, dtype, device, max_model_len, think_ids)
+    think_ids = read_think_ids(path, config.model.think_tokens)
+    return LoadedModel(model, network, drafter, groups, dtype, device, max_model_len, think_ids)
 
 
-def _dtype(settings: NodeSettings) -> torch.dtype:
-    if settings.dtype == "auto":
-        return torch.float32 if settings.device == "cpu" else torch.bfloat16
-    if settings.dtype not in DTYPES:
-        raise ValueError(f"model.dtype: {settings.dtype!r} is unknown, use auto or {list(DTYPES)}")
-    return DTYPES[settings.dtype]
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device == "cpu" else "bfloat16"
+    return DTYPES[name]
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:
@@ -84,28 +82,28 @@ def _max_model_len(asked: int | None, config: ModelConfig) -> int:
     return asked or longest
 
 
-def default_num_pages(settings: NodeSettings, max_model_len: int) -> int:
+def default_num_pages(config: TandemConfig, max_model_len: int) -> int:
     """Pages for every row at its usual length, and at least one sequence at full length."""
-    per_row = min(max_model_len, DEFAULT_TOKENS_PER_ROW) + 2 * (settings.num_drafts + 1)
-    num_tokens = max(settings.max_rows * per_row, max_model_len + 2 * (settings.num_drafts + 1))
-    return 1 + -(-num_tokens // settings.page_size) + settings.max_rows
+    num_ahead, max_rows = 2 * (config.speculation.num_tokens + 1), config.decode.max_rows
+    per_row = min(max_model_len, DEFAULT_TOKENS_PER_ROW) + num_ahead
+    num_tokens = max(max_rows * per_row, max_model_len + num_ahead)
+    return 1 + -(-num_tokens // config.kv.page_size) + max_rows
 
 
 def describe(
-    settings: NodeSettings,
+    spec: RankSpec,
+    config: TandemConfig,
     loaded: LoadedModel,
     *,
-    kind: str,
-    epoch: str,
     fingerprint: str,
     num_pages: int,
     num_drafts: int,
 ) -> NodeInfo:
-    """What a node that serves ``loaded`` tells the cluster about itself."""
+    """What a rank that serves ``loaded`` tells the cluster about itself."""
     return NodeInfo(
-        name=settings.name,
-        kind=kind,
-        epoch=epoch,
+        name=spec.gang,
+        kind=spec.kind,
+        epoch=spec.epoch,
         fingerprint=fingerprint,
         architecture=loaded.config.model_type,
         dtype=loaded.dtype_name,
@@ -117,6 +115,6 @@ def describe(
         num_mtp_layers=loaded.config.num_nextn_predict_layers,
         num_drafts=num_drafts,
         num_pages=num_pages,
-        page_size=settings.page_size,
-        max_rows=settings.max_rows,
+        page_size=config.kv.page_size,
+        max_rows=config.decode.max_rows,
     )

@@ -1,11 +1,12 @@
 """The prefill node as a Ray actor."""
 
-from core.settings import NodeSettings
+from core.config import TandemConfig
+from core.membership import RankSpec
 from runtime.shell import Rank, RankShell
 
 
 class PrefillActor(RankShell):
-    async def build(self, settings: NodeSettings) -> Rank:
+    async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
         from prefill_node.build import build
 
-        return await build(settings)
+        return await build(spec, config)

@@ -1,11 +1,11 @@
 """A prefill rank put together from its settings."""
 
 import asyncio
-import uuid
 from dataclasses import dataclass
 
-from core.info import PREFILL, NodeInfo
-from core.settings import NodeSettings
+from core.config import TandemConfig
+from core.info import NodeInfo
+from core.membership import RankSpec
 from kv_transfer.base import ChannelMaker
 from kv_transfer.build import caches_of, channel_maker, transfer_options
 from kv_transfer.pages import PagePool
@@ -34,20 +34,23 @@ class PrefillRank:
         await asyncio.to_thread(self.loop.stop)
 
 
-async def build(settings: NodeSettings) -> PrefillRank:
+async def build(spec: RankSpec, config: TandemConfig) -> PrefillRank:
     """Load the checkpoint and start the rank. Raises ValueError for the user's mistakes."""
-    loaded = await asyncio.to_thread(load_model, settings)
-    num_pages = settings.num_pages or default_num_pages(settings, loaded.max_model_len)
-    pool = PagePool(num_pages, settings.page_size)
-    loop = EngineLoop(f"engine-{settings.name}")
-    caches = loaded.allocate(num_pages, settings.page_size)
-    rank = await assemble(settings, loaded, pool, caches, loop, channel_maker(settings))
+    loaded = await asyncio.to_thread(load_model, config, spec.kind)
+    num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
+    pool = PagePool(num_pages, config.kv.page_size)
+    loop = EngineLoop(f"engine-{spec.gang}")
+    caches = loaded.allocate(num_pages, config.kv.page_size)
+    rank = await assemble(
+        spec, config, loaded, pool, caches, loop, channel_maker(config, spec.kind, spec.host)
+    )
     loop.start()
     return rank
 
 
 async def assemble(
-    settings: NodeSettings,
+    spec: RankSpec,
+    config: TandemConfig,
     loaded: LoadedModel,
     pool: PagePool,
     caches: Caches,
@@ -55,35 +58,38 @@ async def assemble(
     maker: ChannelMaker,
 ) -> PrefillRank:
     """A rank over parts it may share with a decode rank; ``loop`` is started by the caller."""
-    epoch = uuid.uuid4().hex
     transfer_caches = caches_of(caches, pool, loaded.dtype_name, loaded.config.identity())
     engine = PrefillEngine(
         loaded,
         pool,
         caches,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=config.prefill.max_batch_tokens,
         on_progress=lambda progress: node.on_progress(progress),
     )
     node = PrefillNode(
-        settings.name,
-        epoch,
+        spec.gang,
+        spec.epoch,
         pool,
         loop,
         engine,
-        ship_hidden=settings.first_step == "ship_hidden",
+        ship_hidden=config.speculation.first_step == "ship_hidden",
     )
     node.source = Source(
-        epoch, transfer_caches, loop, maker, node.on_release, transfer_options(settings)
+        str(spec.epoch),
+        transfer_caches,
+        loop,
+        maker,
+        node.on_release,
+        transfer_options(config),
     )
     await node.source.start()
     loop.add(engine)
     info = describe(
-        settings,
+        spec,
+        config,
         loaded,
-        kind=PREFILL,
-        epoch=epoch,
         fingerprint=transfer_caches.layout.fingerprint(),
         num_pages=pool.num_pages,
-        num_drafts=settings.num_drafts,
+        num_drafts=config.speculation.num_tokens,
     )
     return PrefillRank(info, node, engine, loop)

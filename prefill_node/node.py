@@ -46,7 +46,7 @@ class PrefillNode:
     def __init__(
         self,
         name: str,
-        epoch: str,
+        epoch: int,
         pool: PagePool,
         loop: EngineLoop,
         engine: PrefillEngine,

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from core.config import TandemConfig
 from core.info import NodeInfo
+from core.membership import RankSpec
 from core.schema import encode_failure, pack, unpack
-from core.settings import NodeSettings
 from runtime.frames import Frame, FrameServer
 
 
@@ -34,16 +35,17 @@ class RankShell:
 
     rank: Rank | None = None
 
-    def __init__(self, settings: bytes) -> None:
-        self._settings = unpack(NodeSettings, settings)
+    def __init__(self, spec: bytes, config_json: str) -> None:
+        self._spec = unpack(RankSpec, spec)
+        self._config = TandemConfig.model_validate_json(config_json)
 
-    async def build(self, settings: NodeSettings) -> Rank:
+    async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
         raise AssertionError(f"{type(self).__name__} builds no rank")
 
     async def start(self) -> bytes:
         """Packed NodeInfo, or the packed Failure that kept the node from starting."""
         try:
-            self.rank = await self.build(self._settings)
+            self.rank = await self.build(self._spec, self._config)
             return pack(self.rank.info)
         except Exception as error:
             return encode_failure(error)
@@ -67,7 +69,7 @@ class StreamingShell(RankShell):
         """Listen for readers from now on: the packed FrameAddress, or a packed Failure."""
         assert self.rank is not None, "start comes first"
         if self._frames is None:
-            self._frames = FrameServer(self._settings.host, self.rank.subscribe)
+            self._frames = FrameServer(self._spec.host, self.rank.subscribe)
         try:
             return pack(await self._frames.listen())
         except ValueError as error:

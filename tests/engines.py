@@ -1,12 +1,13 @@
 """Both engines over one pool, driven by hand: what they compute, without hand-over or Ray."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from core.config import load as load_config
+from core.info import DECODE
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
-from core.settings import NodeSettings
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.engine import DecodeEngine, EngineOptions
 from kv_transfer.pages import PagePool
@@ -56,7 +57,7 @@ class Bench:
                 draft_length=self.draft_length,
                 buckets=self.buckets,
             ),
-            epoch="e",
+            epoch=1,
             on_frame=self.frames.append,
         )
 
@@ -118,9 +119,10 @@ class Bench:
         assert num_held == 0, f"{num_held} pages leaked"
 
 
-def load(path: Path, **settings: object) -> LoadedModel:
-    base = NodeSettings(name="test", model_path=str(path), dtype="float32")
-    return load_model(replace(base, **settings))  # type: ignore[arg-type]
+def load(path: Path, *sets: str) -> LoadedModel:
+    """The checkpoint in fp32, or as ``--set`` items say."""
+    config = load_config(None, [f"model.path={path}", "model.dtype=float32", *sets])
+    return load_model(config, DECODE)
 
 
 def greedy(

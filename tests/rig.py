@@ -99,18 +99,18 @@ async def _start(
     decodes: list[DecodeHandle] = []
     controls: dict[str, InProcessControl] = {}
     for plan in plan_nodes(config):
-        if plan.kind == PREFILL:
-            prefill = await prefill_build.build(plan.settings)
+        if plan.spec.kind == PREFILL:
+            prefill = await prefill_build.build(plan.spec, config)
             parts.prefills.append(prefill)
-            controls[plan.settings.name] = InProcessControl(prefill.node.handle)
-            prefills.append(PrefillHandle(prefill.info, controls[plan.settings.name]))
-        elif plan.kind == DECODE:
-            decode = await decode_build.build(plan.settings, controls.__getitem__)
+            controls[plan.spec.gang] = InProcessControl(prefill.node.handle)
+            prefills.append(PrefillHandle(prefill.info, controls[plan.spec.gang]))
+        elif plan.spec.kind == DECODE:
+            decode = await decode_build.build(plan.spec, config, controls.__getitem__)
             parts.decodes.append(decode)
             control = InProcessControl(decode.node.handle)
             decodes.append(decode_handle(decode.info, control, decode))
         else:
-            both = await colocated.build(plan.settings)
+            both = await colocated.build(plan.spec, config)
             parts.prefills.append(both.prefill)
             parts.decodes.append(both.decode)
             control = InProcessControl(both.handle)

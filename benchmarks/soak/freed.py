@@ -94,7 +94,7 @@ class _Watched:
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "prefill":
             asked = unpack(Prefill, payload)
-            lease = Renew(self._node.epoch, asked.request.request_id, asked.attempt)
+            lease = Renew(str(self._node.epoch), asked.request.request_id, asked.attempt)
             self._freed.offered(self._node.name, lease)
         answer = await self._control.call(method, payload)
         if method == "abort":

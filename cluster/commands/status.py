@@ -59,7 +59,7 @@ def _node_table(state: ServerStatus) -> Table:
             node.name,
             node.kind,
             "yes" if node.alive else "NO",
-            node.epoch[:8],
+            str(node.epoch),
             str(node.num_active_rows),
             f"{node.num_free_pages}/{node.num_pages}",
             str(node.num_open_leases),

@@ -5,12 +5,11 @@ The hand-over is the same code as between machines; only its wire is a copy in m
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
-from cluster.control.plan import COLOCATED
+from core.config import TandemConfig
 from core.control import InProcessControl
 from core.info import NodeInfo
-from core.settings import NodeSettings
+from core.membership import RankSpec
 from decode_node.build import DecodeRank
 from decode_node.build import assemble as assemble_decode
 from kv_transfer.loopback import LoopbackChannels
@@ -33,8 +32,7 @@ class ColocatedRank:
 
     @property
     def info(self) -> NodeInfo:
-        """The decode rank's, under the epoch that offers carry: the prefill rank's."""
-        return replace(self.decode.info, kind=COLOCATED, epoch=self.prefill.info.epoch)
+        return self.decode.info
 
     async def handle(self, method: str, payload: bytes) -> bytes:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
@@ -48,18 +46,19 @@ class ColocatedRank:
         await self.prefill.stop()
 
 
-async def build(settings: NodeSettings) -> ColocatedRank:
+async def build(spec: RankSpec, config: TandemConfig) -> ColocatedRank:
     """Load the checkpoint once and start both engines on one thread."""
-    loaded = await asyncio.to_thread(load_model, settings)
-    num_pages = settings.num_pages or 2 * default_num_pages(settings, loaded.max_model_len)
-    pool = PagePool(num_pages, settings.page_size)
-    loop = EngineLoop(f"engine-{settings.name}")
-    caches = loaded.allocate(num_pages, settings.page_size)
+    loaded = await asyncio.to_thread(load_model, config, spec.kind)
+    num_pages = config.kv.num_pages or 2 * default_num_pages(config, loaded.max_model_len)
+    pool = PagePool(num_pages, config.kv.page_size)
+    loop = EngineLoop(f"engine-{spec.gang}")
+    caches = loaded.allocate(num_pages, config.kv.page_size)
     maker = LoopbackChannels()
-    prefill = await assemble_prefill(settings, loaded, pool, caches, loop, maker)
+    prefill = await assemble_prefill(spec, config, loaded, pool, caches, loop, maker)
     control = InProcessControl(prefill.node.handle)
     decode = await assemble_decode(
-        settings,
+        spec,
+        config,
         loaded,
         pool,
         caches,

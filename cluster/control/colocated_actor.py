@@ -1,11 +1,12 @@
 """The colocated rank as a Ray actor."""
 
-from core.settings import NodeSettings
+from core.config import TandemConfig
+from core.membership import RankSpec
 from runtime.shell import StreamingRank, StreamingShell
 
 
 class ColocatedActor(StreamingShell):
-    async def build(self, settings: NodeSettings) -> StreamingRank:
+    async def build(self, spec: RankSpec, config: TandemConfig) -> StreamingRank:
         from cluster.control.colocated import build
 
-        return await build(settings)
+        return await build(spec, config)

@@ -14,7 +14,7 @@ from cluster.control.hosts import placed
 from cluster.control.plan import NodePlan, plan_nodes
 from core.config import AUTO, TandemConfig
 from core.errors import Overloaded
-from core.schema import encode_failure
+from core.schema import encode_failure, pack
 
 NAMESPACE = "tandem"
 CONTROLLER = "controller"
@@ -25,6 +25,7 @@ class Controller:
     """Starts and stops the nodes of one cluster."""
 
     def __init__(self, config_json: str) -> None:
+        self._config_json = config_json
         config = TandemConfig.model_validate_json(config_json)
         self._plans = plan_nodes(config)
         self._finds_hosts = config.kv_transfer.host == AUTO
@@ -44,7 +45,7 @@ class Controller:
         if self._finds_hosts:
             self._plans = await asyncio.to_thread(placed, self._plans, self._group)
         for index, plan in enumerate(self._plans):
-            self._nodes[plan.settings.name] = self._create(plan, index)
+            self._nodes[plan.spec.gang] = self._create(plan, index)
         starts = [node.start.remote() for node in self._nodes.values()]
         return list(await asyncio.gather(*starts))
 
@@ -63,12 +64,12 @@ class Controller:
         return (
             ray.remote(plan.actor_class())
             .options(
-                name=plan.settings.name,
+                name=plan.spec.gang,
                 namespace=NAMESPACE,
                 num_cpus=plan.resources["CPU"],
                 num_gpus=plan.resources.get("GPU", 0),
                 max_concurrency=10_000,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
             )
-            .remote(plan.packed_settings())
+            .remote(pack(plan.spec), self._config_json)
         )

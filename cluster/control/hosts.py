@@ -17,7 +17,7 @@ def with_hosts(
     if len(addresses) == 1:
         return list(plans)
     return [
-        replace(plan, settings=replace(plan.settings, host=addresses[machine]))
+        replace(plan, spec=replace(plan.spec, host=addresses[machine]))
         for plan, machine in zip(plans, machine_of_plan, strict=True)
     ]
 

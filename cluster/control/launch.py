@@ -10,12 +10,12 @@ from typing import Any
 import ray
 
 from cluster.control.controller import CONTROLLER, NAMESPACE, Controller
-from cluster.control.plan import COLOCATED, plan_nodes
+from cluster.control.plan import plan_nodes
 from cluster.control.ray_control import RayControl, open_frames
 from cluster.gateway.gateway import ClusterGateway
 from cluster.gateway.nodes import DecodeHandle, PrefillHandle
 from core.config import TandemConfig
-from core.info import DECODE, PREFILL, NodeInfo
+from core.info import COLOCATED, DECODE, PREFILL, NodeInfo
 from core.schema import decode
 from model.tokenizer import Tokenizer
 

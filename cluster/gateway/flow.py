@@ -81,7 +81,7 @@ async def _reserve(request: Request, pair: Pair, num_tokens: int) -> None:
     offer = Offer(
         PROTOCOL,
         info.name,
-        info.epoch,
+        str(info.epoch),
         request.request_id,
         pair.attempt,
         info.fingerprint,

@@ -283,7 +283,7 @@ class NodeStatus(_message.Message):
     NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
-    epoch: str
+    epoch: int
     alive: bool
     num_active_rows: int
     num_free_pages: int
@@ -294,4 +294,4 @@ class NodeStatus(_message.Message):
     step_s: float
     program_s: float
     num_preempted: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[str] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ...) -> None: ...

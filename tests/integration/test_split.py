@@ -156,7 +156,7 @@ async def test_an_abort_that_overtakes_a_reservation_wins() -> None:
         for i in range(5):
             request = greedy(f"r{i}", ids, 5)
             offer = Offer(
-                PROTOCOL, owner.name, owner.epoch, f"r{i}", 7, owner.fingerprint, len(ids)
+                PROTOCOL, owner.name, str(owner.epoch), f"r{i}", 7, owner.fingerprint, len(ids)
             )
             reserving = asyncio.create_task(node.handle("reserve", pack(Reserve(request, offer))))
             await asyncio.sleep(0)

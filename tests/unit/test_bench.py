@@ -179,9 +179,9 @@ def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
 
 def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
     def nodes(num_steps: int, step_s: float, program_s: float) -> ServerStatus:
-        prefill = NodeStatus("prefill-0", "prefill", "e", True, num_steps=99)
+        prefill = NodeStatus("prefill-0", "prefill", 1, True, num_steps=99)
         counters = {"num_steps": num_steps, "step_s": step_s, "program_s": program_s}
-        decode = NodeStatus("decode-0", "decode", "e", True, num_preempted=2, **counters)
+        decode = NodeStatus("decode-0", "decode", 1, True, num_preempted=2, **counters)
         return ServerStatus("SERVING", "split", 0, (prefill, decode, decode))
 
     before, after = NodeUse.of(nodes(10, 5.0, 4.0)), NodeUse.of(nodes(20, 7.0, 5.5))

@@ -234,7 +234,7 @@ def test_drafts_may_cross_max_model_len(tmp_path: Path) -> None:
     ids = prompt(20)
     answers = []
     for num_drafts in (0, 1, 2, 3):
-        bench = Bench(load(tmp_path, max_model_len=32), num_drafts=num_drafts)
+        bench = Bench(load(tmp_path, "model.max_model_len=32"), num_drafts=num_drafts)
         [(tokens, reason)] = bench.generate(greedy("r", ids, 1000, ignore_eos=True))
         assert (len(tokens), reason) == (12, "length")
         answers.append(tokens)

@@ -9,7 +9,7 @@ def hosts_of(addresses: dict[str, str], *sets: str) -> list[str]:
     plans = plan_nodes(load(None, ["prefill.replicas=2", *sets]))
     machines = sorted(addresses)
     placed_on = [machines[i % len(machines)] for i in range(len(plans))]
-    return [plan.settings.host for plan in with_hosts(plans, placed_on, addresses)]
+    return [plan.spec.host for plan in with_hosts(plans, placed_on, addresses)]
 
 
 def test_one_machine_keeps_to_itself() -> None:
@@ -23,4 +23,4 @@ def test_each_of_several_machines_listens_on_its_own_address() -> None:
 
 def test_a_given_address_is_taken() -> None:
     plans = plan_nodes(load(None, ["kv_transfer.host=10.9.9.9"]))
-    assert {plan.settings.host for plan in plans} == {"10.9.9.9"}
+    assert {plan.spec.host for plan in plans} == {"10.9.9.9"}

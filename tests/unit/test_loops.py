@@ -171,7 +171,7 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
 
     In bfloat16: grouped products are traced in no other dtype.
     """
-    loaded = load(folder, dtype="bfloat16")
+    loaded = load(folder, "model.dtype=bfloat16")
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))

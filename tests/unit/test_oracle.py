@@ -144,4 +144,4 @@ def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) ->
     [(tokens, _)] = bench.generate(greedy("r", ids, 12, ignore_eos=True))
     assert tokens == tiny.reference_greedy(tmp_path, ids, 12)
     with pytest.raises(ValueError, match=r"speculation\.drafter.*lacks"):
-        load(tmp_path, drafter="mtp")
+        load(tmp_path, "speculation.drafter=mtp")

@@ -28,7 +28,7 @@ class Node:
         self.probed_at.append(asyncio.get_running_loop().time())
         num = len(self.probed_at)
         if num >= self._answers_from:
-            return pack(NodeStatus("prefill-0", "prefill", "e", 0, 0, 0, 0, 0, 0))
+            return pack(NodeStatus("prefill-0", "prefill", 1, 0, 0, 0, 0, 0, 0))
         if num == 1:
             return encode_failure(NodeLost("engine loop has ended"))
         raise NodeLost("dead")

@@ -37,7 +37,7 @@ def test_round_trip(number, ratio, maybe, names, table) -> None:
 def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
-    frame = TokenFrame("e", 3, 1, 9, (SequenceUpdate("r", (5,)),))
+    frame = TokenFrame(1, 3, 1, 9, (SequenceUpdate("r", (5,)),))
     assert unpack(TokenFrame, pack(frame)) == frame
 
 
