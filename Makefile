@@ -1,11 +1,12 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make test   lint, types and the whole CPU test suite
+# make soak   the slow tests, which make test leaves out
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint proto checkpoint clean
+.PHONY: demo test soak lint proto checkpoint clean
 
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
@@ -22,7 +23,11 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile tests/unit
+	$(PY) -m pytest tests/integration
+
+soak: $(READY)
+	$(PY) -m pytest -m slow
 
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/proto/tandem.proto

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client.client import AsyncClient, Finished
 from cluster.commands.common import running_server
 from core.config import load
+from tandem import AsyncClient, Finished
 
 PROMPTS = (
     "import argparse\nimport sys\n\n\ndef main(argv=None):\n    parser = ",
@@ -44,7 +44,7 @@ async def answer(client: AsyncClient, console: Console, prompt: str) -> Row:
             ended_at = time.perf_counter()
             console.print("\n")
             assert first_at is not None, "an answer has at least one token"
-            num_later = max(piece.num_completion_tokens - 1, 1)
+            num_later = max(piece.usage.completion - 1, 1)
             return Row(
                 (first_at - started_at) * 1e3, (ended_at - first_at) / num_later * 1e3, piece
             )
@@ -59,16 +59,16 @@ def summary(rows: list[Row], ready_s: float) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        counts, moved = row.finished.counts, row.finished.kv_transfer
-        num_later = row.finished.num_completion_tokens - 1
-        rate = moved.num_bytes / moved.seconds / 1e6 if moved.seconds else 0.0
+        counts, moved = row.finished.speculation, row.finished.kv_transfer
+        num_later = row.finished.usage.completion - 1
+        rate = moved.bytes / moved.seconds / 1e6 if moved.seconds else 0.0
         table.add_row(
-            f"{row.finished.num_prompt_tokens} tokens",
-            f"{row.finished.num_completion_tokens} tokens",
+            f"{row.finished.usage.prompt} tokens",
+            f"{row.finished.usage.completion} tokens",
             f"{row.first_token_ms:.0f} ms",
             f"{row.per_token_ms:.1f} ms",
             f"{num_later / counts.num_steps:.2f}" if counts.num_steps else "-",
-            f"{moved.num_bytes / 1e6:.2f} MB",
+            f"{moved.bytes / 1e6:.2f} MB",
             f"{rate:.0f} MB/s ({moved.backend})",
         )
     return table

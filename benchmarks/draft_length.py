@@ -19,7 +19,6 @@ from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
 from core.request import Request
-from decode_node.draft_length import LengthByLoad
 from model.loaded import LoadedModel
 from tests.engines import Bench, load
 
@@ -34,10 +33,10 @@ class Arm:
     def __init__(self, name: str, loaded: LoadedModel, batch_size: int) -> None:
         is_fixed = name != BY_LOAD
         self.num_tokens, self.seconds = 0, 0.0
-        self._policy = None if is_fixed else LengthByLoad(MAX_DRAFTS)
         self._bench = Bench(
             loaded,
             num_drafts=int(name) if is_fixed else MAX_DRAFTS,
+            draft_length="fixed" if is_fixed else BY_LOAD,
             max_rows=batch_size,
             num_pages=1 + 12 * batch_size,
             page_size=64,
@@ -45,8 +44,6 @@ class Arm:
 
     def turn(self, asked: list[Request]) -> None:
         """Decode one full batch to its end; prefill does not count."""
-        if self._policy is not None:
-            self._bench.decode._draft_length = self._policy
         for request in asked:
             self._bench.start(request)
         self._bench.frames.clear()

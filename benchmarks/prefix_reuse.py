@@ -15,9 +15,9 @@ import time
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from cluster.client.client import AsyncClient, Finished
 from cluster.commands.common import running_server
 from core.config import TINY_MODEL, load
+from tandem import AsyncClient, Finished
 from training.corpus import held_out_prompts
 
 TAIL_TOKENS = 16
@@ -29,7 +29,7 @@ async def first_token_ms(client: AsyncClient, ids: list[int]) -> tuple[float, li
     tokens: list[int] = []
     async for piece in client.generate(ids, max_tokens=12, ignore_eos=True):
         if isinstance(piece, Finished):
-            return (first_at - started_at) * 1e3, tokens, piece.num_cached_tokens
+            return (first_at - started_at) * 1e3, tokens, piece.usage.cached
         first_at = first_at or time.perf_counter()
         tokens += piece.token_ids
     raise AssertionError("the stream ended without its last message")

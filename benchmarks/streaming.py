@@ -25,6 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from core.errors import NodeLost
+from core.identity import Identity
 from core.request import SequenceUpdate, TokenFrame
 from core.schema import pack, unpack
 from runtime.frames import Frame, FrameAddress, FrameServer, connect
@@ -36,9 +37,10 @@ WAYS = ("ray", "socket")
 def example_frame(num_updates: int) -> TokenFrame:
     """What a full decode step emits: ids as long as ours, one to four tokens each."""
     updates = tuple(
-        SequenceUpdate(f"{i:032x}", tuple(range(1000, 1001 + i % 4))) for i in range(num_updates)
+        SequenceUpdate(Identity(f"{i:032x}"), tuple(range(1000, 1001 + i % 4)))
+        for i in range(num_updates)
     )
-    return TokenFrame(1 * 32, 0, num_updates, 100, updates)
+    return TokenFrame(updates)
 
 
 class Emitter:
@@ -47,7 +49,7 @@ class Emitter:
     def __init__(self, num_updates: int) -> None:
         self._frame = example_frame(num_updates)
         self._readers: set[Callable[[Frame], None]] = set()
-        self._server = FrameServer(HOST, self._subscribe)
+        self._server = FrameServer(HOST, self)
 
     async def listen(self) -> bytes:
         return pack(await self._server.listen())
@@ -55,7 +57,7 @@ class Emitter:
     async def frames(self) -> AsyncIterator[bytes]:
         """The way over Ray: this method is called with num_returns="streaming"."""
         queue: asyncio.Queue[Frame] = asyncio.Queue()
-        unsubscribe = self._subscribe(queue.put_nowait)
+        unsubscribe = self.subscribe(0, queue.put_nowait)
         try:
             while isinstance(frame := await queue.get(), bytes):
                 yield frame
@@ -93,7 +95,10 @@ class Emitter:
         for reader in self._readers:
             reader(data)
 
-    def _subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
+    def beat(self, session: int) -> None:
+        return
+
+    def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
         self._readers.add(reader)
         return lambda: self._readers.discard(reader)
 
@@ -154,7 +159,7 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
                 if way == "ray":
                     frames = over_ray(actor)
                 else:
-                    frames = (await connect("emitter", address)).frames()
+                    frames = (await connect("emitter", address, 1)).frames()
                 await run_round(actor, frames, found, args)
     return {way: found.summary() for way, found in figures.items()}
 

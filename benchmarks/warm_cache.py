@@ -9,7 +9,6 @@ drafter whose cache went cold meanwhile would show here (bar: within 2 %).
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,21 +17,9 @@ from rich.progress import track
 from benchmarks.accepted_length import BATCH, TINY, batches, requests
 from core.request import Request
 from model.loaded import LoadedModel
-from tests.engines import Bench, load
+from tests.engines import Bench, IdleFirst, load
 
-
-class IdleFirst:
-    """No drafts in the first ``num_steps`` steps, then ``most``."""
-
-    def __init__(self, num_steps: int, most: int) -> None:
-        self._num_left, self._most = num_steps, most
-
-    def choose(self, limits: Sequence[int]) -> int:
-        self._num_left -= 1
-        return 0 if self._num_left >= 0 else self._most
-
-    def record(self, *_: object) -> None:
-        return
+MAX_DRAFTS = 3
 
 
 def runs_behind(bench: Bench, num_first: int) -> list[int]:
@@ -40,7 +27,7 @@ def runs_behind(bench: Bench, num_first: int) -> list[int]:
     answer's last, which may be cut."""
     told: dict[str, list[int]] = defaultdict(list)
     for update in bench.updates():
-        told[update.request_id].append(len(update.token_ids))
+        told[update.identity.request_id].append(len(update.token_ids))
     kept = []
     for runs in told.values():
         behind = 0
@@ -58,8 +45,15 @@ def measure(
     runs: list[int] = []
     title = f"{num_idle} steps without drafts"
     for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
-        bench = Bench(loaded, max_rows=BATCH, num_pages=600, page_size=64)
-        bench.decode._draft_length = IdleFirst(num_idle, bench.num_drafts)
+        planner = IdleFirst(num_idle, MAX_DRAFTS)
+        bench = Bench(
+            loaded,
+            num_drafts=MAX_DRAFTS,
+            max_rows=BATCH,
+            num_pages=600,
+            page_size=64,
+            planner=planner,
+        )
         bench.generate(*batch)
         runs += runs_behind(bench, num_first)
         bench.check_empty()

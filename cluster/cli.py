@@ -6,6 +6,7 @@ from cluster.commands.bench import bench
 from cluster.commands.generate import generate
 from cluster.commands.serve import serve
 from cluster.commands.status import status
+from cluster.commands.stop import stop
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,7 +15,7 @@ app = typer.Typer(
     help="Serve DeepSeek-V3-family models with prefill and decode on different nodes.",
     epilog="Start with: tandem generate 'def fibonacci(n):'",
 )
-for command in (serve, generate, status, bench):
+for command in (serve, generate, status, stop, bench):
     app.command()(command)
 
 

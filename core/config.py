@@ -14,6 +14,7 @@ from core.config_source import explain, overlay, read_yaml
 AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
 Device = Literal["cpu", "cuda"]
+_MAX_CHUNK_BYTES = 4 << 20
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -126,6 +127,23 @@ class KvTransferConfig(Section):
         "machine, each machine's own address in Ray on several",
     )
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Of one transfer: at least four of them fit in staging."""
+        return min(_MAX_CHUNK_BYTES, self.staging_bytes // 4)
+
+
+class ControlConfig(Section):
+    max_deaths: Count = Field(
+        default=3, description="a gang that dies this often in a row is left down"
+    )
+    min_service_s: float = Field(
+        default=60.0, ge=0, le=86400, description="a gang that served this long begins a new row"
+    )
+    stop_s: float = Field(
+        default=10.0, gt=0, le=3600, description="how long ranks may take to stop by themselves"
+    )
+
 
 class ServerConfig(Section):
     address: str = Field(
@@ -169,6 +187,7 @@ class TandemConfig(Section):
     decode: DecodeConfig = DecodeConfig()
     kv: KvConfig = KvConfig()
     kv_transfer: KvTransferConfig = KvTransferConfig()
+    control: ControlConfig = ControlConfig()
     server: ServerConfig = ServerConfig()
 
     def of_kind(self, kind: str) -> PrefillConfig | DecodeConfig:
@@ -226,6 +245,13 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{leaf}", inner
         else:
             yield name, field
+
+
+def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
+    """Each key that gateways of one cluster share but that is not the same, with both values."""
+    keys = [key for key, _ in leaves() if not key.startswith("server.")]
+    pairs = [(key, _get(mine, key), _get(theirs, key)) for key in keys]
+    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in pairs if a != b]
 
 
 def describe() -> str:

@@ -1,32 +1,77 @@
-"""How D's control calls reach P: an interface, the serving side, and the in-process form."""
+"""Control calls to one life of a rank: the callers' interface, its in-process form, the server.
+
+The epoch of the rank that is meant travels in each call's envelope, not in the messages.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from core.errors import HandoverError, NodeLost, TandemError
-from core.schema import decode, encode_failure, pack
+from core.errors import NodeLost, TandemError
+from core.schema import decode, encode_failure, pack, unpack
 
 Reply = TypeVar("Reply")
-Handler = Callable[[str, bytes], Awaitable[bytes]]
+Handler = Callable[[int, str, bytes], Awaitable[bytes]]
+"""``handle(epoch, method, payload)`` of a rank."""
+Methods = Mapping[str, tuple[type | None, Callable[[Any], Awaitable[Any]]]]
+"""By name: the message that it takes (None: no payload), and what answers it with another, or
+with None for Done."""
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The reply where there is nothing to tell."""
+
+
 class Control(Protocol):
-    """One P rank as D reaches it. A lost peer is raised as NodeLost."""
+    """One life of a rank as its callers reach it. A lost or later life is raised as NodeLost,
+    or answered by it."""
 
     async def call(self, method: str, payload: bytes) -> bytes: ...
 
 
 class InProcessControl:
-    """Calls a handler (`Source.handle`) of the same process, through the same bytes."""
+    """Calls the ``handle`` of a rank of the same process, through the same bytes."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, epoch: int) -> None:
         self._handler = handler
+        self._epoch = epoch
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        return await self._handler(method, payload)
+        return await self._handler(self._epoch, method, payload)
+
+
+class Service:
+    """What one life of a rank answers; nothing that another life was asked for."""
+
+    def __init__(self, name: str, epoch: int, methods: Methods) -> None:
+        self._name = name
+        self._epoch = epoch
+        self._methods = methods
+
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
+        """Answer one call; one that fails is answered by a packed Failure."""
+        try:
+            check_epoch(self._epoch, epoch)
+            if method not in self._methods:
+                raise TandemError(f"no method {method!r}, only {list(self._methods)}")
+            schema, answer = self._methods[method]
+            reply = await answer(unpack(schema, payload) if schema else None)
+            return pack(Done() if reply is None else reply)
+        except Exception as error:
+            is_ours = not isinstance(error, (TandemError, ValueError))
+            level = logging.ERROR if is_ours else logging.INFO
+            log.log(level, "%s: %s failed: %s", self._name, method, error, exc_info=is_ours)
+            return encode_failure(error)
+
+
+def check_epoch(mine: int, theirs: int) -> None:
+    """Raises NodeLost when another life of this rank is meant."""
+    if mine != theirs:
+        raise NodeLost(f"epoch {theirs} was asked for, this is {mine}")
 
 
 async def ask(
@@ -39,14 +84,3 @@ async def ask(
     except TimeoutError:
         raise NodeLost(f"no answer to {method} within {timeout_s} s") from None
     return decode(reply, data)
-
-
-async def answer(handle: Callable[[], Awaitable[Any]], method: str) -> bytes:
-    """Run a handler and encode its reply, or the error it raised, for the other side."""
-    try:
-        return pack(await handle())
-    except TandemError as error:
-        return encode_failure(error)
-    except Exception as error:
-        log.exception("hand-over handler %s failed", method)
-        return encode_failure(HandoverError(f"{method}: {type(error).__name__}: {error}"))

@@ -1,48 +1,84 @@
-"""What a node tells the cluster about itself."""
+"""What a server and its nodes tell of themselves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
+STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
+"""The states of a server, spelled as on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
+
+    ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter. ``think_token_ids``
+    begin and end the thinking part of an answer, () if the model has none.
+    """
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_draft_tokens: int
+    has_mtp: bool
+    dtype: str
+    think_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrameAddress:
+    """Where a rank's frames can be read, and the secret that opens them."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout; ``think_ids``
-    begin and end the thinking part of an answer, None if the model has none."""
+    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout."""
 
     name: str
     kind: str
     epoch: int
     fingerprint: str
-    architecture: str
-    dtype: str
-    max_model_len: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    think_ids: tuple[int, int] | None
-    has_mtp: bool
+    model: ModelInfo
     num_mtp_layers: int
-    num_drafts: int
     num_pages: int
     page_size: int
     max_rows: int
+    frames: FrameAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node as it is now; pages that only the prefix cache holds count as free. ``step_s`` is the
-    time of all decode steps, ``program_s`` that of their tensor programs.
+    """A node as it is now; of one that does not answer only ``alive`` False is known.
+
+    ``kind`` is prefill, decode or colocated. Pages that only the prefix cache holds count as free.
+    ``step_s`` is the time of all decode steps, ``program_s`` that of their tensor programs.
     """
 
     name: str
     kind: str
     epoch: int
-    num_active_rows: int
-    num_free_pages: int
-    num_pages: int
-    num_open_leases: int
-    num_channels: int
-    num_steps: int
+    alive: bool = True
+    num_active_rows: int = 0
+    num_free_pages: int = 0
+    num_pages: int = 0
+    num_open_leases: int = 0
+    num_channels: int = 0
+    num_steps: int = 0
     step_s: float = 0.0
     program_s: float = 0.0
     num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """``num_running`` counts the streams open at this server."""
+
+    state: str
+    mode: str
+    num_running: int
+    nodes: tuple[NodeStatus, ...] = ()

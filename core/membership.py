@@ -7,9 +7,12 @@ list of nodes of their own.
 from dataclasses import dataclass
 
 from core.info import NodeInfo
+from core.schema import Failure
 
 STARTING, COMPILING, READY, DRAINING, LOST = "starting", "compiling", "ready", "draining", "lost"
-"""States of a gang; only a READY one gets requests. LOST is between two lives, or for good."""
+"""States of a gang; only a READY one gets requests. LOST is between two lives."""
+DOWN = "down"
+"""No next life is tried until a gateway attaches anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,22 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank says of itself: ready once it has an ``info``, for good once it has a
+    ``failure``. ``seen`` is the largest (incarnation, epoch) it was told; ``log_path`` is where
+    its stderr goes, on its machine."""
+
+    spec: RankSpec
+    config_json: str
+    pid: int
+    log_path: str
+    seen: tuple[int, int]
+    progress: float = 0.0
+    info: NodeInfo | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A rank in a snapshot; ``info`` is None until it is ready."""
 
@@ -44,7 +63,7 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Gang:
     """Ranks that live and die together. ``progress`` is the share of its weights that is loaded,
-    ``note`` why it is lost or left down."""
+    ``failure`` why its last life ended."""
 
     name: str
     kind: str
@@ -52,7 +71,11 @@ class Gang:
     state: str
     members: tuple[Member, ...] = ()
     progress: float = 0.0
-    note: str = ""
+    failure: Failure | None = None
+
+    @property
+    def note(self) -> str:
+        return "" if self.failure is None else self.failure.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +86,10 @@ class Membership:
     gangs: tuple[Gang, ...] = ()
 
     def ready(self, *kinds: str) -> list[Member]:
-        """The ranks of ready gangs of these kinds."""
+        """The ranks of ready gangs of these kinds, of all if none is given."""
         return [
             member
             for gang in self.gangs
-            if gang.state == READY and gang.kind in kinds
+            if gang.state == READY and (not kinds or gang.kind in kinds)
             for member in gang.members
         ]

@@ -4,8 +4,10 @@ A *request* is what a user sent. A *sequence* is its state on one node, and is a
 function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` stay apart.
 """
 
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field
+
+from core.answer import SpeculationCounts, TokenLogprobs
+from core.identity import Identity
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""
@@ -92,65 +94,11 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationCounts:
-    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
-    ``drafted_per_position[i]`` the steps that had that draft.
-
-    Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
-    node is not in it.
-    """
-
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    first_step_accepted: int = 0
-    drafted_per_position: tuple[int, ...] = ()
-
-    def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
-        """These counts had the run of the last step (``before``: the counts then) been cut to
-        ``num_kept`` tokens: what is cut off does not count as accepted."""
-        num_run = self.num_accepted - before.num_accepted
-        num_last = min(num_run, num_kept)
-        return replace(
-            self,
-            num_accepted=before.num_accepted + num_last,
-            accepted_per_position=tuple(
-                num - (num_last <= i < num_run) for i, num in enumerate(self.accepted_per_position)
-            ),
-            first_step_accepted=num_last if self.num_steps == 1 else self.first_step_accepted,
-        )
-
-    def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        return SpeculationCounts(
-            num_steps=self.num_steps + other.num_steps,
-            num_drafted=self.num_drafted + other.num_drafted,
-            num_accepted=self.num_accepted + other.num_accepted,
-            accepted_per_position=_add(self.accepted_per_position, other.accepted_per_position),
-            first_step_accepted=self.first_step_accepted + other.first_step_accepted,
-            drafted_per_position=_add(self.drafted_per_position, other.drafted_per_position),
-        )
-
-
-def _add(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(ones, others, fillvalue=0))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities of raw logits: of the token, and of the likeliest, best first."""
-
-    logprob: float
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceUpdate:
     """What one step gave one sequence. ``finish_reason`` None while it goes on; ``counts`` come
     with the last update, with each where a stop string may end the answer elsewhere."""
 
-    request_id: str
+    identity: Identity
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     error: str | None = None
@@ -159,59 +107,20 @@ class SequenceUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenFrame:
-    """Everything one decode rank emitted in one step."""
+class Beat:
+    """A decode rank's answer to a heartbeat: its load, how far it is, and which of the session's
+    sequences it still holds."""
 
-    epoch: int
-    step: int
-    num_active_rows: int
+    num_steps: int
+    num_rows: int
+    num_waiting: int
     num_free_pages: int
-    updates: tuple[SequenceUpdate, ...]
+    alive: tuple[Identity, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of an answer. ``text`` never ends inside a character; ``logprobs`` has an entry
-    per token if they were asked for."""
+class TokenFrame:
+    """What one step gave the sequences of one session; ``beat`` answers a heartbeat."""
 
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Milliseconds. ``transfer`` is the part still visible after prefill ended."""
-
-    queue: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    first_token: float = 0.0
-    total: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """What crossed from prefill to decode; ``num_bytes`` 0 when nothing had to."""
-
-    num_bytes: int = 0
-    num_tokens: int = 0
-    backend: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last message of a stream."""
-
-    index: int
-    finish_reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_completion_tokens: int
-    counts: SpeculationCounts
-    timings_ms: Timings
-    kv_transfer: TransferStats
-    seed: int
-    error: str | None = None
+    updates: tuple[SequenceUpdate, ...] = ()
+    beat: Beat | None = None

@@ -51,9 +51,13 @@ def decode(cls: type[Message], data: bytes) -> Message:
     return _checked(cls, name, fields)
 
 
-def encode_failure(error: BaseException) -> bytes:
+def failure_of(error: BaseException) -> Failure:
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-    return pack(Failure(kind, str(error), getattr(error, "retry_after_s", 0.0)))
+    return Failure(kind, str(error), getattr(error, "retry_after_s", 0.0))
+
+
+def encode_failure(error: BaseException) -> bytes:
+    return pack(failure_of(error))
 
 
 def raise_failure(failure: Failure) -> None:

@@ -1,34 +1,36 @@
-"""The decode node as a Ray actor."""
+"""The decode rank as a Ray actor, and control calls from one process to a rank's actor."""
 
+import asyncio
+from types import MappingProxyType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from core.config import TandemConfig
 from core.errors import NodeLost
-from core.membership import RankSpec
-from runtime.shell import StreamingRank, StreamingShell
+from runtime.shell import RankShell
+
+NAMESPACE = "tandem"
 
 
-class RayOwner:
-    """The prefill node called ``name`` as the hand-over's control."""
+class RayControl:
+    """One life of the rank whose actor is called ``name``; looked up at the first call."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, epoch: int) -> None:
         self._name = name
+        self._epoch = epoch
         self._actor: Any = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
+        """Raises NodeLost when the actor is dead, unknown, or raised instead of answering."""
         try:
             if self._actor is None:
-                self._actor = ray.get_actor(self._name)
-            return await self._actor.call.remote(method, payload)
-        except (ValueError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            self._actor = None
-            raise NodeLost(f"prefill node {self._name}: {method}: {error}") from error
+                self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
+            return await self._actor.call.remote(self._epoch, method, payload)
+        except (ValueError, RayError) as error:
+            raise NodeLost(f"{self._name}: {method}: {error}") from error
 
 
-class DecodeActor(StreamingShell):
-    async def build(self, spec: RankSpec, config: TandemConfig) -> StreamingRank:
-        from decode_node.build import build
-
-        return await build(spec, config, RayOwner)
+class DecodeActor(RankShell):
+    builder = "decode_node.build"
+    links = MappingProxyType({"find_owner": RayControl})

@@ -3,143 +3,159 @@
 A step of n drafts emits 1 + a_1 + a_1 a_2 + ... tokens a row, where a_k is the measured share of
 k-th drafts accepted once those before were. It is worth that over its measured time. As the
 batch grows, verifying n + 1 tokens a row costs more, until no draft pays (seeds 003).
+
+Everything is measured while serving, the longest first; now and then another length is tried, so
+that times and acceptance stay fresh. Strict answers do not depend on any of it; relaxed and
+rejected ones do, as on every draft. All here are pure functions.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from decode_node.plan import Report
+
+EXPLORE_EVERY = 32
+"""Steps between tries of a length that was not tried NUM_TRIES times yet."""
+PROBE_EVERY = 64
+"""Steps between tries of a neighbour of the length in use; of the longest if that is 0."""
+NUM_TRIES = 2
+"""A first time is slow for other reasons."""
+GAIN = 1.03
+"""Another length must promise so much more."""
+WEIGHT = 0.15
+"""Of a new time in the running mean."""
+MEMORY = 400
+"""Rows after which a share has forgotten."""
 
 
-class DraftLength(Protocol):
-    def choose(self, limits: Sequence[int]) -> int:
-        """Drafts of the next step, given the most that each of its rows may use."""
-        ...
+@dataclass(frozen=True, slots=True)
+class SizeCosts:
+    """Of one size of batch: the mean step time of each length, how often it was measured, how
+    many steps were planned, and the length in use."""
 
-    def record(self, num_drafts: int, step_s: float, accepted: Sequence[tuple[int, int]]) -> None:
-        """A step took ``step_s``; ``accepted`` are each row's (limit, accepted drafts)."""
-        ...
-
-
-class FixedLength:
-    """The most that any row may use."""
-
-    def choose(self, limits: Sequence[int]) -> int:
-        return max(limits)
-
-    def record(self, num_drafts: int, step_s: float, accepted: Sequence[tuple[int, int]]) -> None:
-        return
+    step_s: tuple[float, ...]
+    num_tries: tuple[int, ...]
+    num_planned: int
+    current: int
 
 
-class Shares:
-    """a_k as running means over rows, with the newest weighing most."""
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What steps cost, by size of batch, and what drafts bring: rows that lately tried draft
+    k + 1, and how many accepted it."""
 
-    MEMORY = 400
-    """Rows after which a mean has forgotten."""
+    tried: tuple[float, ...]
+    accepted: tuple[float, ...]
+    sizes: Mapping[int, SizeCosts] = field(default_factory=dict)
 
-    def __init__(self, max_drafts: int) -> None:
-        self._tried = [1.0] * max_drafts
-        self._accepted = [1.0] * max_drafts
+    def of_size(self, num_rows: int) -> SizeCosts:
+        """Row buckets that differ by less than a factor of two share what is known."""
+        num = len(self.tried) + 1
+        unknown = SizeCosts((0.0,) * num, (0,) * num, 0, num - 1)
+        return self.sizes.get(num_rows.bit_length(), unknown)
 
-    def record(self, num_drafts: int, accepted: Sequence[tuple[int, int]]) -> None:
-        for k in range(num_drafts):
-            tried = sum(1 for limit, num in accepted if num >= k and limit > k)
-            kept = (1 - 1 / self.MEMORY) ** tried
-            self._tried[k] = self._tried[k] * kept + tried
-            self._accepted[k] = self._accepted[k] * kept + sum(1 for _, num in accepted if num > k)
+    def with_size(self, num_rows: int, size: SizeCosts) -> "Costs":
+        return replace(self, sizes={**self.sizes, num_rows.bit_length(): size})
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Tokens that a row with so many drafts emits."""
         total, reached = 1.0, 1.0
-        for k in range(num_drafts):
-            reached *= self._accepted[k] / self._tried[k]
+        for tried, accepted in zip(self.tried[:num_drafts], self.accepted, strict=False):
+            reached *= accepted / tried
             total += reached
         return total
 
 
-class LengthByLoad:
-    """Chooses by tokens per second among 0 .. n_max drafts, for each size of batch apart.
-
-    Everything is measured while serving, the longest first; now and then another length is
-    tried, so that times and acceptance stay fresh. Strict answers do not depend on any of it;
-    relaxed and rejected ones do, as on every draft.
-    """
-
-    EXPLORE_EVERY = 32
-    """Steps between tries of a length that was not tried NUM_TRIES times yet."""
-    PROBE_EVERY = 64
-    """Steps between tries of a neighbour of the length in use; of the longest if that is 0."""
-    NUM_TRIES = 2
-    """A first time is slow for other reasons."""
-    GAIN = 1.03
-    """Another length must promise so much more."""
-    WEIGHT = 0.15
-    """Of a new time in the running mean."""
-
-    def __init__(self, max_drafts: int) -> None:
-        self._max_drafts = max_drafts
-        self._shares = Shares(max_drafts)
-        self._sizes: dict[int, _Times] = {}
-
-    def choose(self, limits: Sequence[int]) -> int:
-        most = min(max(limits), self._max_drafts)
-        times = self._times(len(limits))
-        times.num_chosen += 1
-        untried = [n for n in range(most + 1) if times.num_tries[n] < self.NUM_TRIES]
-        if most in untried:
-            return most
-        if untried and times.num_chosen % self.EXPLORE_EVERY == 0:
-            return untried[0]
-        current = min(times.current, most)
-        if times.num_chosen % self.PROBE_EVERY == 0:
-            return _probe(current, most, times.num_chosen // self.PROBE_EVERY)
-        worth = {
-            n: self._tokens(n, limits) / times.step_s[n]
-            for n in range(most + 1)
-            if n not in untried
-        }
-        best = max(worth, key=worth.__getitem__)
-        if current in untried or worth[best] > worth[current] * self.GAIN:
-            times.current = current = best
-        return current
-
-    def record(self, num_drafts: int, step_s: float, accepted: Sequence[tuple[int, int]]) -> None:
-        self._shares.record(num_drafts, accepted)
-        times = self._times(len(accepted))
-        times.add(num_drafts, step_s, self.WEIGHT)
-
-    def _tokens(self, num_drafts: int, limits: Sequence[int]) -> float:
-        return sum(self._shares.expected_tokens(min(num_drafts, limit)) for limit in limits)
-
-    def _times(self, num_rows: int) -> "_Times":
-        size = num_rows.bit_length()
-        if size not in self._sizes:
-            self._sizes[size] = _Times(self._max_drafts)
-        return self._sizes[size]
+DraftLength = Callable[[Costs, Sequence[Report], int, Sequence[int]], tuple[int, Costs]]
+"""``(costs, the ranks' reports of one step, row bucket, number of rows by limit)`` to the drafts
+of the next step and the costs after it."""
 
 
-class _Times:
-    """Of one size of batch: the mean step time of each length, and the length in use."""
-
-    def __init__(self, max_drafts: int) -> None:
-        self.step_s = [0.0] * (max_drafts + 1)
-        self.num_tries = [0] * (max_drafts + 1)
-        self.num_chosen = 0
-        self.current = max_drafts
-
-    def add(self, num_drafts: int, step_s: float, weight: float) -> None:
-        self.num_tries[num_drafts] += 1
-        if self.num_tries[num_drafts] <= LengthByLoad.NUM_TRIES:
-            self.step_s[num_drafts] = step_s
-        else:
-            self.step_s[num_drafts] += weight * (step_s - self.step_s[num_drafts])
+def no_costs(max_drafts: int) -> Costs:
+    return Costs((1.0,) * max_drafts, (1.0,) * max_drafts)
 
 
-def _probe(current: int, most: int, number: int) -> int:
+def most_wanted(
+    costs: Costs, reports: Sequence[Report], num_rows: int, wanted: Sequence[int]
+) -> tuple[int, Costs]:
+    """The most that any row may use."""
+    return max(limit for limit, num in enumerate(wanted) if num), costs
+
+
+def by_load(
+    costs: Costs, reports: Sequence[Report], num_rows: int, wanted: Sequence[int]
+) -> tuple[int, Costs]:
+    """The length of most tokens per second for this size of batch, as far as is known."""
+    if reports:
+        costs = recorded(costs, reports)
+    most, _ = most_wanted(costs, reports, num_rows, wanted)
+    size = costs.of_size(num_rows)
+    size = replace(size, num_planned=size.num_planned + 1)
+    num_drafts = _trial(size, most)
+    if num_drafts is None:
+        tokens = [_tokens(costs, n, wanted) for n in range(most + 1)]
+        num_drafts = _best(size, tokens)
+        if num_drafts != min(size.current, most):
+            size = replace(size, current=num_drafts)
+    return num_drafts, costs.with_size(num_rows, size)
+
+
+def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
+    """With one step of all ranks added; it took as long as on the slowest."""
+    key = reports[0].key
+    tried, accepted = list(costs.tried), list(costs.accepted)
+    for k in range(key.num_drafts):
+        num_tried = sum(report.tried[k] for report in reports)
+        kept = (1 - 1 / MEMORY) ** num_tried
+        tried[k] = tried[k] * kept + num_tried
+        accepted[k] = accepted[k] * kept + sum(report.accepted[k] for report in reports)
+    step_s = max(report.program_s for report in reports)
+    size = _timed(costs.of_size(key.num_rows), key.num_drafts, step_s)
+    return replace(
+        costs.with_size(key.num_rows, size), tried=tuple(tried), accepted=tuple(accepted)
+    )
+
+
+def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
+    means, num_tries = list(size.step_s), list(size.num_tries)
+    num_tries[num_drafts] += 1
+    weight = 1.0 if num_tries[num_drafts] <= NUM_TRIES else WEIGHT
+    means[num_drafts] += weight * (step_s - means[num_drafts])
+    return replace(size, step_s=tuple(means), num_tries=tuple(num_tries))
+
+
+def _trial(size: SizeCosts, most: int) -> int | None:
+    """A length to try now, whatever it promises."""
+    untried = _untried(size, most)
+    if most in untried:
+        return most
+    if untried and size.num_planned % EXPLORE_EVERY == 0:
+        return untried[0]
+    if size.num_planned % PROBE_EVERY:
+        return None
+    current = min(size.current, most)
     if current == 0:
         return most
-    return max(current - 1, 0) if number % 2 or current == most else current + 1
+    is_odd = size.num_planned // PROBE_EVERY % 2
+    return current - 1 if is_odd or current == most else current + 1
 
 
-LENGTHS: dict[str, Callable[[int], DraftLength]] = {
-    "by_load": LengthByLoad,
-    "fixed": lambda max_drafts: FixedLength(),
-}
+def _best(size: SizeCosts, tokens: Sequence[float]) -> int:
+    """The length in use, unless another of 0 .. most promises clearly more."""
+    most = len(tokens) - 1
+    untried, current = _untried(size, most), min(size.current, most)
+    worth = {n: tokens[n] / size.step_s[n] for n in range(most + 1) if n not in untried}
+    best = max(worth, key=worth.__getitem__)
+    return best if current in untried or worth[best] > worth[current] * GAIN else current
+
+
+def _untried(size: SizeCosts, most: int) -> list[int]:
+    return [n for n in range(most + 1) if size.num_tries[n] < NUM_TRIES]
+
+
+def _tokens(costs: Costs, num_drafts: int, wanted: Sequence[int]) -> float:
+    limits = enumerate(wanted)
+    return sum(num * costs.expected_tokens(min(num_drafts, limit)) for limit, num in limits)
+
+
+LENGTHS: dict[str, DraftLength] = {"by_load": by_load, "fixed": most_wanted}

@@ -2,46 +2,36 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from core.request import PREEMPTED, Request, SequenceUpdate, TokenFrame
+from core.config import AUTO, TandemConfig
+from core.identity import Identity
+from core.request import PREEMPTED, Request, SequenceUpdate
 from core.stopping import cut
 from decode_node.buckets import Buckets
-from decode_node.draft_length import LENGTHS
 from decode_node.launcher import InFlight, Launcher
-from decode_node.loops import create_loop
+from decode_node.loops import Loop
+from decode_node.plan import Proposal, Report, StepKey, propose
+from decode_node.planner import LocalPlanner
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence
+from decode_node.sequence import Sequence, Size
 from kv_transfer.pages import PagePool
 from model.cache import Caches
 from model.loaded import LoadedModel
-from model.logprobs import LogprobRows
-from model.think import thinking_at_start
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a decode engine runs. ``max_pages`` bounds one sequence, None is the whole pool;
-    ``loop`` and ``draft_length`` are names (loops.py, draft_length.py); ``buckets`` None suits
-    the device."""
-
-    max_rows: int
-    max_drafts: int
-    max_pages: int | None = None
-    loop: str = "auto"
-    draft_length: str = "fixed"
-    buckets: tuple[int, ...] | None = None
+from runtime.lockstep import Plan, Planner
 
 
 class DecodeEngine:
-    """``on_frame`` receives one TokenFrame per step, called on the engine thread.
+    """``on_frame`` receives the updates of each step, ``on_grant`` whoever got a row, both on the
+    engine thread.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
-    ``step_s`` adds up the time of all steps, ``program_s`` that of their tensor programs.
+    ``planner`` is asked in every step; None is one of its own, of a gang of one rank. ``step_s``
+    adds up the time of all steps, ``program_s`` that of their tensor programs.
     """
 
     def __init__(
@@ -49,80 +39,67 @@ class DecodeEngine:
         loaded: LoadedModel,
         pool: PagePool,
         caches: Caches,
-        options: EngineOptions,
+        config: TandemConfig,
         *,
         epoch: int,
-        on_frame: Callable[[TokenFrame], None],
+        on_frame: Callable[[list[SequenceUpdate]], None],
+        on_grant: Callable[[Identity], None],
+        planner: Planner[Proposal, StepKey] | None = None,
     ) -> None:
-        self._loaded = loaded
-        self._pool = pool
-        self._epoch = epoch
+        self.pool = pool
         self._on_frame = on_frame
-        most = loaded.drafter.max_drafts
-        self.max_drafts = options.max_drafts if most is None else min(options.max_drafts, most)
-        self.scheduler = Scheduler(
-            pool,
-            options.max_rows,
-            self.max_drafts,
-            loaded.max_model_len,
-            loaded.config.eos_token_ids,
-            options.max_pages,
-        )
-        self._rows = Rows(
-            options.max_rows,
-            self.max_drafts + 1,
-            pool.num_pages_for(loaded.max_model_len + 2 * (self.max_drafts + 1)),
-            loaded.config.hidden_size,
-            loaded.dtype,
-            loaded.device,
-        )
+        self._on_grant = on_grant
+        asked, most = config.speculation.num_tokens, loaded.drafter.max_drafts
+        self.max_drafts = asked if most is None else min(asked, most)
+        max_rows = config.decode.max_rows
+        eos_ids = loaded.config.eos_token_ids
+        self.scheduler = Scheduler(pool, max_rows, self.max_drafts, loaded.max_model_len, eos_ids)
+        num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self.max_drafts + 1))
+        self._rows = Rows(loaded, max_rows, self.max_drafts + 1, num_pages)
         device_type = loaded.device.type
-        buckets = Buckets.of(options.buckets, options.max_rows, device_type)
+        buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
         self._launcher = Launcher(loaded, caches, self._rows, pool, buckets)
-        self._draft_length = LENGTHS[options.draft_length](self.max_drafts)
-        self._loop = create_loop(options.loop, device_type, self)
+        self._planner = planner or LocalPlanner(
+            epoch, buckets, self.max_drafts, config.speculation.draft_length
+        )
+        self._report: Report | None = None
+        loop = config.decode.loop
+        overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
+        self._loop = Loop(self, overlapped=overlapped)
         self.num_steps = 0
         self.num_preempted = 0
         self.step_s = self.program_s = 0.0
 
-    def reserve(self, request: Request) -> Sequence:
-        """Row and pages for ``request``; see Scheduler.admit for what it raises."""
-        return self.scheduler.admit(request)
+    def ask(self, identity: Identity, size: Size) -> None:
+        """Wait for a row and pages; ``on_grant`` tells when they are held. See Scheduler.ask for
+        what it raises."""
+        self.scheduler.ask(identity, size)
+        self._grant()
 
-    def activate(self, request_id: str, first_token: int, hidden_D: Tensor | None) -> None:
+    def begin(self, identity: Identity, request: Request) -> list[int]:
+        """The granted pages; see Scheduler.begin for what it raises."""
+        return self.scheduler.begin(identity, request).pages
+
+    def pages_of(self, identity: Identity) -> list[int]:
+        """The row's own list of pages. Raises HandoverError when it holds none."""
+        return self.scheduler.held(identity).pages
+
+    def activate(self, identity: Identity, first_token: int, hidden_D: Tensor | None) -> None:
         """Start stepping a sequence whose cache is complete.
 
         ``first_token`` was already emitted by the prefill node. ``hidden_D`` is the main
         model's hidden state [D] of the last prompt token, None for zero_hidden.
         """
-        sequence = self.scheduler.sequences[request_id]
-        request = sequence.request
+        sequence = self.scheduler.sequences[identity]
         sequence.num_output += 1
-        output_ids = (*request.output_ids, first_token)
-        self._rows.begin(
-            sequence.row,
-            first_token=first_token,
-            hidden_D=hidden_D,
-            num_known=len(request.prompt_ids) + sequence.num_output,
-            num_output=sequence.num_output,
-            limit=sequence.limit,
-            pages=sequence.pages,
-            sampling=request.sampling,
-            speculation=request.speculation,
-            is_thinking=thinking_at_start(request.prompt_ids, output_ids, self._loaded.think_ids),
-        )
-        self._rows.adjust(
-            sequence.row,
-            request,
-            output_ids,
-            sequence.stops,
-            self._loaded.config.vocab_size,
-        )
+        self._rows.begin(sequence, first_token, hidden_D)
         sequence.active = True
 
-    def drop(self, request_id: str) -> bool:
-        """End a sequence without a word; False if it was gone already."""
-        return self.scheduler.drop(request_id) is not None
+    def drop(self, identity: Identity) -> bool:
+        """End a sequence, or its wait, without a word; False if it was gone already."""
+        dropped = self.scheduler.drop(identity) is not None
+        self._grant()
+        return dropped
 
     def has_work(self) -> bool:
         return not self._loop.is_idle or any(s.active for s in self.scheduler.sequences.values())
@@ -133,7 +110,8 @@ class DecodeEngine:
         began_at = time.perf_counter()
         updates = self._loop.turn()
         self.num_steps += 1
-        self._on_frame(self._frame(updates))
+        self._on_frame(updates)
+        self._grant()
         self.step_s += time.perf_counter() - began_at
 
     def must_preempt(self) -> bool:
@@ -144,65 +122,51 @@ class DecodeEngine:
         preempted = self.scheduler.make_room()
         self.num_preempted += len(preempted)
         return [
-            SequenceUpdate(sequence.request.request_id, (), PREEMPTED, counts=sequence.counts())
+            SequenceUpdate(sequence.identity, (), PREEMPTED, counts=sequence.counts())
             for sequence in preempted
         ]
 
-    def launch(self) -> InFlight | None:
-        sequences = self.scheduler.runnable()
-        if not sequences:
+    def plan(self) -> Plan[StepKey]:
+        report, self._report = self._report, None
+        return self._planner.plan(propose(self.scheduler.runnable(), self.max_drafts, report))
+
+    def launch(self, plan: Plan[StepKey]) -> InFlight | None:
+        if plan.key is None:
             return None
-        num_drafts = self._draft_length.choose([sequence.limit for sequence in sequences])
-        step = self._launcher.launch(sequences, num_drafts)
+        sequences = self.scheduler.runnable()
+        step = self._launcher.launch(sequences, plan.key)
         self.scheduler.launched(sequences)
         return step
 
     def finish(self, step: InFlight) -> list[SequenceUpdate]:
-        result = self._launcher.collect(step)
-        self.program_s += result.program_s
-        self._draft_length.record(
-            step.num_drafts,
-            result.program_s,
-            [
-                (sequence.limit, len(run) - 1)
-                for sequence, run in zip(step.sequences, result.runs, strict=True)
-            ],
-        )
+        runs, self._report = step.collect()
+        self.program_s += self._report.program_s
         self.scheduler.landed(step.sequences)
         return [
-            self._emit(sequence, i, run, step.num_drafts, result.logprobs)
-            for i, (sequence, run) in enumerate(zip(step.sequences, result.runs, strict=True))
+            self._emit(sequence, i, run, step)
+            for i, (sequence, run) in enumerate(zip(step.sequences, runs, strict=True))
             if not sequence.ended
         ]
 
     def _emit(
-        self,
-        sequence: Sequence,
-        row: int,
-        run: tuple[int, ...],
-        num_drafts: int,
-        logprobs: LogprobRows | None,
+        self, sequence: Sequence, row: int, run: tuple[int, ...], step: InFlight
     ) -> SequenceUpdate:
         kept, reason = cut(run, sequence.stops, sequence.num_budget)
-        sequence.record(min(num_drafts, sequence.limit), len(run) - 1, len(kept))
+        num_drafted = min(step.key.num_drafts, sequence.limit)
+        sequence.record(num_drafted, len(run) - 1, len(kept))
         sequence.num_output += len(kept)
         request = sequence.request
         if reason is not None:
-            self.scheduler.drop(request.request_id)
+            self.scheduler.drop(sequence.identity)
         told = reason is not None or request.sampling.stop
         counts = sequence.counts() if told else None
-        update = SequenceUpdate(request.request_id, kept, reason, counts=counts)
+        update = SequenceUpdate(sequence.identity, kept, reason, counts=counts)
         num_top = request.sampling.logprobs
         if num_top is None:
             return update
-        assert logprobs is not None, "somebody asked for log probabilities"
-        return replace(update, logprobs=logprobs.of_row(row, len(kept), num_top))
+        assert step.logprobs is not None, "somebody asked for log probabilities"
+        return replace(update, logprobs=step.logprobs.of_row(row, len(kept), num_top))
 
-    def _frame(self, updates: list[SequenceUpdate]) -> TokenFrame:
-        return TokenFrame(
-            epoch=self._epoch,
-            step=self.num_steps,
-            num_active_rows=len(self.scheduler.sequences),
-            num_free_pages=self._pool.num_free,
-            updates=tuple(updates),
-        )
+    def _grant(self) -> None:
+        for identity in self.scheduler.grant():
+            self._on_grant(identity)

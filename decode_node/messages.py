@@ -1,43 +1,39 @@
-"""What a gateway asks of a decode node."""
+"""What a gateway asks of a decode node, in this order: grant, start; abort at any time."""
 
 from dataclasses import dataclass
 
+from core.identity import Identity
 from core.request import Request
 from kv_transfer.messages import Offer
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """Take a row and pages for ``request``, and start to pull what ``offer`` promises."""
+class Grant:
+    """Answer once a row and pages are held for a request of this size; it may wait its turn.
 
+    ``session`` is the nonce of the gateway that will renew them. What has begun (``num_output``
+    tokens are out) goes ahead of what has not.
+    """
+
+    identity: Identity
+    session: int
+    num_prompt: int
+    num_output: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Pull what ``offer`` promises into the granted pages; answered by TransferStats once the
+    sequence steps."""
+
+    identity: Identity
     request: Request
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
-class Await:
-    """Answer once the sequence's KV has arrived and it steps."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """What crossed; ``seconds`` is the time the wire was in use."""
-
-    num_bytes: int
-    num_tokens: int
-    backend: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop the sequence in whatever phase it is."""
+    """Drop the sequence in whatever phase it is; what comes later of it finds nothing."""
 
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    pass
+    identity: Identity

@@ -1,135 +1,158 @@
 """One decode rank as its callers see it: bytes in, bytes out, no Ray.
 
 Lives on an asyncio loop; the engine computes on the engine loop's thread. A sequence goes
-reserve -> pull -> activate -> frames; ``abort`` ends it in any of these.
+grant -> start (pull) -> activate -> frames; ``abort`` ends it in any of these, and so does the end
+of its gateway's session.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from core.control import Control
-from core.errors import HandoverError, LayoutMismatch
-from core.info import DECODE, NodeStatus
-from core.request import TokenFrame
-from core.schema import encode_failure, pack, unpack
+from core.answer import TransferStats
+from core.control import Control, Methods, Service
+from core.errors import HandoverError
+from core.identity import Identity
+from core.info import NodeStatus
 from decode_node.engine import DecodeEngine
-from decode_node.messages import Abort, Await, Done, Pulled, Reserve
+from decode_node.messages import Abort, Grant, Start
+from decode_node.publisher import FramePublisher
+from decode_node.sequence import Size
+from decode_node.sessions import Sessions
+from kv_transfer import sink
 from kv_transfer.messages import Offer, Seal
-from kv_transfer.pages import PagePool
-from kv_transfer.sink import Sink
-from runtime.engine_loop import EngineLoop
-from runtime.frames import Frame
+from runtime.frames import FrameServer
+from runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
+REMEMBER_S = 600.0
+"""How long an abort is remembered, so that what it overtook finds it."""
+
+
+class Intake(Protocol):
+    """How KV comes into granted pages: pulled from another rank, or already there."""
+
+    async def pull(self, offer: Offer, control: Control, pages: list[int]) -> sink.Pulled: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+    async def close(self) -> None: ...
 
 
 class DecodeNode:
-    """Owns the pulls in flight; rows and pages belong to the engine. ``_reserving`` tells
-    whether a reservation was aborted before the engine had answered it.
+    """A decode rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
 
-    ``find_owner`` gives the control of the prefill node that an offer names.
+    Owns grants and pulls in flight, and the sessions they belong to; rows and pages are the
+    engine's. ``find_owner`` gives the control of the life of a prefill rank that an offer names.
     """
 
     def __init__(
-        self,
-        name: str,
-        epoch: int,
-        fingerprint: str,
-        pool: PagePool,
-        device: torch.device,
-        loop: EngineLoop,
-        sink: Sink,
-        find_owner: Callable[[str], Control],
+        self, parts: RankParts, intake: Intake, find_owner: Callable[[str, int], Control]
     ) -> None:
-        self.name = name
-        self.epoch = epoch
-        self.sink = sink
-        self.engine: DecodeEngine
-        self._fingerprint = fingerprint
-        self._pool = pool
-        self._device = device
-        self._loop = loop
+        config, lease_s = parts.config, parts.config.kv_transfer.lease_s
+        self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
+        self.intake = intake
+        self.sessions = Sessions(lease_s)
+        self.frames = FramePublisher(self.sessions, self._load)
+        self.engine = DecodeEngine(
+            parts.loaded,
+            parts.pool,
+            parts.caches,
+            config,
+            epoch=parts.spec.epoch,
+            on_frame=self.frames.publish,
+            on_grant=self._on_grant,
+        )
+        fingerprint = parts.transfer_caches().layout.fingerprint()
+        self.info = parts.info(fingerprint, self.engine.max_drafts)
+        self._device = parts.loaded.device
         self._find_owner = find_owner
-        self._reserving: dict[str, bool] = {}
-        self._arriving: dict[str, asyncio.Task[Pulled]] = {}
-        self._readers: set[Callable[[Frame], None]] = set()
+        self._server = FrameServer(parts.spec.host, self.frames)
+        self._granting: dict[Identity, asyncio.Future[None]] = {}
+        self._arriving: dict[Identity, asyncio.Task[TransferStats]] = {}
+        self._ended: dict[Identity, float] = {}
         self._asyncio = asyncio.get_running_loop()
-        loop.on_failure(self.publish)
-        self._handlers: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
-            "reserve": self._reserve,
-            "arrival": self._arrival,
-            "abort": self._abort,
-            "status": self._status,
+        self._sweeper = self._asyncio.create_task(self._sweep(lease_s / 4))
+        self.loop.on_failure(self._on_failure)
+        self.loop.add(self.engine)
+        methods: Methods = {
+            "grant": (Grant, self._grant),
+            "start": (Start, self._start),
+            "abort": (Abort, self._abort),
+            "status": (None, self._status),
         }
+        self.handle = Service(parts.spec.name, parts.spec.epoch, methods).handle
 
-    async def handle(self, method: str, payload: bytes) -> bytes:
-        """Answer one control call; a failed one is answered by a packed Failure."""
+    async def listen(self) -> None:
+        """Serve frames from now on; ``info`` says where."""
+        self.info = replace(self.info, frames=await self._server.listen())
+
+    async def stop(self) -> None:
+        """Cancel every pull, close every channel, end the engine."""
+        tasks = [self._sweeper, *self._arriving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.stop()
+        await self.intake.close()
+        await asyncio.to_thread(self.loop.stop)
+
+    async def _grant(self, asked: Grant) -> None:
+        """Answered once a row and pages are held."""
+        identity = asked.identity
+        self._check_not_ended(identity)
+        self.sessions.hold(asked.session, identity)
+        granted = self._granting[identity] = self._asyncio.create_future()
+        size = Size(asked.num_prompt, asked.num_output, asked.max_tokens)
         try:
-            return await self._handlers[method](payload)
-        except Exception as error:
-            log.info("%s: %s failed: %s", self.name, method, error)
-            return encode_failure(error)
-
-    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        """Call ``reader`` with the packed TokenFrame of every step from now on, and with the
-        error that stops the engine; returns what ends that."""
-        self._readers.add(reader)
-        return lambda: self._readers.discard(reader)
-
-    async def frames(self) -> AsyncIterator[bytes]:
-        """The same as an iterator, within one process; raises when the engine has stopped."""
-        queue: asyncio.Queue[Frame] = asyncio.Queue()
-        unsubscribe = self.subscribe(queue.put_nowait)
-        try:
-            while isinstance(frame := await queue.get(), bytes):
-                yield frame
-            raise RuntimeError(f"{self.name}: the decode engine stopped: {frame!r}")
+            await self.loop.call(lambda: self.engine.ask(identity, size))
+            await granted
+        except BaseException:
+            self.sessions.let_go(identity)
+            raise
         finally:
-            unsubscribe()
+            del self._granting[identity]
 
-    def publish(self, frame: TokenFrame | BaseException) -> None:
-        """Hand a frame, or the engine's end, to every reader. Engine thread."""
-        self._asyncio.call_soon_threadsafe(self._publish, frame)
+    def _on_grant(self, identity: Identity) -> None:
+        """A row and pages are held. Engine thread."""
+        self._asyncio.call_soon_threadsafe(self._settle, identity, None)
 
-    def _publish(self, frame: TokenFrame | BaseException) -> None:
-        data = pack(frame) if isinstance(frame, TokenFrame) else frame
-        for reader in self._readers:
-            reader(data)
+    def _settle(self, identity: Identity, error: Exception | None) -> None:
+        waiting = self._granting.get(identity)
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(error)
 
-    async def _reserve(self, payload: bytes) -> bytes:
-        """Row and pages now, KV as it is computed. A refusal holds nothing."""
-        asked = unpack(Reserve, payload)
-        request, offer = asked.request, asked.offer
-        if offer.fingerprint != self._fingerprint:
-            raise LayoutMismatch(
-                f"cache layout {self._fingerprint} at {self.name}, {offer.fingerprint} at "
-                f"{offer.owner}: both need the same checkpoint, dtype and drafter"
-            )
-        request_id = request.request_id
-        if request_id in self._reserving:
-            raise ValueError(f"request_id: {request_id!r} is already here; use another")
-        self._reserving[request_id] = False
+    async def _start(self, asked: Start) -> TransferStats:
+        self._check_not_ended(asked.identity)
+        task = self._arriving[asked.identity] = asyncio.create_task(self._arrive(asked))
+        await asyncio.wait([task])
+        self._arriving.pop(asked.identity, None)
+        if task.cancelled():
+            raise HandoverError(f"{asked.identity} was aborted while it arrived")
+        return task.result()
+
+    async def _arrive(self, asked: Start) -> TransferStats:
+        """Fetch the KV and start the sequence; a failure frees the row."""
+        identity, offer = asked.identity, asked.offer
         try:
-            sequence = await self._loop.call(lambda: self.engine.reserve(request))
-        finally:
-            is_aborted = self._reserving.pop(request_id)
-        if is_aborted:
-            # Its pages may be another's already: nothing may be pulled into them.
-            raise HandoverError(f"{request_id!r} was aborted while it reserved")
-        pull = self._pull(offer, list(sequence.pages))
-        self._arriving[request_id] = asyncio.create_task(pull)
-        return pack(Done())
-
-    async def _pull(self, offer: Offer, pages: list[int]) -> Pulled:
-        """Fetch the KV and start the sequence. After a failure the caller aborts it."""
-        pulled = await self.sink.pull(offer, self._find_owner(offer.owner), pages)
-        hidden_D = self._hidden(pulled.seal)
-        first_token = pulled.seal.first_token
-        await self._loop.call(lambda: self.engine.activate(offer.request_id, first_token, hidden_D))
-        return Pulled(pulled.num_bytes, pulled.num_tokens, pulled.backend, pulled.wire_s)
+            pages = await self.loop.call(lambda: self.engine.begin(identity, asked.request))
+            control = self._find_owner(offer.owner, offer.epoch)
+            pulled = await self.intake.pull(offer, control, pages)
+            hidden_D, first_token = self._hidden(pulled.seal), pulled.seal.first_token
+            await self.loop.call(lambda: self.engine.activate(identity, first_token, hidden_D))
+        except Exception:
+            await self._drop(identity)
+            raise
+        return pulled.stats
 
     def _hidden(self, seal: Seal) -> torch.Tensor | None:
         if seal.hidden is None:
@@ -137,54 +160,70 @@ class DecodeNode:
         dtype = getattr(torch, seal.hidden_dtype)
         return torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(self._device)
 
-    async def _arrival(self, payload: bytes) -> bytes:
-        request_id = unpack(Await, payload).request_id
-        task = self._arriving.get(request_id)
-        if task is None:
-            raise HandoverError(f"{request_id!r} is not arriving at {self.name}")
-        await asyncio.wait([task])
-        if task.cancelled():
-            raise HandoverError(f"{request_id!r} was aborted while it arrived")
-        self._arriving.pop(request_id, None)
-        return pack(task.result())
+    async def _abort(self, asked: Abort) -> None:
+        await self._end(asked.identity)
 
-    async def _abort(self, payload: bytes) -> bytes:
-        """The pull ends first: only then may its pages be freed."""
-        request_id = unpack(Abort, payload).request_id
-        if request_id in self._reserving:
-            self._reserving[request_id] = True
-        task = self._arriving.pop(request_id, None)
+    async def _end(self, identity: Identity) -> None:
+        """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
+        self._ended[identity] = time.monotonic()
+        self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
+        task = self._arriving.pop(identity, None)
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await self._loop.call(lambda: self.engine.drop(request_id))
-        return pack(Done())
+        await self._drop(identity)
 
-    async def _status(self, payload: bytes) -> bytes:
-        num_rows, num_free = await self._loop.call(
-            lambda: (len(self.engine.scheduler.sequences), self._pool.num_available)
+    async def _drop(self, identity: Identity) -> None:
+        self.sessions.let_go(identity)
+        await self.loop.call(lambda: self.engine.drop(identity))
+
+    def _check_not_ended(self, identity: Identity) -> None:
+        if identity in self._ended:
+            raise HandoverError(f"{identity} was aborted before it came")
+
+    async def _sweep(self, every_s: float) -> None:
+        """Drop what belongs to gateways that are gone; forget what was aborted long ago."""
+        while True:
+            await asyncio.sleep(every_s)
+            for identity in self.sessions.sweep():
+                log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
+                await self._end(identity)
+            horizon = time.monotonic() - REMEMBER_S
+            self._ended = {i: at for i, at in self._ended.items() if at > horizon}
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Nobody waits for an engine that has stopped. Engine thread."""
+        self._asyncio.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.frames.fail(error)
+        for identity in self._granting:
+            self._settle(identity, HandoverError(f"the engine stopped: {error!r}"))
+
+    def _load(self) -> tuple[int, int, int, int]:
+        """Steps, rows, waiting, free pages; read without waiting for the engine."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        return (
+            engine.num_steps,
+            len(scheduler.sequences),
+            scheduler.num_waiting,
+            engine.pool.num_free,
         )
-        counts = self.sink.counts()
-        status = NodeStatus(
-            name=self.name,
-            kind=DECODE,
-            epoch=self.epoch,
-            num_active_rows=num_rows,
+
+    async def _status(self, _: None) -> NodeStatus:
+        engine, counts = self.engine, self.intake.counts()
+        num_free = await self.loop.call(lambda: engine.pool.num_available)
+        return NodeStatus(
+            name=self.spec.gang,
+            kind=self.spec.kind,
+            epoch=self.spec.epoch,
+            num_active_rows=len(engine.scheduler.sequences),
             num_free_pages=num_free,
-            num_pages=self._pool.num_pages,
+            num_pages=engine.pool.num_pages,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
-            num_steps=self.engine.num_steps,
-            step_s=self.engine.step_s,
-            program_s=self.engine.program_s,
-            num_preempted=self.engine.num_preempted,
+            num_steps=engine.num_steps,
+            step_s=engine.step_s,
+            program_s=engine.program_s,
+            num_preempted=engine.num_preempted,
         )
-        return pack(status)
-
-    async def stop(self) -> None:
-        """Cancel every pull, close every channel."""
-        tasks = list(self._arriving.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.sink.close()

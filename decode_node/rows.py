@@ -3,28 +3,27 @@
 Shape legend: R row slots, B active rows, M = n_max + 1, D hidden, P pages of a row's table.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from core.request import Request, SamplingParams, Speculation
-from decode_node.copies import to_device
+from core.request import Request, SamplingParams
+from decode_node.plan import PLAIN, Extras
+from decode_node.sequence import Sequence
 from model.acceptance import KIND_NUMBERS
+from model.acceptance.base import AcceptanceRows
 from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
+from model.loaded import LoadedModel
 from model.sampling import SamplingRows
-
-_STRICTLY = Speculation()
+from model.tensors import each, select, upload, write
+from model.think import thinking_at_start
 
 
 @dataclass(frozen=True, slots=True)
-class RowTensors:
-    """State of rows between two steps; the first axis of every field is the row.
-
-    ``num_known`` is L (prompt and emitted tokens), ``num_output`` how many were emitted in
-    all, ``limit`` the most drafts a row may use, ``kind`` the number of its kind of acceptance.
-    For the rest see DraftState, SamplingRows, Evidence.
-    """
+class RowState:
+    """What a step changes. ``num_known`` is L (prompt and emitted tokens), ``num_output`` how many
+    were emitted in all; ``thinking`` is the think phase. For the rest see DraftState."""
 
     tokens_BM: Tensor
     hidden_BMD: Tensor
@@ -32,166 +31,142 @@ class RowTensors:
     num_known_B: Tensor
     num_output_B: Tensor
     first_B: Tensor
-    limit_B: Tensor
-    page_table_BP: Tensor
-    temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    min_p_B: Tensor
-    seed_B: Tensor
-    kind_B: Tensor
     thinking_B: Tensor
-    relaxed_top_n_B: Tensor
-    relaxed_delta_B: Tensor
 
-    def sampling(self, *, all_greedy: bool, rules: AdjustRows | None = None) -> SamplingRows:
-        return SamplingRows(
-            self.temperature_B,
-            self.top_k_B,
-            self.top_p_B,
-            self.min_p_B,
-            self.seed_B,
-            all_greedy,
-            rules,
-        )
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """Rows between two steps; the first axis of every tensor is the row."""
+
+    state: RowState
+    page_table_BP: Tensor
+    real_B: Tensor
+    sampling: SamplingRows
+    acceptance: AcceptanceRows
 
 
 class Rows:
     """Owner of the row tensors; used on the engine thread only.
 
-    One row more than there are slots, ``padding_row``, fills batches up: it owns no page, so what
-    it writes lands on the dummy page.
+    Two rows more than there are slots fill batches up: every padding row is read from one and
+    written to the other, so padding is the same in every step. They own no page: what they write
+    lands on the dummy page.
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        width: int,
-        num_pages_per_row: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, loaded: LoadedModel, num_rows: int, width: int, num_pages_per_row: int
     ) -> None:
-        self.padding_row = num_rows
-        num_rows += 1
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(num_rows, *shape, dtype=torch.int64, device=device)
-
-        def floats() -> Tensor:
-            return torch.zeros(num_rows, dtype=torch.float32, device=device)
-
-        def flags() -> Tensor:
-            return torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-        self._tensors = RowTensors(
-            tokens_BM=ints(width),
-            hidden_BMD=torch.zeros(num_rows, width, hidden_size, dtype=dtype, device=device),
-            num_emitted_B=ints(),
-            num_known_B=ints(),
-            num_output_B=ints(),
-            first_B=flags(),
-            limit_B=ints(),
-            page_table_BP=ints(num_pages_per_row),
-            temperature_B=floats(),
-            top_k_B=ints(),
-            top_p_B=floats(),
-            min_p_B=floats(),
-            seed_B=ints(),
-            kind_B=ints(),
-            thinking_B=flags(),
-            relaxed_top_n_B=ints(),
-            relaxed_delta_B=floats(),
+        self._loaded = loaded
+        self._read_padding, self._write_padding = num_rows, num_rows + 1
+        self._num_pages = [0] * num_rows
+        hidden_size, device = loaded.config.hidden_size, loaded.device
+        hidden_1MD = torch.zeros(1, width, hidden_size, dtype=loaded.dtype, device=device)
+        pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
+        padding = _one_row(_PADDING, _PADDING.output_ids, hidden_1MD, pages_1P, is_real=False)
+        self._table: RowTensors = each(
+            lambda tensor: tensor.repeat_interleave(num_rows + 2, 0), upload(padding, device)
         )
         self._rules: AdjustRows | None = None
-        self._num_rows = num_rows
-        self._device = device
-        self._num_pages = [0] * num_rows
-        self._tensors.num_emitted_B[self.padding_row] = 1
-        self._tensors.num_known_B[self.padding_row] = 2
 
-    def begin(
-        self,
-        row: int,
-        *,
-        first_token: int,
-        hidden_D: Tensor | None,
-        num_known: int,
-        num_output: int,
-        limit: int,
-        pages: list[int],
-        sampling: SamplingParams,
-        speculation: Speculation = _STRICTLY,
-        is_thinking: bool = False,
-    ) -> None:
-        """A sequence enters with one emitted token; without ``hidden_D`` its hidden state is
-        zeros and its first pass leaves no trace (zero_hidden)."""
-        assert sampling.seed is not None, "a seed is given at admission"
-        t = self._tensors
-        t.tokens_BM[row] = 0
-        t.tokens_BM[row, 0] = first_token
-        t.hidden_BMD[row] = 0
+    def begin(self, sequence: Sequence, first_token: int, hidden_D: Tensor | None) -> None:
+        """``sequence`` enters with ``first_token``, which is not in the cache yet. Without
+        ``hidden_D`` its hidden state is zeros and its first pass leaves no trace (zero_hidden).
+        Memory for logit rules is taken when the first request has some."""
+        row, request, loaded = sequence.row, sequence.request, self._loaded
+        output_ids = (*request.output_ids, first_token)
+        hidden_1MD = torch.zeros_like(self._table.state.hidden_BMD[:1])
         if hidden_D is not None:
-            t.hidden_BMD[row, 0] = hidden_D
-        t.first_B[row] = hidden_D is None
-        t.num_emitted_B[row] = 1
-        t.num_known_B[row] = num_known
-        t.num_output_B[row] = num_output
-        t.limit_B[row] = limit
-        t.page_table_BP[row] = 0
-        self._num_pages[row] = 0
-        self.grow(row, pages)
-        t.temperature_B[row] = sampling.temperature
-        t.top_k_B[row] = sampling.top_k
-        t.top_p_B[row] = sampling.top_p
-        t.min_p_B[row] = sampling.min_p
-        t.seed_B[row] = sampling.seed
-        t.kind_B[row] = KIND_NUMBERS[speculation.acceptance]
-        t.thinking_B[row] = is_thinking
-        t.relaxed_top_n_B[row] = speculation.relaxed_top_n
-        t.relaxed_delta_B[row] = speculation.relaxed_delta
-
-    def adjust(
-        self,
-        row: int,
-        request: Request,
-        output_ids: tuple[int, ...],
-        stops: frozenset[int],
-        vocab_size: int,
-    ) -> None:
-        """Set the row's logit rules; memory for any is taken when the first request has some."""
+            hidden_1MD[0, 0] = hidden_D
+        pages_1P = torch.zeros(1, self._table.page_table_BP.shape[1], dtype=torch.int64)
+        pages_1P[0, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        new = _one_row(
+            request,
+            output_ids,
+            hidden_1MD,
+            pages_1P,
+            limit=sequence.limit,
+            is_first=hidden_D is None,
+            is_thinking=thinking_at_start(request.prompt_ids, output_ids, loaded.think_ids),
+        )
+        write(self._table, self._upload([row]), upload(new, loaded.device))
+        self._num_pages[row] = len(sequence.pages)
         if self._rules is None and request.sampling.adjusts_logits:
-            self._rules = no_rules(self._num_rows, vocab_size, self._device)
+            num_rows = len(self._table.real_B)
+            self._rules = no_rules(num_rows, loaded.config.vocab_size, loaded.device)
         if self._rules is not None:
-            set_rules(self._rules, row, request, output_ids, stops)
+            set_rules(self._rules, row, request, output_ids, sequence.stops)
 
-    def rules(self, rows: Tensor) -> AdjustRows:
-        assert self._rules is not None, "no row has rules"
-        return self._rules.select(rows)
+    def grow(self, sequence: Sequence) -> None:
+        """The page table of a sequence that may have got pages; writes only what is new."""
+        row, known, num = sequence.row, self._num_pages[sequence.row], len(sequence.pages)
+        if num > known:
+            self._table.page_table_BP[row, known:num] = self._upload(sequence.pages[known:])
+            self._num_pages[row] = num
 
-    def grow(self, row: int, pages: list[int]) -> None:
-        """The row's page table after its sequence got pages; writes only what is new."""
-        known = self._num_pages[row]
-        if len(pages) > known:
-            new = to_device(pages[known:], self._device)
-            self._tensors.page_table_BP[row, known : len(pages)] = new
-            self._num_pages[row] = len(pages)
+    def index(self, rows: list[int], num_rows: int) -> tuple[Tensor, Tensor]:
+        """``rows`` and padding up to ``num_rows``: where a step reads [B] and where it writes."""
+        num = num_rows - len(rows)
+        read = [*rows, *[self._read_padding] * num]
+        read_B, write_B = self._upload([read, [*rows, *[self._write_padding] * num]])
+        return read_B, write_B
 
-    def select(self, rows: Tensor, num_pages: int) -> RowTensors:
-        """State of the active ``rows`` [B], page tables cut to ``num_pages``."""
-        picked = {f.name: getattr(self._tensors, f.name)[rows] for f in fields(self._tensors)}
-        chosen = RowTensors(**picked)
-        return replace(chosen, page_table_BP=chosen.page_table_BP[:, :num_pages])
+    def select(self, read_B: Tensor, num_pages: int, extras: Extras = PLAIN) -> RowTensors:
+        """The rows of ``index``, page tables cut to ``num_pages``."""
+        pages_BP = self._table.page_table_BP[:, :num_pages]
+        rows = select(replace(self._table, page_table_BP=pages_BP), read_B)
+        rules = None
+        if extras.has_rules:
+            assert self._rules is not None, "no row has rules"
+            rules = select(self._rules, read_B)
+        sampling = replace(rows.sampling, all_greedy=extras.all_greedy, rules=rules)
+        return replace(rows, sampling=sampling)
 
-    def store(self, rows: Tensor, new: RowTensors) -> None:
+    def store(self, write_B: Tensor, new: RowState, extras: Extras = PLAIN) -> None:
         """Keep what a step changed."""
-        for name in _CHANGED_BY_STEP:
-            getattr(self._tensors, name)[rows] = getattr(new, name)
-        if self._rules is not None:
-            count_emitted(self._rules, rows, new.tokens_BM, new.num_emitted_B)
+        write(self._table.state, write_B, new)
+        if extras.has_rules:
+            assert self._rules is not None, "no row has rules"
+            count_emitted(self._rules, write_B, new.tokens_BM, new.num_emitted_B)
+
+    def _upload(self, values: list[int] | list[list[int]]) -> Tensor:
+        return upload(torch.tensor(values), self._loaded.device)
 
 
-_CHANGED_BY_STEP = (
-    "tokens_BM", "hidden_BMD", "num_emitted_B", "num_known_B", "num_output_B", "first_B",
-    "thinking_B",
-)  # fmt: skip
+_PADDING = Request("padding", (0,), (0,), SamplingParams(seed=0))
+
+
+def _one_row(
+    request: Request,
+    output_ids: tuple[int, ...],
+    hidden_1MD: Tensor,
+    pages_1P: Tensor,
+    *,
+    limit: int = 0,
+    is_first: bool = False,
+    is_thinking: bool = False,
+    is_real: bool = True,
+) -> RowTensors:
+    """A row that has just emitted one token, on the host but for its hidden states."""
+    speculation, num_output = request.speculation, len(output_ids)
+    tokens_1M = torch.zeros(hidden_1MD.shape[:2], dtype=torch.int64)
+    tokens_1M[0, 0] = output_ids[-1]
+    return RowTensors(
+        state=RowState(
+            tokens_BM=tokens_1M,
+            hidden_BMD=hidden_1MD,
+            num_emitted_B=torch.tensor([1]),
+            num_known_B=torch.tensor([len(request.prompt_ids) + num_output]),
+            num_output_B=torch.tensor([num_output]),
+            first_B=torch.tensor([is_first]),
+            thinking_B=torch.tensor([is_thinking]),
+        ),
+        page_table_BP=pages_1P,
+        real_B=torch.tensor([is_real]),
+        sampling=SamplingRows.of([request.sampling], torch.device("cpu")),
+        acceptance=AcceptanceRows(
+            kind_B=torch.tensor([KIND_NUMBERS[speculation.acceptance]]),
+            limit_B=torch.tensor([limit]),
+            relaxed_top_n_B=torch.tensor([speculation.relaxed_top_n]),
+            relaxed_delta_B=torch.tensor([speculation.relaxed_delta], dtype=torch.float32),
+        ),
+    )

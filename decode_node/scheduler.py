@@ -1,18 +1,26 @@
 """Who may enter a decode rank, who runs in its next step, who makes way. Plain Python."""
 
-from core.errors import Overloaded
+from collections import OrderedDict
+
+from core.errors import HandoverError, Overloaded
+from core.identity import Identity
 from core.request import Request
 from core.stopping import num_budget, stop_ids
-from decode_node.sequence import Sequence
+from decode_node.sequence import Sequence, Size
 from kv_transfer.pages import PagePool
+
+MAX_WAITING = 4096
+"""Requests that wait for a grant; those that have begun are never refused."""
 
 
 class Scheduler:
     """Owner of row slots and sequences; pages come from the pool it is given.
 
-    Pages grow as sequences do, two steps ahead. When the pool is full the youngest running
-    sequence is preempted: it goes on later from (prompt_ids, output_ids), nothing is lost.
-    A request whose whole answer fits ``max_pages`` can always finish, if need be alone.
+    Requests are granted a row and pages first come, first served, those that have begun ahead of
+    the others: nobody passes one that needs many pages. Pages grow as sequences do, two steps
+    ahead. When the pool is full the youngest running sequence is preempted: it goes on later from
+    (prompt_ids, output_ids), nothing is lost. A request whose whole answer fits the pool can
+    always finish, if need be alone.
     """
 
     def __init__(
@@ -22,64 +30,80 @@ class Scheduler:
         max_drafts: int,
         max_model_len: int,
         eos_ids: tuple[int, ...],
-        max_pages: int | None = None,
     ) -> None:
         self._pool = pool
-        self._max_pages = max_pages or pool.num_pages - 1
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._retired: dict[int, Sequence] = {}
-        self.sequences: dict[str, Sequence] = {}
+        self._begun: OrderedDict[Identity, Size] = OrderedDict()
+        self._fresh: OrderedDict[Identity, Size] = OrderedDict()
+        self.sequences: dict[Identity, Sequence] = {}
 
-    def admit(self, request: Request) -> Sequence:
-        """Reserve a row, pages for what is known, and room for two steps.
+    @property
+    def num_waiting(self) -> int:
+        return len(self._begun) + len(self._fresh)
 
-        Raises Overloaded when no row is free, or too few pages to let those who run grow by a
-        page each; ValueError when the whole answer can never fit, or the request is here.
+    def ask(self, identity: Identity, size: Size) -> None:
+        """Join the queue for a row and pages; ``grant`` tells whose turn has come.
+
+        Raises ValueError when the whole answer can never fit, Overloaded when too many wait.
         """
-        if request.request_id in self.sequences:
-            raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
-        if not self._free_rows:
-            raise Overloaded(f"all {self._max_rows} decode rows are taken")
-        num_output, sampling = len(request.output_ids), request.sampling
-        num_prompt = len(request.prompt_ids)
-        budget = num_budget(num_prompt, num_output, sampling.max_tokens, self._max_model_len)
-        num_most = self._num_pages(num_prompt + num_output + budget)
-        if num_most > self._max_pages:
+        num_most, most = self._num_most_pages(size), self._pool.num_pages - 1
+        if num_most > most:
             raise ValueError(
-                f"max_tokens: prompt and answer need {num_most} pages, this node gives a sequence "
-                f"{self._max_pages}; ask for fewer tokens or raise kv.num_pages"
+                f"max_tokens: prompt and answer need {num_most} pages, this node has {most}; "
+                "ask for fewer tokens or raise kv.num_pages"
             )
-        num_pages = min(num_most, self._num_pages(num_prompt + num_output + 1))
-        num_growing = sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
-        if num_pages + num_growing > self._pool.num_available:
-            raise Overloaded(
-                f"{num_pages} pages needed, {self._pool.num_available} free for them and for "
-                f"{num_growing} running sequences to grow"
+        if not size.is_begun and len(self._fresh) >= MAX_WAITING:
+            raise Overloaded(f"{len(self._fresh)} requests wait for a decode row already")
+        assert identity not in self.sequences, f"{identity} was granted already"
+        (self._begun if size.is_begun else self._fresh)[identity] = size
+
+    def grant(self) -> list[Identity]:
+        """Give rows and pages to those whose turn it is; they hold them from now on."""
+        granted = []
+        while self._free_rows and (queue := self._begun or self._fresh):
+            identity, size = next(iter(queue.items()))
+            num_pages = min(
+                self._num_most_pages(size), self._num_pages(size.num_prompt + size.num_output + 1)
             )
-        limit = request.speculation.max_drafts
-        sequence = Sequence(
-            request=request,
-            row=self._free_rows.pop(),
-            pages=self._pool.allocate(num_pages),
-            stops=stop_ids(sampling, self._eos_ids),
-            num_most_pages=num_most,
-            max_output=num_output + budget,
-            limit=self._max_drafts if limit is None else min(limit, self._max_drafts),
-            num_output=num_output,
-            accepted_per_position=[0] * self._max_drafts,
-            drafted_per_position=[0] * self._max_drafts,
-        )
-        self.sequences[request.request_id] = sequence
+            if num_pages + self._num_growing() > self._pool.num_available:
+                break
+            del queue[identity]
+            self.sequences[identity] = Sequence(
+                identity=identity,
+                row=self._free_rows.pop(),
+                pages=self._pool.allocate(num_pages),
+                num_most_pages=self._num_most_pages(size),
+                num_prompt=size.num_prompt,
+                num_output=size.num_output,
+                max_output=size.num_output + self._budget(size),
+            )
+            granted.append(identity)
+        return granted
+
+    def held(self, identity: Identity) -> Sequence:
+        """Raises HandoverError when it holds no row."""
+        sequence = self.sequences.get(identity)
+        if sequence is None:
+            raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
         return sequence
 
-    def drop(self, request_id: str) -> Sequence | None:
-        """End a sequence; None if it is already gone. Row and pages are free once no step on its
-        way may touch them."""
-        sequence = self.sequences.pop(request_id, None)
+    def begin(self, identity: Identity, request: Request) -> Sequence:
+        """The request that was granted. Raises HandoverError when its grant is gone."""
+        sequence = self.held(identity)
+        sequence.begin(request, stop_ids(request.sampling, self._eos_ids), self._max_drafts)
+        return sequence
+
+    def drop(self, identity: Identity) -> Sequence | None:
+        """End a sequence, or its wait for a row; None if it is already gone. Row and pages are
+        free once no step on its way may touch them."""
+        self._begun.pop(identity, None)
+        self._fresh.pop(identity, None)
+        sequence = self.sequences.pop(identity, None)
         if sequence is not None:
             sequence.ended = True
             self._retired[sequence.row] = sequence
@@ -122,21 +146,9 @@ class Scheduler:
                 waiting.pop(0)
                 continue
             victim = waiting.pop()
-            self.drop(victim.request.request_id)
+            self.drop(victim.identity)
             preempted.append(victim)
         return preempted
-
-    def _by_age(self) -> list[Sequence]:
-        return [s for s in self.sequences.values() if s.active]
-
-    def _num_missing(self, sequence: Sequence) -> int:
-        num_tokens = len(sequence.request.prompt_ids) + sequence.num_output
-        wanted = min(self._num_pages(num_tokens), sequence.num_most_pages)
-        return max(0, wanted - len(sequence.pages))
-
-    def _num_pages(self, num_tokens: int) -> int:
-        """Pages for known tokens and two more steps of drafts."""
-        return self._pool.num_pages_for(num_tokens + 2 * (self._max_drafts + 1))
 
     def runnable(self) -> list[Sequence]:
         """Sequences of the next step, by row: active ones that steps on their way, which give at
@@ -148,11 +160,34 @@ class Scheduler:
         ]
         return sorted(running, key=lambda sequence: sequence.row)
 
+    def _by_age(self) -> list[Sequence]:
+        return [s for s in self.sequences.values() if s.active]
+
+    def _num_growing(self) -> int:
+        """Running sequences that may want a page more, each of which is kept free."""
+        return sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        num_tokens = sequence.num_prompt + sequence.num_output
+        wanted = min(self._num_pages(num_tokens), sequence.num_most_pages)
+        return max(0, wanted - len(sequence.pages))
+
+    def _budget(self, size: Size) -> int:
+        return num_budget(size.num_prompt, size.num_output, size.max_tokens, self._max_model_len)
+
+    def _num_most_pages(self, size: Size) -> int:
+        return self._num_pages(size.num_prompt + size.num_output + self._budget(size))
+
+    def _num_pages(self, num_tokens: int) -> int:
+        """Pages for known tokens and two more steps of drafts."""
+        return self._pool.num_pages_for(num_tokens + 2 * (self._max_drafts + 1))
+
     def check_integrity(self) -> None:
         self._pool.check_integrity()
         owners = [*self.sequences.values(), *self._retired.values()]
         rows = self._free_rows + [s.row for s in owners]
         assert sorted(rows) == list(range(self._max_rows)), f"rows lost or doubled: {rows}"
         assert all(s.num_in_flight for s in self._retired.values()), "a retired row is kept"
-        owned = [page for s in owners for page in s.pages]
+        owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
+        assert not self.sequences.keys() & {*self._begun, *self._fresh}, "a granted one waits"

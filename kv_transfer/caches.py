@@ -42,6 +42,18 @@ class Caches:
         return (page_T * size + token_T % size).to(self.device)
 
 
+def caches_of(
+    tensors: Mapping[str, Sequence[Tensor]], pool: PagePool, dtype: str, model: str
+) -> Caches:
+    """View per-layer tensors [num_pages, page_size, width] as the hand-over's caches."""
+    groups = tuple(
+        Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
+        for name, layers in tensors.items()
+    )
+    flat = {name: [layer.flatten(0, 1) for layer in layers] for name, layers in tensors.items()}
+    return Caches(Layout(groups, dtype, model), pool, flat)
+
+
 def staged(group: Group, buffer: Buffer, num_tokens: int) -> Tensor:
     """The part of a buffer one chunk fills: uint8 ``[num_layers, num_tokens, bytes_per_token]``."""
     num_bytes = num_tokens * group.bytes_per_token_all_layers

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from core.config import TandemConfig
 from core.errors import HandoverError
-from kv_transfer.base import Channel, Transfer
+from kv_transfer.base import Channel, ChannelMaker, Transfer
 
 ProcessGroup = Any  # ProcessGroupGloo | ProcessGroupNCCL; torch's stubs lack their methods
 BACKENDS = ("gloo", "nccl")
@@ -141,3 +142,11 @@ def _warm(channel: Channel, rank: int, device: str) -> None:
     for sender in (0, 1):
         transfer = channel.send(element) if rank == sender else channel.recv(element)
         transfer.done.result()
+
+
+def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
+    """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs."""
+    backend = config.kv_transfer.backend
+    if backend == "auto":
+        backend = "nccl" if config.of_kind(kind).device == "cuda" else "gloo"
+    return ProcessGroupChannels(backend, host)

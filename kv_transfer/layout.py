@@ -5,6 +5,7 @@ Page size is not part of it: the wire is token-wise, so both sides may page as t
 
 import hashlib
 from dataclasses import dataclass, fields
+from typing import Any
 
 from core.errors import LayoutMismatch
 from core.schema import pack
@@ -51,10 +52,6 @@ class Layout:
         """Bytes one token takes over all groups and layers."""
         return sum(group.bytes_per_token_all_layers for group in self.groups)
 
-    def group(self, name: str) -> Group:
-        """Raises LayoutMismatch for a name this layout does not have."""
-        return self.groups[self.index(name)]
-
     def index(self, name: str) -> int:
         """Place of a group in per-group tuples. Raises LayoutMismatch for an unknown name."""
         for index, group in enumerate(self.groups):
@@ -69,24 +66,20 @@ class Layout:
 
 def check_same(mine: Layout, theirs: Layout) -> None:
     """Raises LayoutMismatch naming every field that differs, with both sides' values."""
+    here, there = _facts(mine), _facts(theirs)
     differing = [
-        f"{field.name}: {getattr(mine, field.name)!r} here, {getattr(theirs, field.name)!r} there"
-        for field in fields(Layout)
-        if field.name != "groups" and getattr(mine, field.name) != getattr(theirs, field.name)
+        f"{name}: {value!r} here, {there[name]!r} there"
+        for name, value in here.items()
+        if there.get(name, value) != value
     ]
-    differing += _differing_groups(mine, theirs)
     if differing:
         raise LayoutMismatch("; ".join(differing))
 
 
-def _differing_groups(mine: Layout, theirs: Layout) -> list[str]:
-    ours, other = ({group.name: group for group in side.groups} for side in (mine, theirs))
-    if list(ours) != list(other):
-        return [f"groups: {list(ours)} here, {list(other)} there"]
-    return [
-        f"groups.{name}.{field.name}: {getattr(group, field.name)} here, "
-        f"{getattr(other[name], field.name)} there"
-        for name, group in ours.items()
-        for field in fields(Group)
-        if getattr(group, field.name) != getattr(other[name], field.name)
-    ]
+def _facts(layout: Layout) -> dict[str, Any]:
+    facts = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+    facts["groups"] = [group.name for group in layout.groups]
+    for group in layout.groups:
+        facts[f"groups.{group.name}.num_layers"] = group.num_layers
+        facts[f"groups.{group.name}.bytes_per_token"] = group.bytes_per_token
+    return facts

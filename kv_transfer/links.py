@@ -6,13 +6,12 @@ import secrets
 from functools import partial
 from typing import Any
 
-from core.control import Control, ask
-from core.errors import TandemError
-from core.tasks import Tasks, in_thread
-from kv_transfer.base import Channel, ChannelMaker
-from kv_transfer.layout import Layout
-from kv_transfer.messages import Ack, Address, Connect, HangUp
-from kv_transfer.options import TransferOptions
+from core.control import Control, Done, ask
+from core.errors import HandoverError, NodeLost, TandemError
+from core.tasks import in_thread
+from kv_transfer.base import Channel
+from kv_transfer.messages import Address, Connect, HangUp
+from kv_transfer.side import Side
 
 log = logging.getLogger(__name__)
 
@@ -20,28 +19,15 @@ log = logging.getLogger(__name__)
 class Link:
     """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking."""
 
-    def __init__(
-        self,
-        name: str,
-        owner: str,
-        epoch: str,
-        control: Control,
-        layout: Layout,
-        maker: ChannelMaker,
-        options: TransferOptions,
-        tasks: Tasks,
-    ) -> None:
+    def __init__(self, name: str, owner: str, epoch: int, control: Control, side: Side) -> None:
         self.owner = owner
         self.epoch = epoch
-        self.control = control
-        self.lease_s = options.lease_s
+        self.lease_s = side.config.lease_s
         self.lock = asyncio.Lock()
         self.num_connects = 0
         self._name = name
-        self._layout = layout
-        self._maker = maker
-        self._options = options
-        self._tasks = tasks
+        self._control = control
+        self._side = side
         self._connecting: asyncio.Task[tuple[str, Channel]] | None = None
 
     async def ready(self) -> tuple[str, Channel]:
@@ -50,25 +36,34 @@ class Link:
         Raises LayoutMismatch, NodeLost (another epoch, no answer) or HandoverError.
         """
         if not self._may_work():
-            self._connecting = self._tasks.start(self._connect())
+            self._connecting = self._side.tasks.start(self._connect())
         assert self._connecting is not None
         return await asyncio.shield(self._connecting)
 
     def drop(self, reason: str) -> None:
         """End whatever channel there is; the next `ready` builds another."""
         if self._connecting is not None:
-            self._tasks.start(self._drop_when_built(self._connecting, reason))
+            self._side.tasks.start(self._drop_when_built(self._connecting, reason))
         self._connecting = None
 
     def discard(self, nonce: str, channel: Channel, reason: str) -> None:
         """End a failed channel here, and have P end its side: that is what stops a receive."""
         channel.abort(reason)
-        self._tasks.start(self._hang_up(nonce, channel))
+        self._side.tasks.start(self._hang_up(nonce, channel))
 
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
-        """One control call to this owner; may take ``wait_s`` plus the usual deadline."""
-        timeout_s = wait_s + self._options.call_timeout_s
-        return await ask(self.control, method, message, reply, timeout_s)
+        """One control call to this owner; may take ``wait_s`` plus the usual deadline.
+
+        Raises NodeLost or HandoverError, whatever went wrong there.
+        """
+        try:
+            return await ask(
+                self._control, method, message, reply, wait_s + self._side.deadlines.call_s
+            )
+        except (NodeLost, HandoverError):
+            raise
+        except (TandemError, ValueError, OSError) as error:
+            raise HandoverError(f"{self.owner}: {method}: {error}") from error
 
     def _may_work(self) -> bool:
         connecting = self._connecting
@@ -78,12 +73,11 @@ class Link:
         return not failed and connecting.result()[1].usable
 
     async def _connect(self) -> tuple[str, Channel]:
-        nonce = secrets.token_hex(16)
-        hello = Connect(self.epoch, self._name, nonce, self._maker.backend, self._layout)
+        nonce, maker = secrets.token_hex(16), self._side.maker
+        hello = Connect(self._name, nonce, maker.backend, self._side.caches.layout)
         address: Address = await self.call("connect", hello, Address)
         self.lease_s = address.lease_s
-        connect = partial(self._maker.connect, address.address, nonce, self.owner)
-        channel = await in_thread(connect)
+        channel = await in_thread(partial(maker.connect, address.address, nonce, self.owner))
         self.num_connects += 1
         return nonce, channel
 
@@ -96,7 +90,7 @@ class Link:
 
     async def _hang_up(self, nonce: str, channel: Channel) -> None:
         try:
-            await self.call("hang_up", HangUp(nonce), Ack)
-        except (TandemError, OSError) as error:
+            await self.call("hang_up", HangUp(nonce), Done)
+        except TandemError as error:
             log.info("%s was not told to hang up: %s", self.owner, error)
         await asyncio.wrap_future(channel.terminal)

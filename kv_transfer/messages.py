@@ -6,43 +6,40 @@ method     reply     meaning
 connect    Address   P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
 send       Sent      D's receive is launched: P gathers and sends one chunk
-renew      Ack       the lease lives on (or will, if prefill has not opened it yet)
-release    Ack       D needs nothing more of it; saying so twice is fine
-hang_up    Ack       D's end of the channel is gone, P shall drop its own
+renew      Done      the lease lives on (or will, if prefill has not opened it yet)
+release    Done      D needs nothing more of it; saying so twice is fine
+hang_up    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
-A request that fails is answered by a Failure (core.failure).
+A request that fails is answered by a Failure (core.schema). The epoch of P that is meant is in the
+call's envelope (core.control).
 """
 
 from dataclasses import dataclass
 
-from core.errors import NodeLost
+from core.identity import Identity
 from kv_transfer.layout import Layout
-from kv_transfer.leases import Key
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group."""
+    """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group.
+
+    ``owner`` and ``epoch`` say which life of which rank will have it.
+    """
 
     protocol: int
     owner: str
-    epoch: str
-    request_id: str
-    attempt: int
+    epoch: int
+    identity: Identity
     fingerprint: str
     num_tokens: int
-
-    @property
-    def key(self) -> Key:
-        return self.request_id, self.attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
     """``peer`` is D's name; a new channel of the same peer replaces its old one."""
 
-    epoch: str
     peer: str
     nonce: str
     backend: str
@@ -64,9 +61,7 @@ class Pull:
     One entry per layout group: D asks for tokens ``[num_pulled[g], all there are)`` of each.
     """
 
-    epoch: str
-    request_id: str
-    attempt: int
+    identity: Identity
     num_pulled: tuple[int, ...]
     wait_s: float
 
@@ -93,14 +88,17 @@ class Ready:
     num_tokens: tuple[int, ...]
     seal: Seal | None
 
+    @property
+    def is_queued(self) -> bool:
+        """The prompt is there, its turn has not come: P is alive and says so."""
+        return self.opened and not any(self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send tokens ``[lo, hi)`` of a group as transfer ``transfer_id`` of channel ``nonce``."""
 
-    epoch: str
-    request_id: str
-    attempt: int
+    identity: Identity
     nonce: str
     transfer_id: int
     group: str
@@ -120,30 +118,15 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    epoch: str
-    request_id: str
-    attempt: int
+    identity: Identity
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    epoch: str
-    request_id: str
-    attempt: int
+    identity: Identity
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
     nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    pass
-
-
-def check_epoch(mine: str, theirs: str) -> None:
-    """Raises NodeLost when a handle of another life of this rank is used."""
-    if mine != theirs:
-        raise NodeLost(f"epoch {theirs!r} was asked for, this is {mine!r}")

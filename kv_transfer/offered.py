@@ -6,148 +6,164 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.errors import HandoverError
-from kv_transfer.leases import Key, LeaseTable
+from core.identity import Identity
 from kv_transfer.messages import Seal
 
 REMEMBER_S = 600.0
-"""How long an ended key is known, so that late calls get its reason and not silence."""
+"""How long an ended identity is known, so that late calls get its reason and not silence."""
 
 
-@dataclass(slots=True)
-class Offered:
-    """One sequence. Pages only ever grow; ``num_tokens`` is per layout group."""
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What there is of a sequence. ``num_tokens`` are per layout group. Pages only ever grow;
+    their ``generations`` are those they came with."""
 
-    key: Key
     num_tokens: tuple[int, ...]
     pages: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Offered:
+    """An open sequence, leased until ``ends_at``; ``on_release`` is to be called when it ends.
+
+    ``generations_now`` are those its pages had when the engine told of them last.
+    """
+
+    computed: Computed
+    ends_at: float
+    on_release: Callable[[], None]
+    generations_now: tuple[int, ...] = ()
     seal: Seal | None = None
 
     def has_more_than(self, num_pulled: tuple[int, ...]) -> bool:
-        ahead = any(have > got for have, got in zip(self.num_tokens, num_pulled, strict=True))
-        return ahead or self.seal is not None
+        counts = zip(self.computed.num_tokens, num_pulled, strict=True)
+        return self.seal is not None or any(have > got for have, got in counts)
 
 
 class OfferBook:
-    """Owned by one asyncio loop. A key is unknown, then open, then ended for good."""
+    """Owned by one asyncio loop. An identity is unknown, then open and leased, then ended for
+    good; it may end before it was open."""
 
     def __init__(
         self, num_groups: int, lease_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.leases = LeaseTable(lease_s, clock)
+        self.lease_s = lease_s
         self._num_groups = num_groups
         self._clock = clock
-        self._open: dict[Key, Offered] = {}
-        self._ended: dict[Key, tuple[str, float]] = {}
-        self._waiters: dict[Key, set[asyncio.Future[None]]] = {}
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
+        self._open: dict[Identity, Offered] = {}
+        self._ended: dict[Identity, tuple[str, float]] = {}
+        self._waiters: dict[Identity, set[asyncio.Future[None]]] = {}
 
     @property
     def num_waiting(self) -> int:
         return sum(len(waiters) for waiters in self._waiters.values())
 
-    def open_keys(self) -> list[Key]:
+    def open_ones(self) -> list[Identity]:
         return list(self._open)
 
-    def open(self, key: Key) -> bool:
-        """Start a key and its lease. False if D released it before it was opened."""
-        assert key not in self._open, f"{key} was opened twice"
-        if key in self._ended:
+    def open(self, identity: Identity, on_release: Callable[[], None]) -> bool:
+        """Start an identity and its lease. False if it ended before: nothing is kept then."""
+        assert identity not in self._open, f"{identity} was opened twice"
+        if identity in self._ended:
             return False
-        self._open[key] = Offered(key, (0,) * self._num_groups)
-        self.leases.grant(key)
-        self._notify(key)
+        computed = Computed((0,) * self._num_groups)
+        self._open[identity] = Offered(computed, self._clock() + self.lease_s, on_release)
+        self._notify(identity)
         return True
 
-    def get(self, key: Key) -> Offered | None:
-        """The open entry, None while unknown. Raises HandoverError once ended or superseded."""
-        if key in self._ended:
-            raise HandoverError(f"{key}: {self._ended[key][0]}")
-        if key not in self._open:
-            newer = max((a for r, a in self._open if r == key[0]), default=-1)
-            if newer > key[1]:
-                raise HandoverError(f"{key}: attempt {key[1]} was asked for, {newer} is open")
-        return self._open.get(key)
+    def get(self, identity: Identity) -> Offered | None:
+        """The open entry, None while unknown. Raises HandoverError once ended."""
+        if identity in self._ended:
+            raise HandoverError(f"{identity}: {self._ended[identity][0]}")
+        return self._open.get(identity)
 
-    def need(self, key: Key) -> Offered:
+    def need(self, identity: Identity) -> Offered:
         """The open entry. Raises HandoverError for anything else."""
-        entry = self.get(key)
+        entry = self.get(identity)
         if entry is None:
-            raise HandoverError(f"{key}: not offered here")
+            raise HandoverError(f"{identity}: not offered here")
         return entry
 
-    def advance(self, key: Key, grown: Offered) -> None:
-        """Replace an entry by a later state of it; a key that has ended stays ended."""
-        before = self._open.get(key)
-        if before is None:
+    def advance(self, identity: Identity, now: Computed) -> None:
+        """A later state of an entry; what has ended stays ended. A page keeps the generation it
+        came with: that of another owner of it must never look right."""
+        entry = self._open.get(identity)
+        if entry is None:
             return
-        assert grown.pages[: len(before.pages)] == before.pages, f"{key}: pages were exchanged"
+        before, num_pages = entry.computed, len(entry.computed.pages)
+        assert now.pages[:num_pages] == before.pages, f"{identity}: pages were exchanged"
         assert all(
-            new >= old for new, old in zip(grown.num_tokens, before.num_tokens, strict=True)
-        ), f"{key}: {before.num_tokens} tokens shrank to {grown.num_tokens}"
-        self._open[key] = grown
-        self._notify(key)
+            new >= old for new, old in zip(now.num_tokens, before.num_tokens, strict=True)
+        ), f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
+        generations = before.generations + now.generations[num_pages:]
+        entry.computed = Computed(now.num_tokens, now.pages, generations)
+        entry.generations_now = now.generations
+        self._notify(identity)
 
-    def seal(self, key: Key, make: Callable[[Offered], Seal]) -> None:
-        """Close an entry; a key that has ended stays ended."""
-        entry = self._open.get(key)
+    def seal(self, identity: Identity, make: Callable[[Offered], Seal]) -> None:
+        """Close an entry; what has ended stays ended."""
+        entry = self._open.get(identity)
         if entry is not None:
-            assert entry.seal is None, f"{key} was sealed twice"
+            assert entry.seal is None, f"{identity} was sealed twice"
             entry.seal = make(entry)
-            self._notify(key)
+            self._notify(identity)
 
-    def end(self, key: Key, reason: str) -> bool:
-        """End a key, known or not. True if it was open: its pages are to be released."""
-        was_open = self._open.pop(key, None) is not None
-        self.leases.release(key)
-        self._ended.setdefault(key, (reason, self._clock()))
-        self._notify(key)
-        return was_open
+    def end(self, identity: Identity, reason: str) -> Offered | None:
+        """End an identity, known or not; its entry if it was open."""
+        entry = self._open.pop(identity, None)
+        self._ended.setdefault(identity, (reason, self._clock()))
+        self._notify(identity)
+        return entry
 
-    def sweep(self) -> list[Key]:
+    def sweep(self) -> dict[Identity, Offered]:
         """End what expired and return it; forget what ended long ago."""
-        horizon = self._clock() - max(REMEMBER_S, 4 * self.leases.lease_s)
-        for key in [key for key, (_, at) in self._ended.items() if at < horizon]:
-            del self._ended[key]
-        expired = self.leases.sweep()
-        for key in expired:
-            self.end(key, f"its lease of {self.leases.lease_s} s expired")
+        now = self._clock()
+        horizon = now - max(REMEMBER_S, 4 * self.lease_s)
+        self._ended = {key: end for key, end in self._ended.items() if end[1] >= horizon}
+        expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}
+        for identity in expired:
+            self.end(identity, f"its lease of {self.lease_s} s expired")
         return expired
 
-    def renew(self, key: Key) -> None:
-        """Raises HandoverError for a key that ended; one not opened yet needs no lease."""
-        if self.get(key) is not None and not self.leases.renew(key):
-            raise HandoverError(f"{key}: its lease of {self.leases.lease_s} s ran out")
+    def renew(self, identity: Identity) -> None:
+        """Start the lease anew; one not opened yet needs none. Raises HandoverError for what has
+        ended, or ran out unswept."""
+        entry = self.get(identity)
+        if entry is None:
+            return
+        if entry.ends_at <= self._clock():
+            raise HandoverError(f"{identity}: its lease of {self.lease_s} s ran out")
+        entry.ends_at = self._clock() + self.lease_s
 
-    async def wait(self, key: Key, num_pulled: tuple[int, ...], wait_s: float) -> Offered | None:
+    async def wait(
+        self, identity: Identity, num_pulled: tuple[int, ...], wait_s: float
+    ) -> Offered | None:
         """The entry as soon as it has more than ``num_pulled``, else as it is after ``wait_s``.
 
-        None if it is still unknown then. Raises HandoverError when the key ends meanwhile.
+        None if it is still unknown then. Raises HandoverError when it ends meanwhile.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + wait_s
         while True:
-            entry = self.get(key)
+            entry = self.get(identity)
             remaining_s = give_up_at - loop.time()
             if remaining_s <= 0 or (entry is not None and entry.has_more_than(num_pulled)):
                 return entry
-            await self._changed(key, remaining_s)
+            await self._changed(identity, remaining_s)
 
-    async def _changed(self, key: Key, wait_s: float) -> None:
+    async def _changed(self, identity: Identity, wait_s: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters.setdefault(key, set())
+        waiters = self._waiters.setdefault(identity, set())
         waiters.add(waiter)
         try:
             await asyncio.wait([waiter], timeout=wait_s)
         finally:
             waiters.discard(waiter)
-            if not waiters and self._waiters.get(key) is waiters:
-                del self._waiters[key]
+            if not waiters and self._waiters.get(identity) is waiters:
+                del self._waiters[identity]
 
-    def _notify(self, key: Key) -> None:
-        for waiter in self._waiters.pop(key, set()):
+    def _notify(self, identity: Identity) -> None:
+        for waiter in self._waiters.pop(identity, set()):
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,34 +1,21 @@
 """Allocation of KV pages: reference counts, and generations that make stale use visible."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
-from core.errors import Overloaded, StalePages
+from core.errors import StalePages
 
 DUMMY_PAGE = 0
 """Never allocated: padding and suppressed writes go here."""
-
-
-class OutOfPages(Overloaded):
-    """Fewer pages are free than were asked for; nothing was allocated."""
-
-
-class Reclaimer(Protocol):
-    """Who holds pages that it can do without."""
-
-    def num_reclaimable(self) -> int: ...
-
-    def reclaim(self, num_pages: int) -> None:
-        """Release up to ``num_pages`` of them."""
-        ...
 
 
 class PagePool:
     """Pages ``1 .. num_pages-1`` of ``page_size`` tokens each. Owned by one thread.
 
     A page's generation changes when it is allocated and when it is freed, so a (page,
-    generation) pair noted while the page was held is good exactly as long as it is held.
+    generation) pair noted while the page was held is good exactly as long as it is held. A page
+    that is kept, and held by nobody else, is idle: ``reclaim(num_pages)`` has its keeper unkeep
+    up to so many when they are needed.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -38,10 +25,12 @@ class PagePool:
             raise ValueError(f"kv.page_size must be at least 1, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self.reclaimer: Reclaimer | None = None
+        self.reclaim: Callable[[int], None] = lambda num_pages: None
         self._free = deque(range(1, num_pages))
         self._refcounts = [0] * num_pages
         self._generations = [0] * num_pages
+        self._kept: set[int] = set()
+        self._num_idle = 0
 
     @property
     def num_free(self) -> int:
@@ -49,9 +38,8 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free pages and those the reclaimer would give back."""
-        reclaimable = self.reclaimer.num_reclaimable() if self.reclaimer else 0
-        return len(self._free) + reclaimable
+        """Free pages and idle ones."""
+        return len(self._free) + self._num_idle
 
     @property
     def num_used(self) -> int:
@@ -61,12 +49,10 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take pages with one reference each, all or none. Raises OutOfPages."""
-        assert num_pages >= 0, f"cannot allocate {num_pages} pages"
-        if num_pages > len(self._free) and self.reclaimer is not None:
-            self.reclaimer.reclaim(num_pages - len(self._free))
+        """Take pages with one reference each; there are at most ``num_available``."""
         if num_pages > len(self._free):
-            raise OutOfPages(f"{num_pages} pages wanted, {len(self._free)} free")
+            self.reclaim(num_pages - len(self._free))
+        assert 0 <= num_pages <= len(self._free), f"{num_pages} pages of {len(self._free)} free"
         pages = [self._free.popleft() for _ in range(num_pages)]
         for page in pages:
             self._refcounts[page] = 1
@@ -80,6 +66,7 @@ class PagePool:
         """Add a reference to pages that are held already."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free and cannot be retained"
+            self._num_idle -= self._is_idle(page)
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -90,6 +77,21 @@ class PagePool:
             if self._refcounts[page] == 0:
                 self._generations[page] += 1
                 self._free.append(page)
+            self._num_idle += self._is_idle(page)
+
+    def keep(self, page: int) -> None:
+        """Add the keeper's reference to a page that is held already; it has but one."""
+        assert page not in self._kept, f"page {page} is kept twice"
+        self.retain([page])
+        self._kept.add(page)
+
+    def unkeep(self, page: int) -> None:
+        self._num_idle -= self._is_idle(page)
+        self._kept.remove(page)
+        self.release([page])
+
+    def _is_idle(self, page: int) -> bool:
+        return self._refcounts[page] == 1 and page in self._kept
 
     def generations(self, pages: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generations[page] for page in pages)
@@ -107,6 +109,8 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
         assert self._refcounts[DUMMY_PAGE] == 0, "the dummy page is held"
+        idle = sum(map(self._is_idle, self._kept))
+        assert self._num_idle == idle, f"{self._num_idle} idle pages counted, {idle} there"
         for page in range(1, self.num_pages):
             count = self._refcounts[page]
             assert (count == 0) == (page in free), f"page {page}: {count} references, free or not"

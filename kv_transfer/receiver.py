@@ -1,4 +1,4 @@
-"""D's half of one transfer: reserve staging, receive, scatter."""
+"""D's half of transfers: reserve staging, receive, scatter; and what one pull has received."""
 
 import asyncio
 import time
@@ -6,52 +6,85 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.errors import HandoverError
-from core.tasks import Tasks, in_thread
+from core.errors import HandoverError, StalePages
+from core.tasks import in_thread
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
-from kv_transfer.caches import Caches, staged
-from kv_transfer.engine_thread import EngineThread
+from kv_transfer.caches import staged
 from kv_transfer.layout import Group
 from kv_transfer.links import Link
-from kv_transfer.progress import Chunk, Progress
-from kv_transfer.staging import Buffer, Fence, StagingPool, fence
+from kv_transfer.side import Side
+from kv_transfer.staging import Buffer, Fence, fence
 
 GRACE_S = 1.0
 """A channel that P dropped fails here at once; P's reason may be a little behind."""
+MAX_CHUNKS_IN_FLIGHT = 2
+"""Per pull: one on the wire while another is scattered; others get their turn in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One transfer that arrived and was scattered; ``wire_s`` from receive to arrival."""
+
+    sent: m.Sent
+    wire_s: float
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One pull under way: where from, into which pages, and its transfers on the wire."""
+    """One pull under way: where from, into which pages, and its transfers on the wire.
+
+    ``num_pulled`` tokens per layout group have come, with ``chunks``.
+    """
 
     link: Link
     offer: m.Offer
     pages: Sequence[int]
-    progress: Progress
-    window: asyncio.Semaphore
+    num_pulled: tuple[int, ...]
+    chunks: list[Chunk] = field(default_factory=list)
     exchanges: set[asyncio.Task[Chunk]] = field(default_factory=set)
+    window: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
+    )
+
+    def check(self, ready: m.Ready) -> None:
+        """Raises HandoverError for counts that cannot be."""
+        most, counts = self.offer.num_tokens, ready.num_tokens
+        if len(counts) != len(self.num_pulled) or not all(
+            got <= have <= most for got, have in zip(self.num_pulled, counts, strict=True)
+        ):
+            raise HandoverError(
+                f"{self.offer.identity}: {counts} tokens reported after {self.num_pulled}, "
+                f"{most} were offered"
+            )
+
+    def check_seal(self, seal: m.Seal) -> None:
+        """Raises HandoverError for other counts, StalePages for other pages."""
+        identity, offered = self.offer.identity, self.offer.num_tokens
+        if seal.num_tokens != self.num_pulled or seal.num_tokens[0] != offered:
+            raise HandoverError(
+                f"{identity}: sealed at {seal.num_tokens} tokens, {self.num_pulled} were pulled "
+                f"and {offered} offered"
+            )
+        for sent in (chunk.sent for chunk in self.chunks):
+            sealed = seal.generations[sent.first_page : sent.first_page + len(sent.generations)]
+            if sealed != sent.generations:
+                raise StalePages(
+                    f"{identity}: pages from {sent.first_page} on were sent at generations "
+                    f"{sent.generations} and sealed at {sealed}"
+                )
 
 
 class Receiver:
     """Receives chunks; a started transfer always runs to its end, even when nobody waits."""
 
-    def __init__(
-        self,
-        caches: Caches,
-        engine: EngineThread,
-        staging: StagingPool,
-        tasks: Tasks,
-        timeout_s: float,
-    ) -> None:
-        self._caches = caches
-        self._engine = engine
-        self._staging = staging
-        self._tasks = tasks
-        self._timeout_s = timeout_s
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._caches = side.caches
+        self._staging = side.staging
 
     async def fetch(self, job: Job, group: Group, lo: int, hi: int) -> None:
-        """Bring tokens ``[lo, hi)`` of a group into the job's pages and note it as progress.
+        """Bring tokens ``[lo, hi)`` of a group into the job's pages and note the chunk there.
 
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
@@ -66,12 +99,12 @@ class Receiver:
                 await self._scatter(group, job.pages, lo, hi, buffer)
             finally:
                 self._staging.free(buffer)
-            job.progress.chunks.append(chunk)
+            job.chunks.append(chunk)
 
     async def _start(
         self, job: Job, group: Group, lo: int, hi: int
     ) -> tuple[asyncio.Task[Chunk], Buffer]:
-        link, offer = job.link, job.offer
+        link = job.link
         await link.lock.acquire()
         try:
             nonce, channel = await link.ready()
@@ -80,11 +113,8 @@ class Receiver:
             link.lock.release()
             raise
         num_bytes = staged(group, buffer, hi - lo).nbytes
-        ask = m.Send(
-            offer.epoch, offer.request_id, offer.attempt, nonce, channel.num_transfers,
-            group.name, lo, hi,
-        )  # fmt: skip
-        exchange = self._tasks.start(self._exchange(link, channel, buffer, ask, num_bytes))
+        ask = m.Send(job.offer.identity, nonce, channel.num_transfers, group.name, lo, hi)
+        exchange = self._side.tasks.start(self._exchange(link, channel, buffer, ask, num_bytes))
         job.exchanges.add(exchange)
         exchange.add_done_callback(job.exchanges.discard)
         return exchange, buffer
@@ -98,7 +128,8 @@ class Receiver:
             transfer = channel.recv(buffer.bytes[:num_bytes])
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
             await asyncio.wrap_future(transfer.launched)
-            call = self._tasks.start(link.call("send", ask, m.Sent, self._timeout_s))
+            sending = link.call("send", ask, m.Sent, channel.timeout_s)
+            call = self._side.tasks.start(sending)
             sent = await _arrival(call, asyncio.wrap_future(transfer.done))
             if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, num_bytes):
                 raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
@@ -121,7 +152,7 @@ class Receiver:
             self._caches.scatter(group, pages, lo, hi, staged(group, buffer, hi - lo))
             return fence(self._caches.device)
 
-        posted = self._engine.post(write)
+        posted = self._side.engine.post(write)
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)

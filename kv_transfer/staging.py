@@ -39,7 +39,7 @@ class StagingPool:
         self._free = deque(Buffer(i, storage[i]) for i in range(self.num_buffers))
         self._held: set[int] = set()
         self._quarantined: set[int] = set()
-        self._waiters: deque[asyncio.Future[Buffer]] = deque()
+        self._credits = asyncio.Semaphore(self.num_buffers)
 
     @property
     def num_free(self) -> int:
@@ -50,27 +50,17 @@ class StagingPool:
         """Buffers that are reserved or quarantined."""
         return self.num_buffers - len(self._free)
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(not waiter.done() for waiter in self._waiters)
-
     async def reserve(self) -> Buffer:
         """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer."""
-        waiter: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        self._serve()
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self.free(waiter.result())
-            raise
+        await self._credits.acquire()
+        buffer = self._free.popleft()
+        self._held.add(buffer.index)
+        return buffer
 
     def free(self, buffer: Buffer) -> None:
         assert buffer.index in self._held, f"staging buffer {buffer.index} was freed twice"
         self._held.remove(buffer.index)
-        self._free.append(buffer)
-        self._serve()
+        self._readmit(buffer)
 
     def quarantine(self, buffer: Buffer, terminal: "Future[None]") -> None:
         """Free a buffer only once its channel can touch it no more."""
@@ -78,27 +68,22 @@ class StagingPool:
         self._held.remove(buffer.index)
         self._quarantined.add(buffer.index)
         loop = asyncio.get_running_loop()
-        terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(self._readmit, buffer))
+
+        def end() -> None:
+            self._quarantined.remove(buffer.index)
+            self._readmit(buffer)
+
+        terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
 
     def check_integrity(self) -> None:
         """Assert that every buffer is free, held or quarantined, and exactly one of these."""
         free = [buffer.index for buffer in self._free]
         everything = sorted([*free, *self._held, *self._quarantined])
         assert everything == list(range(self.num_buffers)), f"staging adds up to {everything}"
-        assert not (self._free and self.num_waiting), "a staging buffer is free and waited for"
 
     def _readmit(self, buffer: Buffer) -> None:
-        self._quarantined.remove(buffer.index)
         self._free.append(buffer)
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._waiters and self._free:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                buffer = self._free.popleft()
-                self._held.add(buffer.index)
-                waiter.set_result(buffer)
+        self._credits.release()
 
 
 def gather(caches: Sequence[Tensor], slots_T: Tensor, out: Tensor) -> None:

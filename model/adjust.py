@@ -5,12 +5,14 @@ exactly the tokens that plain decoding would have seen.
 Shape legend: B rows, V vocabulary, N tokens.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from core.request import Request
+from model.tensors import upload, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,6 @@ class AdjustRows:
     presence_B: Tensor
     frequency_B: Tensor
     min_tokens_B: Tensor
-
-    def select(self, rows_B: Tensor) -> "AdjustRows":
-        return AdjustRows(*(getattr(self, f.name)[rows_B] for f in fields(self)))
 
 
 def no_rules(num_rows: int, vocab_size: int, device: torch.device) -> AdjustRows:
@@ -61,23 +60,31 @@ def set_rules(
 ) -> None:
     """Write ``request``'s rules and counts over whatever the row held; ``output_ids`` are all
     tokens emitted so far, ``stops`` the tokens that end the answer."""
+    device = rules.count_BV.device
+    new = _rules_of(request, output_ids, stops, rules.count_BV.shape[1])
+    write(rules, upload(torch.tensor([row]), device), upload(new, device))
 
-    def ids(tokens: tuple[int, ...] | frozenset[int]) -> Tensor:
-        return torch.tensor(list(tokens), dtype=torch.int64, device=rules.count_BV.device)
 
-    sampling, vocab_size = request.sampling, rules.count_BV.shape[1]
-    rules.in_prompt_BV[row] = False
-    rules.in_prompt_BV[row, ids(request.prompt_ids)] = True
-    rules.ends_BV[row] = False
-    rules.ends_BV[row, ids(stops)] = True
-    rules.count_BV[row] = ids(output_ids).bincount(minlength=vocab_size)
-    rules.bias_BV[row] = 0
-    biased = ids(tuple(item.token_id for item in sampling.logit_bias))
-    rules.bias_BV[row, biased] = rules.bias_BV.new_tensor([b.bias for b in sampling.logit_bias])
-    rules.repetition_B[row] = sampling.repetition_penalty
-    rules.presence_B[row] = sampling.presence_penalty
-    rules.frequency_B[row] = sampling.frequency_penalty
-    rules.min_tokens_B[row] = sampling.min_tokens
+def _rules_of(
+    request: Request, output_ids: tuple[int, ...], stops: frozenset[int], vocab_size: int
+) -> AdjustRows:
+    """One row, on the host."""
+
+    def ids(tokens: Iterable[int]) -> Tensor:
+        return torch.tensor(list(tokens), dtype=torch.int64)
+
+    sampling = request.sampling
+    rules = no_rules(1, vocab_size, torch.device("cpu"))
+    rules.in_prompt_BV[0, ids(request.prompt_ids)] = True
+    rules.ends_BV[0, ids(stops)] = True
+    rules.count_BV[0] = ids(output_ids).bincount(minlength=vocab_size)
+    biased = ids(item.token_id for item in sampling.logit_bias)
+    rules.bias_BV[0, biased] = torch.tensor([item.bias for item in sampling.logit_bias]).float()
+    rules.repetition_B[0] = sampling.repetition_penalty
+    rules.presence_B[0] = sampling.presence_penalty
+    rules.frequency_B[0] = sampling.frequency_penalty
+    rules.min_tokens_B[0] = sampling.min_tokens
+    return rules
 
 
 def adjust(logits_BV: Tensor, rules: AdjustRows, num_output_B: Tensor, drafts_BN: Tensor) -> Tensor:

@@ -1,25 +1,46 @@
 """What one forward needs to know about its rows, and where those rows live in the cache.
 
 Shape legend: B sequences, Q query rows of each, P pages of a page table, S context slots,
-L cached width.
+L cached width, G segments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DUMMY_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """Sequences packed one after the other into one row of tokens, without padding between them.
+
+    Segment g has ``lengths[g]`` tokens, the last of the ``contexts[g]`` that its sequence has by
+    then; each attends to those up to itself, never to another segment. ``ends_G`` are the rows
+    behind each one's last. ``masks`` [length, context] say which slots a token sees; None is
+    plainly causal, where a segment begins its sequence.
+    """
+
+    lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    ends_G: Tensor
+    masks: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one forward; all tensors int64.
+    """Rows of one forward; all tensors int64 but for masks.
 
     A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only.
     ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
-    trace write to the dummy page. ``expanded`` selects MLA's prefill form. ``max_pages_B`` is
-    the host's bound on the pages each sequence reads, empty if all of its table counts.
+    trace write to the dummy page. ``max_pages_B`` is the host's bound on the pages each sequence
+    reads, empty if all of its table counts. ``segments`` selects MLA's prefill form: B is 1, and
+    the page table holds the pages of one segment after the other. ``real_BQ`` is False for rows
+    that only fill the batch up, None if there are none.
     """
 
     token_ids_BQ: Tensor
@@ -27,8 +48,9 @@ class Batch:
     write_slots_BQ: Tensor
     context_lens_BQ: Tensor
     page_table_BP: Tensor
-    expanded: bool = False
     max_pages_B: tuple[int, ...] = ()
+    segments: Segments | None = None
+    real_BQ: Tensor | None = None
 
 
 def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
@@ -58,22 +80,61 @@ def physical_slots(
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Consecutive sequence slots to compute; rows where ``keep_BQ`` is False are padding."""
+class Segment:
+    """Tokens of one sequence to compute: slots [lo, lo + len(token_ids)) of ``pages``."""
 
-    slots_BQ: Tensor
-    keep_BQ: Tensor
-    page_table_BP: Tensor
+    token_ids: Sequence[int]
+    lo: int
+    pages: Sequence[int]
 
-    def batch(self, token_ids_BQ: Tensor, position_offset: int, page_size: int) -> Batch:
-        """An expanded-form batch; a slot's position is the slot plus ``position_offset``."""
-        return Batch(
-            token_ids_BQ=token_ids_BQ,
-            positions_BQ=self.slots_BQ + position_offset,
-            write_slots_BQ=physical_slots(
-                self.page_table_BP, self.slots_BQ, self.keep_BQ, page_size
-            ),
-            context_lens_BQ=torch.where(self.keep_BQ, self.slots_BQ + 1, 1),
-            page_table_BP=self.page_table_BP,
-            expanded=True,
-        )
+    @property
+    def context(self) -> int:
+        return self.lo + len(self.token_ids)
+
+    def pages_read(self, page_size: int) -> Sequence[int]:
+        return self.pages[: -(-self.context // page_size)]
+
+    def columns(self, page_size: int) -> Tensor:
+        """Token ids, slots, their places in the cache, and context lengths: [4, tokens]."""
+        slots = torch.arange(self.lo, self.context)
+        places = torch.tensor(self.pages)[slots // page_size] * page_size + slots % page_size
+        return torch.stack((torch.tensor(self.token_ids), slots, places, slots + 1))
+
+
+def pack(
+    segments: Sequence[Segment], page_size: int, device: torch.device, num_rows: int | None = None
+) -> Batch:
+    """One row of all segments' tokens, which may be none, filled up to ``num_rows`` if that is
+    given; what fills it writes to the dummy page. Positions are slots."""
+    nothing = torch.empty(4, 0, dtype=torch.int64)
+    columns = torch.cat([nothing, *(segment.columns(page_size) for segment in segments)], 1)
+    num_padding = 0 if num_rows is None else num_rows - columns.shape[1]
+    columns = F.pad(columns, (0, num_padding))
+    ids_1T, slots_1T, places_1T, context_lens_1T = columns.to(device).split(1)
+    pages = list(chain.from_iterable(one.pages_read(page_size) for one in segments))
+    return Batch(
+        token_ids_BQ=ids_1T,
+        positions_BQ=slots_1T,
+        write_slots_BQ=places_1T,
+        context_lens_BQ=context_lens_1T,
+        page_table_BP=torch.tensor([pages], dtype=torch.int64, device=device),
+        segments=_segments(segments, device),
+        real_BQ=context_lens_1T > 0 if num_padding else None,
+    )
+
+
+def _segments(segments: Sequence[Segment], device: torch.device) -> Segments:
+    lengths = tuple(len(one.token_ids) for one in segments)
+    return Segments(
+        lengths=lengths,
+        contexts=tuple(one.context for one in segments),
+        ends_G=torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=device),
+        masks=tuple(_mask(one.lo, one.context, device) for one in segments),
+    )
+
+
+def _mask(lo: int, context: int, device: torch.device) -> Tensor | None:
+    """Plainly causal where nothing was computed before, as fused kernels like it best."""
+    if lo == 0:
+        return None
+    return torch.ones(context - lo, context, dtype=torch.bool, device=device).tril(lo)

@@ -1,7 +1,6 @@
 """Which file of a checkpoint holds which tensor (spec §2). Nothing is read but headers."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,17 +8,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from model.json_file import read_json
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointFiles:
-    """Tensors by name, read one at a time. Use as a context manager; it owns the open files."""
+    """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
-    def __init__(self, path: Path) -> None:
+    ``on_loaded`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
+    """
+
+    def __init__(self, path: Path, on_loaded: Callable[[float], None] | None = None) -> None:
         self.path = path
-        self.file_of = _file_of(path)
+        self._file_of = _file_of(path)
         self._open: dict[str, safe_open] = {}
         self._stack = ExitStack()
+        self._on_loaded = on_loaded
+        self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
+        self._num_read = 0
 
     def __enter__(self) -> "CheckpointFiles":
         return self
@@ -28,24 +35,32 @@ class CheckpointFiles:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.file_of
+        return name in self._file_of
+
+    def where(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.path / self._file_of[name]
 
     def names(self) -> Iterator[str]:
         """Every tensor's name, file by file, so that each file is read in one go."""
-        return iter(sorted(self.file_of, key=lambda name: (self.file_of[name], name)))
+        return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
 
     def read(self, name: str) -> Tensor:
         """Raises ValueError naming tensor and file when it cannot be read."""
-        file = self.file_of[name]
+        file = self._file_of[name]
         try:
             if file not in self._open:
                 opened = safe_open(str(self.path / file), framework="pt")
                 self._open[file] = self._stack.enter_context(opened)
-            return self._open[file].get_tensor(name)
+            tensor = self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
             ) from None
+        self._num_read += tensor.nbytes
+        if self._on_loaded is not None:
+            self._on_loaded(min(1.0, self._num_read / self._num_bytes))
+        return tensor
 
 
 def _file_of(path: Path) -> dict[str, str]:
@@ -64,12 +79,10 @@ def _file_of(path: Path) -> dict[str, str]:
 
 
 def _from_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = {
-            str(n): str(f) for n, f in json.loads(index.read_text())["weight_map"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: has no weight_map ({error!r}); download it again") from None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: has no weight_map; download it again")
+    weight_map = {str(name): str(file) for name, file in weight_map.items()}
     missing = sorted({file for file in weight_map.values() if not (index.parent / file).is_file()})
     if missing:
         raise ValueError(f"{index}: names files that are missing: {', '.join(missing[:5])}")

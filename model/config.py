@@ -6,121 +6,181 @@ module imports no torch: the gateway uses it too.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from model import config_sections as sections
-from model.config_fields import Fields, read_json
-from model.config_sections import Fp8Blocks, YarnScaling
+from pydantic import (  # fmt: skip
+    AfterValidator,
+    AliasChoices,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
-__all__ = ["Fp8Blocks", "ModelConfig", "YarnScaling"]
+from model.json_file import read_json
 
-_ROUTINGS = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_limited_greedy"))
+_REFUSED = {
+    "deepseek_v32": "it needs the sparse-attention (DSA) indexer, which Tandem does not have",
+    "deepseek_v4": "it is a different architecture (compressed KV, hyper-connections)",
+    "glm": "GLM is another family, even where its attention is MLA",
+    "kimi_k25": "it nests a vision model around its int4 text model",
+}
+_ROUTINGS = ("sigmoid/noaux_tc", "softmax/greedy", "softmax/group_limited_greedy")
+# Where a file says nothing these are the architecture's; transformers writes neither for V3.
+_OF_V2 = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+_OF_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # A different cache format or different arithmetic must never meet this one: raise the number.
-_IDENTITY_VERSION = 1
+_IDENTITY_VERSION = 2
 # What does not change a single cached value: two nodes may differ in it.
-_NOT_IDENTITY = ("bos_token_id", "eos_token_ids", "torch_dtype", "quantization")
+_NOT_IDENTITY = ("eos_token_ids", "quantization")
+_EOS = Field(validation_alias="eos_token_id")
+_NUM_MTP = Field(validation_alias=AliasChoices("num_mtp_layers", "num_nextn_predict_layers"))
+_REMEDIES = {
+    "attention_bias": ["linear layers with bias are not implemented"],
+    "mlp_bias": ["linear layers with bias are not implemented"],
+    "quantization_config": ["only DeepSeek's fp8 (e4m3, block scales) is read; bring that or bf16"],
+    "rope_scaling": ["only yarn, without attention_factor, and default are implemented"],
+}
+
+Json = Mapping[str, Any]
+Count = Annotated[StrictInt, Field(ge=1)]
+Amount = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[StrictInt, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN's parameters, as in config.json's rope_scaling (spec §3)."""
+
+    type: Literal["yarn"]
+    factor: Amount
+    original_max_position_embeddings: Count
+    beta_fast: Amount = 32.0
+    beta_slow: Amount = 1.0
+    mscale: Amount = 1.0
+    mscale_all_dim: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] = 0.0
+    attention_factor: None = None
+    truncate: Literal[True] = True
+
+    def magnitude(self, scale: float) -> float:
+        """m(factor, scale): 1 for factor <= 1, else 0.1 * scale * ln(factor) + 1 (spec §3)."""
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """What cos and sin are multiplied by: m(factor, mscale) / m(factor, mscale_all_dim)."""
+        return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """Weights stored as float8_e4m3fn with one fp32 scale per block (rows, columns) (spec §6)."""
+
+    quant_method: Literal["fp8"]
+    weight_block_size: tuple[Count, Count]
+    fmt: Literal["e4m3"] = "e4m3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A DeepSeek-V3-family model. Fields are named as in config.json; counts and widths, no units.
+    """A DeepSeek-V3-family model; fields are named as in config.json.
 
     `num_hidden_layers` (L) leaves out the `num_nextn_predict_layers` MTP layers, whose layer ids
     are L, L+1, ... `q_lora_rank` None means one q_proj. `lora_norm_eps` is the eps of
     q_a_layernorm and kv_a_layernorm: 1e-6 whatever rms_norm_eps says (spec §3).
     """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_nextn_predict_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    first_k_dense_replace: int
-    moe_layer_freq: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
+    model_type: Literal["deepseek_v3", "deepseek_v2", "kimi_k2"]
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    moe_intermediate_size: Count
+    num_hidden_layers: Count
+    num_nextn_predict_layers: Annotated[Whole, _NUM_MTP] = 0
+    num_attention_heads: Count
+    q_lora_rank: Annotated[Whole, AfterValidator(lambda n: n or None)] | None
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Annotated[StrictInt, Field(ge=2, multiple_of=2)]
+    v_head_dim: Count
+    first_k_dense_replace: Whole
+    moe_layer_freq: Count = 1
+    n_routed_experts: Count
+    n_shared_experts: Whole = 0
+    num_experts_per_tok: Count
+    n_group: Count = 1
+    topk_group: Count = 1
     scoring_func: str
     topk_method: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    rms_norm_eps: float
-    rope_theta: float
-    rope_interleave: bool
-    max_position_embeddings: int
-    attention_bias: bool
-    tie_word_embeddings: bool
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    torch_dtype: str
-    yarn: YarnScaling | None = None
-    quantization: Fp8Blocks | None = None
+    norm_topk_prob: StrictBool
+    routed_scaling_factor: Amount
+    rms_norm_eps: Amount
+    rope_theta: Amount
+    rope_interleave: StrictBool = True
+    max_position_embeddings: Count
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    tie_word_embeddings: StrictBool = False
+    eos_token_ids: Annotated[tuple[Whole, ...], _EOS]
+    yarn: Annotated[YarnScaling | None, Field(validation_alias="rope_scaling")] = None
+    quantization: Annotated[Fp8Blocks | None, Field(validation_alias="quantization_config")] = None
     lora_norm_eps: float = 1e-6
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
         """The config of the checkpoint in folder `path` (config.json, generation_config.json).
 
-        Raises:
-            ValueError: config.json is missing, is not JSON, or has a field that is missing, wrong
-                or beyond what Tandem serves; the message names file, field, value and remedy.
+        Raises ValueError naming file, field, value and remedy for what is missing, wrong or beyond
+        what Tandem serves.
         """
-        folder = Path(path)
-        file = folder / "config.json"
-        extra = folder / "generation_config.json"
-        generation = read_json(extra) if extra.is_file() else {}
-        return cls.from_dict(read_json(file), generation, origin=str(file))
+        file, extra = Path(path) / "config.json", Path(path) / "generation_config.json"
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file; is this the folder of a checkpoint?")
+        return cls.from_dict(read_json(file), read_json(extra), origin=str(file))
 
     @classmethod
     def from_dict(
-        cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, origin: str = ""
+        cls, raw: Json, generation: Json | None = None, origin: str = "config.json"
     ) -> "ModelConfig":
         """As `from_dir`, from the parsed files; `origin` is the file named in errors."""
-        fields = Fields(raw, origin or "config.json")
-        model_type = sections.model_type(fields)
-        sections.refuse_unsupported(fields)
-        old = model_type == "deepseek_v2"
-        config = cls(
-            model_type=model_type,
-            **{name: fields.integer(name) for name in _WIDTHS},
-            num_nextn_predict_layers=sections.num_mtp_layers(fields),
-            q_lora_rank=fields.optional_integer("q_lora_rank") or None,
-            first_k_dense_replace=fields.integer("first_k_dense_replace", minimum=0),
-            moe_layer_freq=fields.integer("moe_layer_freq", default=1),
-            n_shared_experts=fields.integer("n_shared_experts", default=0, minimum=0),
-            n_group=fields.integer("n_group", default=1),
-            topk_group=fields.integer("topk_group", default=1),
-            # Transformers writes neither field for V3: there, they are the architecture's.
-            scoring_func=fields.text("scoring_func", "softmax" if old else "sigmoid"),
-            topk_method=fields.text("topk_method", "greedy" if old else "noaux_tc"),
-            norm_topk_prob=fields.boolean("norm_topk_prob", False if old else None),
-            routed_scaling_factor=fields.number("routed_scaling_factor"),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope_theta=sections.rope_fields(fields).number("rope_theta"),
-            rope_interleave=fields.boolean("rope_interleave", True),
-            attention_bias=False,
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            bos_token_id=fields.token_id("bos_token_id"),
-            eos_token_ids=sections.eos_token_ids(fields, generation or {}),
-            torch_dtype=fields.text("dtype" if "dtype" in raw else "torch_dtype", "bfloat16"),
-            yarn=sections.yarn(fields),
-            quantization=sections.quantization(fields),
-        )
-        _check_together(config, fields)
-        return config
+        try:
+            return cls(**_one_spelling(raw, generation or {}))
+        except ValidationError as error:
+            problem = _problem(dict(error.errors()[0]))
+        except ValueError as error:
+            problem = str(error)
+        raise ValueError(f"{origin}: {problem}")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ModelConfig":
+        """What no field says alone."""
+        num_layers, num_chosen = self.num_hidden_layers, self.num_experts_per_tok
+        routing = f"{self.scoring_func}/{self.topk_method}"
+        if routing not in _ROUTINGS:
+            raise ValueError(f"scoring_func/topk_method = {routing}: known are {_ROUTINGS}")
+        per_group, rest = divmod(self.n_routed_experts, self.n_group)
+        lonely = self.topk_method == "noaux_tc" and self.n_group > 1 and per_group < 2
+        eligible = per_group * self.topk_group
+        beyond = max(self.eos_token_ids, default=0) >= self.vocab_size
+        for name, is_wrong, remedy in (
+            ("n_group", rest, f"must divide n_routed_experts = {self.n_routed_experts}"),
+            ("n_group", lonely, "each group needs two experts or more (its score sums two)"),
+            ("topk_group", self.topk_group > self.n_group, f"must be <= n_group = {self.n_group}"),
+            ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}, the eligible"),
+            ("first_k_dense_replace", self.first_k_dense_replace > num_layers, "beyond the layers"),
+            ("eos_token_ids", beyond, f"must be < vocab_size = {self.vocab_size}"),
+        ):
+            if is_wrong:
+                raise ValueError(f"{name} = {getattr(self, name)}: {remedy}")
+        return self
 
     @property
     def qk_head_dim(self) -> int:
@@ -129,74 +189,62 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Values cached per token and layer: kv_lora_rank + qk_rope_head_dim."""
+        """Values cached per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
         """What attention scores are multiplied by, YaRN's magnitude included (spec §3)."""
-        magnitude = 1.0
-        if self.yarn is not None and self.yarn.mscale_all_dim:
-            magnitude = self.yarn.magnitude(self.yarn.mscale_all_dim)
+        yarn = self.yarn
+        magnitude = 1.0 if yarn is None else yarn.magnitude(yarn.mscale_all_dim)
         return self.qk_head_dim**-0.5 * magnitude**2
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts; an MTP layer (id >= L) always has."""
-        if layer >= self.num_hidden_layers:
-            return True
-        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        is_chosen = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return is_chosen or layer >= self.num_hidden_layers
 
     def identity(self) -> str:
-        """Digest of everything that shapes cached KV: two nodes that share KV must have it equal.
-
-        It says nothing of the weights' values, nor of the cache's dtype (the layout's business).
-        """
+        """Digest of what shapes cached KV, which must be equal where KV is shared; weights' values
+        and the cache's dtype (the layout's business) are no part of it."""
         shape = {name: value for name, value in asdict(self).items() if name not in _NOT_IDENTITY}
         text = json.dumps([_IDENTITY_VERSION, shape], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-_WIDTHS = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "max_position_embeddings",
-]
+def _one_spelling(raw: Json, generation: Json) -> dict[str, Any]:
+    """Fields by their usual names; a null counts as absent, as checkpoints write both."""
+    given = _known(raw) | {name: raw[name] for name in ("q_lora_rank",) if name in raw}
+    rope = _known(given.pop("rope_scaling", {})) | _known(given.pop("rope_parameters", {}))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        given["rope_scaling"] = rope | {"type": kind}
+    if "rope_theta" in rope:
+        given.setdefault("rope_theta", rope["rope_theta"])
+    ids = _ids(raw) + _ids(generation)
+    given["eos_token_id"] = [one for i, one in enumerate(ids) if one not in ids[:i]]
+    return (_OF_V2 if raw.get("model_type") == "deepseek_v2" else _OF_V3) | given
 
 
-def _check_together(config: ModelConfig, fields: Fields) -> None:
-    """What no field says alone."""
-    if (config.scoring_func, config.topk_method) not in _ROUTINGS:
-        known = ", ".join("/".join(pair) for pair in _ROUTINGS)
-        got = f"{config.scoring_func}/{config.topk_method}"
-        raise fields.error("scoring_func/topk_method", f"unknown routing; known: {known}", got)
-    if config.qk_rope_head_dim % 2:
-        raise fields.error("qk_rope_head_dim", "must be even: rope turns pairs")
-    if config.n_routed_experts % config.n_group:
-        raise fields.error("n_group", f"must divide n_routed_experts = {config.n_routed_experts}")
-    per_group = config.n_routed_experts // config.n_group
-    if config.topk_method == "noaux_tc" and config.n_group > 1 and per_group < 2:
-        raise fields.error("n_group", "each group needs two experts or more (its score sums two)")
-    if not 1 <= config.topk_group <= config.n_group:
-        raise fields.error("topk_group", f"must be within 1..n_group = {config.n_group}")
-    eligible = per_group * config.topk_group
-    if config.num_experts_per_tok > eligible:
-        raise fields.error("num_experts_per_tok", f"must be <= the {eligible} experts eligible")
-    if config.first_k_dense_replace > config.num_hidden_layers:
-        most = config.num_hidden_layers
-        raise fields.error("first_k_dense_replace", f"must be <= num_hidden_layers = {most}")
-    for name, ids in (
-        ("bos_token_id", (config.bos_token_id,)),
-        ("eos_token_id", config.eos_token_ids),
-    ):
-        if any(i is not None and i >= config.vocab_size for i in ids):
-            raise fields.error(name, f"must be < vocab_size = {config.vocab_size}", ids)
+def _known(section: Any) -> dict[str, Any]:
+    if not isinstance(section, Mapping):
+        raise ValueError(f"rope_scaling/rope_parameters = {section!r}: must be an object")
+    return {name: value for name, value in section.items() if value not in (None, {})}
+
+
+def _ids(section: Json) -> list[Any]:
+    """A file has one token id, a list of them, or none."""
+    value = section.get("eos_token_id", [])
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _problem(detail: Json) -> str:
+    name = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return f"{name} is missing; take config.json from the checkpoint"
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    text = f"{name} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    value = str(detail["input"])
+    reasons = [reason for prefix, reason in _REFUSED.items() if value.startswith(prefix)]
+    return "; ".join([text, *_REMEDIES.get(detail["loc"][0], reasons)])

@@ -57,10 +57,6 @@ def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -
     return inv_freq * (1 - ramp) + inv_freq / yarn.factor * ramp
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 class Rope(nn.Module):
     """Rotary embedding of interleaved pairs (2j, 2j+1), written back interleaved.
 
@@ -97,11 +93,8 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
         inv_freq = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         scale = 1.0
         if config.yarn is not None:
-            yarn = config.yarn
-            inv_freq = yarn_inv_freq(inv_freq, config.rope_theta, dim, yarn)
-            scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(
-                yarn.factor, yarn.mscale_all_dim
-            )
+            inv_freq = yarn_inv_freq(inv_freq, config.rope_theta, dim, config.yarn)
+            scale = config.yarn.cos_sin_factor
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = positions[:, None] * inv_freq[None, :]
     return angles.cos() * scale, angles.sin() * scale

@@ -1,20 +1,25 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from core.config import TandemConfig
-from core.info import NodeInfo
+from core.info import ModelInfo, NodeInfo
 from core.membership import RankSpec
-from model.cache import CacheGroup, Caches, allocate_caches
+from model.cache import MAIN, CacheGroup, Caches, allocate_caches
+from model.checkpoint_files import CheckpointFiles
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.think import read_think_ids
+from model.weights import Checkpoint, has_mtp, load_main
 
+OnLoaded = Callable[[float], None]
+"""Is told the share of the weights' bytes that is loaded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
@@ -22,33 +27,38 @@ DEFAULT_TOKENS_PER_ROW = 2048
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``groups`` lists the main caches, then the drafter's, in wire order. ``think_ids`` begin
-    and end the thinking part of an answer, None if the checkpoint has no such tokens."""
+    """``think_ids`` begin and end the thinking part of an answer, None if the checkpoint has no
+    such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not."""
 
     config: ModelConfig
     network: DeepseekV3
     drafter: Drafter
-    groups: tuple[CacheGroup, ...]
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    has_mtp: bool
     think_ids: tuple[int, int] | None
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The main caches, then the drafter's, in wire order."""
+        main = CacheGroup(MAIN, self.config.num_hidden_layers, self.config.latent_dim)
+        return (main, *self.drafter.cache_groups)
+
     def allocate(self, num_pages: int, page_size: int) -> Caches:
         return allocate_caches(self.groups, num_pages, page_size, self.dtype, self.device)
 
 
-def load_model(config: TandemConfig, kind: str, *, progress: bool = False) -> LoadedModel:
+def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded | None = None) -> LoadedModel:
     """Read the configured checkpoint onto the device of a rank of this kind.
 
-    Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter.
+    ``on_loaded`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end. Raises
+    ValueError for whatever the user can mend: path, files, dtype, lengths, drafter.
     """
-    from model.weights import has_mtp, load_weights
-
     section, path = config.of_kind(kind), config.model.path
     torch.set_num_threads(section.num_threads)
     if section.device == "cpu":
@@ -56,15 +66,24 @@ def load_model(config: TandemConfig, kind: str, *, progress: bool = False) -> Lo
     model = ModelConfig.from_dir(path)
     max_model_len = _max_model_len(config.model.max_model_len, model)
     dtype, device = _dtype(config.model.dtype, section.device), torch.device(section.device)
-    with torch.device("meta"):
-        network = DeepseekV3(model, with_mtp=has_mtp(path, model))
-    network.rope = type(network.rope)(model).to(device)
-    load_weights(network, path, dtype=dtype, device=device, progress=progress)
-    network.eval()
-    drafter = create_drafter(config.speculation.drafter, network)
-    groups = (network.cache_groups()[0], *drafter.cache_groups)
     think_ids = read_think_ids(path, config.model.think_tokens)
-    return LoadedModel(model, network, drafter, groups, dtype, device, max_model_len, think_ids)
+    with CheckpointFiles(path, on_loaded) as files:
+        checkpoint = Checkpoint(files, model, dtype, device)
+        network = load_network(checkpoint)
+        drafter = create_drafter(config.speculation.drafter, checkpoint, network)
+        holds_mtp = has_mtp(files, model)
+    if on_loaded is not None:
+        on_loaded(1.0)
+    return LoadedModel(model, network, drafter, dtype, device, max_model_len, holds_mtp, think_ids)
+
+
+def load_network(checkpoint: Checkpoint) -> DeepseekV3:
+    """The main model alone; see load_weights for what it raises."""
+    with torch.device("meta"):
+        network = DeepseekV3(checkpoint.config)
+    network.rope.to(checkpoint.device)
+    load_main(network, checkpoint)
+    return network.eval()
 
 
 def _dtype(name: str, device: str) -> torch.dtype:
@@ -105,15 +124,18 @@ def describe(
         kind=spec.kind,
         epoch=spec.epoch,
         fingerprint=fingerprint,
-        architecture=loaded.config.model_type,
-        dtype=loaded.dtype_name,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.config.vocab_size,
-        eos_ids=loaded.config.eos_token_ids,
-        think_ids=loaded.think_ids,
-        has_mtp=loaded.network.has_mtp,
+        model=ModelInfo(
+            name=config.model.path.name,
+            architecture=loaded.config.model_type,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=loaded.config.eos_token_ids,
+            num_draft_tokens=num_drafts,
+            has_mtp=loaded.has_mtp,
+            dtype=loaded.dtype_name,
+            think_token_ids=loaded.think_ids or (),
+        ),
         num_mtp_layers=loaded.config.num_nextn_predict_layers,
-        num_drafts=num_drafts,
         num_pages=num_pages,
         page_size=config.kv.page_size,
         max_rows=config.decode.max_rows,

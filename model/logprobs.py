@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from core.request import TokenLogprobs
+from core.answer import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Multi-head latent attention over a paged latent cache, expanded and absorbed (spec §3).
 
-Shape legend: B sequences, Q query rows, S context slots, D hidden, H heads, C kv_lora_rank,
-R qk_rope_head_dim, N qk_nope_head_dim, V v_head_dim.
+Shape legend: B sequences, Q query rows, D hidden, H heads, C kv_lora_rank, R qk_rope_head_dim,
+N qk_nope_head_dim, V v_head_dim, K qk_head_dim; packed: T rows, S slots of all segments' pages,
+q rows and s slots of one.
 
 Both forms read keys and values from the cache alone, after this pass's rows were written.
 """
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.batch import Batch, gather_pages, visible_slots
+from model.batch import Batch, Segments, gather_pages
 from model.config import ModelConfig
 from model.latent_attention import latent_attention
 from model.layers import RMSNorm, Rope, linear
@@ -42,8 +43,12 @@ class MLA(nn.Module):
         q_nope_BQHN, q_pe_BQHR = self._queries(x_BQD)
         q_pe_BQHR = rope.rotate(q_pe_BQHR, cos.unsqueeze(2), sin.unsqueeze(2))
         self._write(x_BQD, cos, sin, batch, cache, rope)
-        attend = self._expanded if batch.expanded else self._absorbed
-        return self.o_proj(attend(q_nope_BQHN, q_pe_BQHR, cache, batch).flatten(2))
+        if batch.segments is None:
+            out_BQHV = self._absorbed(q_nope_BQHN, q_pe_BQHR, cache, batch)
+        else:
+            q_THK = torch.cat((q_nope_BQHN, q_pe_BQHR), -1)[0]
+            out_BQHV = self._expanded(q_THK, cache, batch, batch.segments).unsqueeze(0)
+        return self.o_proj(out_BQHV.flatten(2))
 
     def _queries(self, x_BQD: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -65,28 +70,37 @@ class MLA(nn.Module):
         entry = torch.cat((self.kv_a_layernorm(latent), rope.rotate(k_pe, cos, sin)), -1)
         cache.flatten(0, 1)[batch.write_slots_BQ] = entry
 
-    def _expanded(
-        self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, cache: Tensor, batch: Batch
-    ) -> Tensor:
-        """Keys and values of every head rebuilt from the latents: fewest flops for long Q."""
+    def _expanded(self, q_THK: Tensor, cache: Tensor, batch: Batch, segments: Segments) -> Tensor:
+        """Attention output [T, H, V], zeros for padding. Keys and values of every head are rebuilt
+        from the latents: fewest flops for many rows."""
+        page_size, width, row = cache.shape[1], self.config.v_head_dim, 0
+        pages = [-(-context // page_size) * page_size for context in segments.contexts]
+        k_SHK, v_SHK = self._keys_values(gather_pages(cache, batch.page_table_BP)[0])
+        keys, values = k_SHK.split(pages), v_SHK.split(pages)
+        out_THV = q_THK.new_zeros(*q_THK.shape[:2], width)
+        for i, (num, context) in enumerate(zip(segments.lengths, segments.contexts, strict=True)):
+            rows, k, v = slice(row, row + num), keys[i][:context], values[i][:context]
+            out_THV[rows] = self._attend(q_THK[rows], k, v, segments.masks[i])[..., :width]
+            row += num
+        return out_THV
+
+    def _keys_values(self, context_SL: Tensor) -> tuple[Tensor, Tensor]:
+        """Values are padded to the width of keys, or the fused kernels refuse and all scores are
+        written out."""
         config = self.config
-        context_BSL = gather_pages(cache, batch.page_table_BP)
-        c_BSC, k_pe_BSR = context_BSL.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        kv_BHSK = (
-            self.kv_b_proj(c_BSC).unflatten(-1, (config.num_attention_heads, -1)).transpose(1, 2)
-        )
-        k_nope, v_BHSV = kv_BHSK.split([config.qk_nope_head_dim, config.v_head_dim], -1)
-        k_pe = k_pe_BSR.unsqueeze(1).expand(-1, config.num_attention_heads, -1, -1)
-        q_BHQK = torch.cat((q_nope_BQHN, q_pe_BQHR), -1).transpose(1, 2)
-        out_BHQV = F.scaled_dot_product_attention(
-            q_BHQK,
-            torch.cat((k_nope, k_pe), -1),
-            # Equal widths, or the fused kernels refuse and all scores are written out.
-            F.pad(v_BHSV, (0, max(0, config.qk_head_dim - config.v_head_dim))),
-            attn_mask=visible_slots(batch, context_BSL.shape[1]).unsqueeze(1),
-            scale=config.softmax_scale,
-        )
-        return out_BHQV[..., : config.v_head_dim].transpose(1, 2)
+        c_SC, k_pe_SR = context_SL.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        kv = self.kv_b_proj(c_SC).unflatten(-1, (config.num_attention_heads, -1))
+        k_nope, v_SHV = kv.split([config.qk_nope_head_dim, config.v_head_dim], -1)
+        k_pe = k_pe_SR.unsqueeze(1).expand(-1, config.num_attention_heads, -1)
+        padding = max(0, config.qk_head_dim - config.v_head_dim)
+        return torch.cat((k_nope, k_pe), -1), F.pad(v_SHV, (0, padding))
+
+    def _attend(self, q_qHK: Tensor, k_sHK: Tensor, v_sHK: Tensor, mask: Tensor | None) -> Tensor:
+        """One segment over its own context."""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_qHK, k_sHK, v_sHK))
+        scale = self.config.softmax_scale
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
+        return out[0].transpose(0, 1)
 
     def _absorbed(
         self, q_nope_BQHN: Tensor, q_pe_BQHR: Tensor, cache: Tensor, batch: Batch

@@ -89,11 +89,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        num, dim, width = (
-            config.n_routed_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-        )
+        num, dim, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, dim), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(num, dim, width), requires_grad=False)
 

@@ -4,12 +4,15 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core.request import SamplingParams
 from model.adjust import AdjustRows, adjust
+from model.tensors import upload
 
 TARGET, DRAFT, COIN, RESIDUAL = range(4)
 """Streams of noise, independent at the same (seed, output index); only rejection sampling has
@@ -34,10 +37,29 @@ class SamplingRows:
     all_greedy: bool
     rules: AdjustRows | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Whether every row takes the argmax of its raw logits."""
-        return self.all_greedy and self.rules is None
+    @classmethod
+    def of(
+        cls,
+        settings: Sequence[SamplingParams],
+        device: torch.device,
+        rules: AdjustRows | None = None,
+    ) -> "SamplingRows":
+        """The settings of several requests, one row each; seeds are given by now. ``rules`` may
+        be on the host still."""
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
+
+        rows = cls(
+            temperature_B=column("temperature", torch.float32),
+            top_k_B=column("top_k", torch.int64),
+            top_p_B=column("top_p", torch.float32),
+            min_p_B=column("min_p", torch.float32),
+            seed_B=column("seed", torch.int64),
+            all_greedy=all(one.temperature == 0 for one in settings),
+            rules=rules,
+        )
+        return upload(rows, device)
 
 
 def choose(

@@ -9,8 +9,9 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
+
+from model.tokenizer import read_tokenizer
 
 ThinkIds = tuple[int, int]
 """The tokens that begin and end the thinking part."""
@@ -22,13 +23,9 @@ def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
 
     Raises ValueError naming the file when it cannot be read.
     """
-    file = path / "tokenizer.json"
-    if not file.is_file():
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
-        raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
     begin, end = (tokenizer.token_to_id(name) for name in names)
     return None if begin is None or end is None else (begin, end)
 

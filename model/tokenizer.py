@@ -1,30 +1,40 @@
 """Text to token ids and back, from the checkpoint's own tokenizer.json."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
 from model.chat import ChatTemplate
+from model.json_file import read_json
 
 REPLACEMENT = "\ufffd"
 # Tokens looked back at: a character has at most 4 bytes, and a token with text at least one.
 _WINDOW = 4
 
 
+def read_tokenizer(path: Path) -> _Tokenizer | None:
+    """The tokenizer.json of a checkpoint folder, None without one. Raises ValueError naming the
+    file when it cannot be read."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return _Tokenizer.from_file(str(file))
+    except Exception as error:  # what the library raises has no type of its own
+        raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
+
+
 class Tokenizer:
     """Raises ValueError naming the file when tokenizer.json is missing or unreadable."""
 
     def __init__(self, path: str | Path) -> None:
-        file = Path(path) / "tokenizer.json"
-        if not file.is_file():
+        found = read_tokenizer(Path(path))
+        if found is None:
+            file = Path(path) / "tokenizer.json"
             raise ValueError(f"{file}: is missing; give a checkpoint folder with a tokenizer")
-        try:
-            self._tokenizer = _Tokenizer.from_file(str(file))
-        except Exception as error:
-            raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
-        config = _read_json(Path(path) / "tokenizer_config.json")
+        self._tokenizer = found
+        config = read_json(Path(path) / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {i for i, token in added.items() if token.special}
         self._bos_id = self._find_bos(config)
@@ -97,15 +107,3 @@ class TextStream:
 def _num_certain(text: str) -> int:
     """Characters that no later token can change: an unfinished one is a single U+FFFD, last."""
     return len(text) - text.endswith(REPLACEMENT)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds {type(content).__name__}, expected an object")
-    return content

@@ -1,184 +1,152 @@
-"""Checkpoint tensors into a network that was built on the meta device (spec §2, §6).
+"""Checkpoint tensors into modules that were built on the meta device (spec §2, §6).
 
-One tensor is in memory beside the weights at any time. Parameters carry the checkpoint's names;
-only routed experts are fused, so each of theirs is a slice of one parameter.
+One tensor is in memory beside the weights at any time. Parameters carry the checkpoint's names,
+less a prefix where a module is a part of it; only routed experts are fused, so each of theirs is
+a slice of one parameter.
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from model.checkpoint_files import CheckpointFiles, dequantise
-from model.config import ModelConfig
-from model.deepseek import DeepseekV3
+from model.config import Fp8Blocks, ModelConfig
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALE = "_scale_inv"
+_DERIVED = (_SCALE, "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where a checkpoint tensor goes: a whole parameter, or rows of one expert's matrix."""
+class Checkpoint:
+    """Open files and what their weights become: parameters of ``dtype`` on ``device``."""
 
-    name: str
-    expert: int | None = None
-    part: str = ""
-
-    def view(self, parameter: Tensor) -> Tensor:
-        if self.expert is None:
-            return parameter
-        matrix = parameter[self.expert]
-        if self.part == "down":
-            return matrix
-        half = matrix.shape[0] // 2
-        return matrix[:half] if self.part == "gate" else matrix[half:]
+    files: CheckpointFiles
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
 
 
-def has_mtp(path: Path, config: ModelConfig) -> bool:
+def mtp_prefix(config: ModelConfig) -> str:
+    """What the names of the first MTP layer begin with."""
+    return f"model.layers.{config.num_hidden_layers}."
+
+
+def has_mtp(files: CheckpointFiles, config: ModelConfig) -> bool:
     """Whether the checkpoint really holds its first MTP layer: re-quantised copies often drop
     it while config.json still promises one."""
-    if config.num_nextn_predict_layers == 0:
-        return False
-    with CheckpointFiles(path) as files:
-        return f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in files
+    return config.num_nextn_predict_layers > 0 and f"{mtp_prefix(config)}eh_proj.weight" in files
+
+
+def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the main model: every tensor but those of MTP layers. Raises as load_weights does."""
+    num_layers = checkpoint.config.num_hidden_layers
+    layers = ((name, _LAYER.match(name)) for name in checkpoint.files.names())
+    own = (name for name, match in layers if not match or int(match[1]) < num_layers)
+    load_weights(network, own, checkpoint)
+
+
+def load_mtp(layer: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the first MTP layer; its copies of embedding and head are not read. Raises as
+    load_weights does."""
+    prefix = mtp_prefix(checkpoint.config)
+    own = (name for name in checkpoint.files.names() if name.startswith(prefix))
+    own = (name for name in own if name.removeprefix(prefix) not in _MTP_COPIES)
+    load_weights(layer, own, checkpoint, prefix)
 
 
 def load_weights(
-    network: DeepseekV3,
-    path: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: bool = False,
+    module: nn.Module, names: Iterable[str], checkpoint: Checkpoint, prefix: str = ""
 ) -> None:
-    """Fill every parameter and buffer of ``network`` from the checkpoint in ``path``.
+    """Fill every parameter and buffer of ``module`` from the tensors ``names``; the module's own
+    names are without ``prefix``.
 
-    Floating tensors become ``dtype``, the routing bias stays fp32. Raises ValueError naming
-    tensor, file and both shapes for anything missing, unknown, misshapen or unreadable.
+    Parameters get the checkpoint's dtype, buffers (the routing bias) keep theirs. Raises
+    ValueError naming tensor, file and both shapes for anything missing, unknown, misshapen or
+    unreadable.
     """
-    loader = _Loader(network, dtype, device)
-    with CheckpointFiles(path) as files:
-        names = list(files.names())
-        for name in track(names, "loading", console=Console(stderr=True), disable=not progress):
-            loader.load(files, name)
-    loader.finish(path)
+    files, config = checkpoint.files, checkpoint.config
+    tensors = _materialise(module, checkpoint)
+    places = {prefix + name: place for item in tensors.items() for name, place in _pieces(*item)}
+    for name in names:
+        if not name.endswith(_DERIVED):
+            if name not in places:
+                raise ValueError(
+                    f"{files.where(name)}: unknown tensor {name}; "
+                    f"this is not a {config.model_type} checkpoint as config.json describes it"
+                )
+            _fill(places.pop(name), files, name, config.quantization)
+    if config.tie_word_embeddings and places.pop("lm_head.weight", None) is not None:
+        _assign(module, "lm_head.weight", tensors["model.embed_tokens.weight"])
+    if places:
+        some = ", ".join(sorted(places)[:3])
+        raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
 
 
-class _Loader:
-    def __init__(self, network: DeepseekV3, dtype: torch.dtype, device: torch.device) -> None:
-        self._network = network
-        self._config = network.config
-        self._dtype = dtype
-        self._device = device
-        self._slots = dict(network.named_parameters()) | {
-            name: buffer for name, buffer in network.named_buffers() if buffer.is_meta
-        }
-        self._ready: dict[str, Tensor] = {}
-        self._loaded: dict[str, int] = {}
-
-    def load(self, files: CheckpointFiles, name: str) -> None:
-        if self._ignored(name):
-            return
-        target = self._target(name)
-        if target.name not in self._slots:
-            raise ValueError(
-                f"{files.path / files.file_of[name]}: unknown tensor {name}; "
-                f"this is not a {self._config.model_type} checkpoint as config.json describes it"
-            )
-        place = target.view(self._materialise(target.name))
-        tensor = files.read(name)
-        if place.shape != tensor.shape:
-            raise ValueError(
-                f"{files.path / files.file_of[name]}: {name} has shape {tuple(tensor.shape)}, "
-                f"config.json makes it {tuple(place.shape)}"
-            )
-        place.copy_(self._plain(files, name, tensor))
-        self._loaded[target.name] = self._loaded.get(target.name, 0) + 1
-
-    def finish(self, path: Path) -> None:
-        """Check that nothing is missing, then hand the tensors to the network."""
-        embedding = self._ready.get("model.embed_tokens.weight")
-        tied = self._config.tie_word_embeddings and "lm_head.weight" not in self._ready
-        if tied and embedding is not None:
-            self._ready["lm_head.weight"] = embedding
-            self._loaded["lm_head.weight"] = 1
-        missing = [n for n in self._slots if self._loaded.get(n, 0) != self._num_pieces(n)]
-        if missing:
-            raise ValueError(
-                f"{path}: {len(missing)} tensors are missing or incomplete, "
-                f"such as {', '.join(sorted(missing)[:3])}"
-            )
-        for name, tensor in self._ready.items():
-            _assign(self._network, name, tensor)
-
-    def _ignored(self, name: str) -> bool:
-        if name.endswith((_SCALE, "rotary_emb.inv_freq")):
-            return True
-        match = _LAYER.fullmatch(name)
-        if match is None or int(match[1]) < self._config.num_hidden_layers:
-            return False
-        num_served = int(self._network.has_mtp)
-        served = int(match[1]) - self._config.num_hidden_layers < num_served
-        return not served or match[2] in _MTP_COPIES
-
-    def _target(self, name: str) -> Target:
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return Target(name)
-        fused = "down_proj" if match[3] == "down" else "gate_up_proj"
-        if int(match[2]) >= self._config.n_routed_experts:
-            return Target(name)
-        return Target(f"{match[1]}.{fused}", int(match[2]), match[3])
-
-    def _num_pieces(self, name: str) -> int:
-        if name.endswith("experts.gate_up_proj"):
-            return 2 * self._config.n_routed_experts
-        return self._config.n_routed_experts if name.endswith("experts.down_proj") else 1
-
-    def _materialise(self, name: str) -> Tensor:
-        if name not in self._ready:
-            meta = self._slots[name]
-            dtype = torch.float32 if name.endswith("e_score_correction_bias") else self._dtype
-            self._ready[name] = torch.empty(meta.shape, dtype=dtype, device=self._device)
-        return self._ready[name]
-
-    def _plain(self, files: CheckpointFiles, name: str, tensor: Tensor) -> Tensor:
-        """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
-        if tensor.is_floating_point() and tensor.element_size() > 1:
-            return tensor
-        if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
-            raise ValueError(
-                f"{files.path / files.file_of[name]}: {name} is {tensor.dim()}-d {tensor.dtype}; "
-                "only bf16, fp16 and fp32 tensors, and fp8 e4m3 matrices, can be loaded"
-            )
-        scale, quantization = name + _SCALE, self._config.quantization
-        if scale not in files or quantization is None:
-            raise ValueError(
-                f"{files.path / files.file_of[name]}: {name} is {tensor.dtype} but has no {scale} "
-                "or config.json no quantization_config"
-            )
-        rows, columns = quantization.block_size
-        scale_inv = files.read(scale)
-        expected = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
-        if tuple(scale_inv.shape) != expected:
-            raise ValueError(
-                f"{files.path / files.file_of[scale]}: {scale} has shape "
-                f"{tuple(scale_inv.shape)}, expected {expected}"
-            )
-        return dequantise(tensor, scale_inv, (rows, columns))
+def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names in the checkpoint and their places in a parameter: experts' matrices lie apart."""
+    experts, _, fused = name.rpartition(".")
+    if not experts.endswith("mlp.experts"):
+        yield name, tensor
+        return
+    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    for i, matrix in enumerate(tensor):
+        for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield f"{experts}.{i}.{part}.weight", place
 
 
-def _assign(network: nn.Module, name: str, tensor: Tensor) -> None:
+def _fill(place: Tensor, files: CheckpointFiles, name: str, fp8: Fp8Blocks | None) -> None:
+    tensor = files.read(name)
+    if place.shape != tensor.shape:
+        raise ValueError(
+            f"{files.where(name)}: {name} has shape {tuple(tensor.shape)}, "
+            f"config.json makes it {tuple(place.shape)}"
+        )
+    place.copy_(_plain(files, name, tensor, fp8))
+
+
+def _plain(files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None) -> Tensor:
+    """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor
+    if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
+        raise ValueError(
+            f"{files.where(name)}: {name} is {tensor.dim()}-d {tensor.dtype}; "
+            "only bf16, fp16 and fp32 tensors, and fp8 e4m3 matrices, can be loaded"
+        )
+    scale = name + _SCALE
+    if scale not in files or fp8 is None:
+        raise ValueError(
+            f"{files.where(name)}: {name} is {tensor.dtype} but has no {scale} "
+            "or config.json no quantization_config"
+        )
+    rows, columns = fp8.weight_block_size
+    scale_inv = files.read(scale)
+    expected = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
+    if tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"{files.where(scale)}: {scale} has shape {tuple(scale_inv.shape)}, expected {expected}"
+        )
+    return dequantise(tensor, scale_inv, (rows, columns))
+
+
+def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Memory for what is still on the meta device, by name."""
+    slots = {}
+    for name, meta in [*module.named_parameters(), *module.named_buffers()]:
+        if meta.is_meta:
+            dtype = checkpoint.dtype if isinstance(meta, nn.Parameter) else meta.dtype
+            slots[name] = torch.empty(meta.shape, dtype=dtype, device=checkpoint.device)
+            _assign(module, name, slots[name])
+    return slots
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
     owner_name, _, leaf = name.rpartition(".")
-    owner = network.get_submodule(owner_name)
-    if leaf in owner._buffers:
-        owner._buffers[leaf] = tensor
-    else:
-        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    owner = module.get_submodule(owner_name)
+    is_buffer = leaf in owner._buffers
+    setattr(owner, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))

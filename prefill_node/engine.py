@@ -1,27 +1,33 @@
 """The prefill engine of one rank: prompt to cache pages, first token and last hidden state.
 
-Runs on the engine thread. Shape legend: B chunks of a batch, Q tokens of the
-longest, D hidden, V vocabulary.
+Runs on the engine thread. Shape legend: T tokens of a step, G chunks of it, E of these that end
+their prompt, D hidden.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
 from kv_transfer.pages import PagePool
 from model.adjust import no_rules, set_rules
-from model.batch import DUMMY_PAGE, Batch, PromptRows
+from model.batch import Batch, Segment, pack
 from model.cache import Caches
+from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
 from model.logprobs import raw_logprobs
 from model.sampling import SamplingRows, choose
-from prefill_node.scheduler import Chunk, Key, Scheduler
+from prefill_node.page_source import PageSource, PooledPages
+from prefill_node.planner import LocalPlanner, Proposal, StepKey
+from prefill_node.scheduler import Chunk, Scheduler
 from prefill_node.sequence import Sequence
+from runtime.lockstep import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Progress:
     monotonic time the first chunk began at.
     """
 
-    key: Key
+    identity: Identity
     pages: tuple[int, ...]
     num_tokens: tuple[int, ...]
     num_cached: int
@@ -43,8 +49,27 @@ class Progress:
     hidden_D: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a step needs, all made before it is launched.
+
+    ``next_G`` are the tokens behind the chunks, UNKNOWN where the prompt ends; ``ended_E`` are the
+    chunks with which one does, ``requests`` theirs.
+    """
+
+    batch: Batch
+    next_G: Tensor
+    ended_E: Tensor
+    last_rows_E: Tensor
+    num_output_E: Tensor
+    sampling: SamplingRows
+    requests: list[Request]
+
+
 class PrefillEngine:
-    """``on_progress`` is told of every computed chunk, on the engine thread."""
+    """``on_progress`` is told of every computed chunk, on the engine thread. Prompts get pages from
+    ``pages``, by default from the pool. ``planner`` is asked in every step; None is one of its own,
+    of a gang of one rank."""
 
     def __init__(
         self,
@@ -52,146 +77,136 @@ class PrefillEngine:
         pool: PagePool,
         caches: Caches,
         *,
+        epoch: int,
         max_batch_tokens: int,
         on_progress: Callable[[Progress], None],
+        pages: PageSource | None = None,
+        planner: Planner[Proposal, StepKey] | None = None,
     ) -> None:
         self._loaded = loaded
         self._caches = caches
         self._page_size = pool.page_size
         self._on_progress = on_progress
-        self.scheduler = Scheduler(pool, max_batch_tokens)
+        self.scheduler = Scheduler(pages or PooledPages(pool), max_batch_tokens)
+        self._planner = planner or LocalPlanner(epoch)
         self.num_steps = 0
 
-    def submit(self, request: Request, attempt: int) -> Sequence:
+    def submit(self, identity: Identity, request: Request) -> Sequence:
         """Queue a prompt; see Scheduler.admit for what it raises."""
-        return self.scheduler.admit(request, attempt)
+        return self.scheduler.admit(identity, request)
 
-    def drop(self, key: Key) -> None:
-        self.scheduler.drop(key)
+    def drop(self, identity: Identity) -> None:
+        self.scheduler.drop(identity)
 
     def has_work(self) -> bool:
         return self.scheduler.num_waiting > 0
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Compute the next chunks: main model, then the drafter's rows over shifted tokens."""
-        for chunks in alike(self.scheduler.next_chunks()):
-            self._compute(chunks)
+        """Propose → plan → launch: the next chunks in one forward of the planned size."""
+        chunks = self.scheduler.next_chunks()
+        proposal = Proposal(sum(chunk.num_tokens for chunk in chunks))
+        plan = self._planner.plan(proposal)
+        if plan.key is not None:
+            self._compute(chunks, plan.key)
         self.num_steps += 1
 
-    def _compute(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            if chunk.lo == chunk.sequence.num_cached:
-                chunk.sequence.started_at = time.monotonic()
-        rows = self._rows(chunks)
-        hidden_BQD = self._loaded.network(self._main_batch(chunks, rows), self._caches)
-        first_tokens = [
-            self._first_token(chunk, hidden_BQD[i, chunk.num_tokens - 1].unsqueeze(0))
-            if chunk.is_last
-            else None
-            for i, chunk in enumerate(chunks)
-        ]
-        self._run_drafter(chunks, rows, hidden_BQD, first_tokens)
-        for i, (chunk, first_token) in enumerate(zip(chunks, first_tokens, strict=True)):
-            self.scheduler.advance(chunk, first_token)
-            hidden_D = hidden_BQD[i, chunk.num_tokens - 1].clone() if chunk.is_last else None
-            self._on_progress(self._progress(chunk, first_token, hidden_D))
+    def _compute(self, chunks: list[Chunk], key: StepKey) -> None:
+        """Main model, first tokens, drafter; without a chunk a dummy that leaves no trace. Logits
+        are those of the last tokens of prompts that end here, taken once."""
+        _note_start(chunks)
+        inputs, network = self._inputs(chunks, key), self._loaded.network
+        hidden_1TD = network(inputs.batch, self._caches)
+        hidden_ED = hidden_1TD[0, inputs.last_rows_E]
+        logits_EV = network.logits(hidden_ED)
+        no_drafts = inputs.ended_E.new_empty(len(inputs.requests), 0)
+        tokens_E = choose(logits_EV, inputs.sampling, inputs.num_output_E, no_drafts)
+        next_G = inputs.next_G.index_copy(0, inputs.ended_E, tokens_E)
+        self._loaded.drafter.prefill(inputs.batch, next_G, hidden_1TD, self._caches)
+        logprobs = _logprobs(inputs.requests, logits_EV, tokens_E)
+        self._report(chunks, tokens_E.tolist(), hidden_ED, logprobs)
 
-    def _progress(self, chunk: Chunk, first_token: int | None, hidden_D: Tensor | None) -> Progress:
+    def _inputs(self, chunks: list[Chunk], key: StepKey) -> Inputs:
+        ended = [chunk for chunk in chunks if chunk.is_last]
+        requests = [chunk.sequence.request for chunk in ended]
+        ends = list(accumulate(chunk.num_tokens for chunk in chunks))
+
+        def ints(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=self._loaded.device)
+
+        segments, device = [_segment(chunk) for chunk in chunks], self._loaded.device
+        return Inputs(
+            batch=pack(segments, self._page_size, device, key.num_tokens),
+            next_G=ints(UNKNOWN if c.is_last else c.sequence.token_ids[c.hi] for c in chunks),
+            ended_E=ints(i for i, chunk in enumerate(chunks) if chunk.is_last),
+            last_rows_E=ints(end - 1 for c, end in zip(chunks, ends, strict=True) if c.is_last),
+            num_output_E=ints(len(request.output_ids) for request in requests),
+            sampling=sampling_rows(requests, self._loaded),
+            requests=requests,
+        )
+
+    def _report(
+        self,
+        chunks: list[Chunk],
+        tokens: list[int],
+        hidden_ED: Tensor,
+        logprobs: list[tuple[TokenLogprobs, ...]],
+    ) -> None:
+        row = 0
+        for chunk in chunks:
+            progress = self._progress(chunk)
+            if chunk.is_last:
+                progress = replace(
+                    progress,
+                    first_token=tokens[row],
+                    logprobs=logprobs[row],
+                    hidden_D=hidden_ED[row],
+                )
+                row += 1
+            self.scheduler.advance(chunk, progress.first_token)
+            self._on_progress(progress)
+
+    def _progress(self, chunk: Chunk) -> Progress:
         sequence = chunk.sequence
         return Progress(
-            key=(sequence.request.request_id, sequence.attempt),
+            identity=sequence.identity,
             pages=tuple(sequence.pages),
             num_tokens=(chunk.hi,) * len(self._caches),
             num_cached=sequence.num_cached,
             started_at=sequence.started_at,
-            first_token=first_token,
-            logprobs=self._logprobs(sequence.request, first_token, hidden_D),
-            hidden_D=hidden_D,
         )
 
-    def _logprobs(
-        self, request: Request, token: int | None, hidden_D: Tensor | None
-    ) -> tuple[TokenLogprobs, ...]:
-        num_top = request.sampling.logprobs
-        if num_top is None or token is None or hidden_D is None:
-            return ()
-        logits_1V = self._loaded.network.logits(hidden_D.unsqueeze(0))
-        token_11 = torch.tensor([[token]], device=hidden_D.device)
-        return raw_logprobs(logits_1V.unsqueeze(0), token_11, num_top).of_row(0, 1, num_top)
 
-    def _rows(self, chunks: list[Chunk]) -> PromptRows:
-        """Chunks as rows of one batch, padded to the longest; padding leaves no trace."""
-        device = self._loaded.device
-        longest = max(chunk.num_tokens for chunk in chunks)
-        num_pages = max(-(-chunk.hi // self._page_size) for chunk in chunks)
-        tables = [(c.sequence.pages + [DUMMY_PAGE] * num_pages)[:num_pages] for c in chunks]
-        offsets = torch.arange(longest, device=device)
-        lo_B1 = torch.tensor([[chunk.lo] for chunk in chunks], device=device)
-        length_B1 = torch.tensor([[chunk.num_tokens] for chunk in chunks], device=device)
-        return PromptRows(
-            slots_BQ=lo_B1 + offsets,
-            keep_BQ=offsets < length_B1,
-            page_table_BP=torch.tensor(tables, device=device),
-        )
-
-    def _main_batch(self, chunks: list[Chunk], rows: PromptRows) -> Batch:
-        ids = [chunk.sequence.token_ids[chunk.lo : chunk.hi] for chunk in chunks]
-        return rows.batch(self._padded(ids, rows), 0, self._page_size)
-
-    def _padded(self, ids: list[tuple[int, ...]], rows: PromptRows) -> Tensor:
-        width = rows.slots_BQ.shape[1]
-        padded = [[*row, *[0] * (width - len(row))] for row in ids]
-        return torch.tensor(padded, device=self._loaded.device)
-
-    def _first_token(self, chunk: Chunk, hidden_1D: Tensor) -> int:
-        request = chunk.sequence.request
-        num_output = torch.tensor([len(request.output_ids)], device=self._loaded.device)
-        rows = sampling_rows(request, self._loaded)
-        no_drafts = num_output.new_empty(1, 0)
-        return int(choose(self._loaded.network.logits(hidden_1D), rows, num_output, no_drafts))
-
-    def _run_drafter(
-        self,
-        chunks: list[Chunk],
-        rows: PromptRows,
-        hidden_BQD: Tensor,
-        first_tokens: list[int | None],
-    ) -> None:
-        """Draft rows [lo, hi): row i takes token i + 1, the last row of all the first token."""
-        next_ids = []
-        for chunk, first_token in zip(chunks, first_tokens, strict=True):
-            known = chunk.sequence.token_ids[chunk.lo + 1 : chunk.hi + 1]
-            next_ids.append(known if first_token is None else (*known, first_token))
-        ids_BQ = self._padded(next_ids, rows)
-        self._loaded.drafter.prefill(ids_BQ, hidden_BQD, rows, self._caches)
+def _segment(chunk: Chunk) -> Segment:
+    sequence = chunk.sequence
+    return Segment(sequence.token_ids[chunk.lo : chunk.hi], chunk.lo, sequence.pages)
 
 
-def alike(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Chunks that may share a batch: none is padded to more than twice its length."""
-    groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: -chunk.num_tokens):
-        if groups and 2 * chunk.num_tokens >= groups[-1][0].num_tokens:
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
-    return groups
+def _note_start(chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        if chunk.lo == chunk.sequence.num_cached:
+            chunk.sequence.started_at = time.monotonic()
 
 
-def sampling_rows(request: Request, loaded: LoadedModel) -> SamplingRows:
-    """The request's settings as one row."""
-    sampling, device, rules = request.sampling, loaded.device, None
-    if sampling.adjusts_logits:
-        rules = no_rules(1, loaded.config.vocab_size, device)
-        stops = stop_ids(sampling, loaded.config.eos_token_ids)
-        set_rules(rules, 0, request, request.output_ids, stops)
-    assert sampling.seed is not None, "a seed is given at admission"
-    return SamplingRows(
-        temperature_B=torch.tensor([sampling.temperature], device=device),
-        top_k_B=torch.tensor([sampling.top_k], device=device),
-        top_p_B=torch.tensor([sampling.top_p], device=device),
-        min_p_B=torch.tensor([sampling.min_p], device=device),
-        seed_B=torch.tensor([sampling.seed], device=device),
-        all_greedy=sampling.temperature == 0,
-        rules=rules,
-    )
+def _logprobs(
+    requests: list[Request], logits_EV: Tensor, tokens_E: Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Of each first token, () for requests that did not ask."""
+    asked = [request.sampling.logprobs for request in requests]
+    most = max((num for num in asked if num is not None), default=None)
+    if most is None:
+        return [()] * len(requests)
+    rows = raw_logprobs(logits_EV.unsqueeze(1), tokens_E.unsqueeze(1), most)
+    return [() if num is None else rows.of_row(i, 1, num) for i, num in enumerate(asked)]
+
+
+def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
+    """The requests' settings, one row each."""
+    settings = [request.sampling for request in requests]
+    if not any(one.adjusts_logits for one in settings):
+        return SamplingRows.of(settings, loaded.device)
+    rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
+    for row, request in enumerate(requests):
+        stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
+        set_rules(rules, row, request, request.output_ids, stops)
+    return SamplingRows.of(settings, loaded.device, rules)

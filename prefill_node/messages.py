@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
+from core.identity import Identity
 from core.request import Request, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute ``request``'s prompt and keep it for pulling; ``attempt`` names the try."""
+    """Compute ``request``'s prompt and keep it for pulling."""
 
+    identity: Identity
     request: Request
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,6 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Drop the attempt in whatever phase it is."""
+    """Drop it in whatever phase it is; one that has not come yet is refused when it does."""
 
-    request_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    pass
+    identity: Identity

@@ -5,29 +5,26 @@ engine's progress with the hand-over's source: a chunk computed is a chunk offer
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from core.control import Methods, Service
 from core.errors import HandoverError
-from core.info import PREFILL, NodeStatus
-from core.request import Request
-from core.schema import encode_failure, pack, unpack
-from kv_transfer.pages import PagePool
+from core.identity import Identity
+from core.info import NodeStatus
+from kv_transfer.base import ChannelMaker
+from kv_transfer.side import Side
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
-from prefill_node.messages import Cancel, Done, Prefill, Prefilled
-from prefill_node.scheduler import Key
-from runtime.engine_loop import EngineLoop
-
-log = logging.getLogger(__name__)
+from prefill_node.messages import Cancel, Prefill, Prefilled
+from prefill_node.page_source import PageSource
+from runtime.parts import RankParts
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Caller:
     """Who waits for a prompt's first token, since when (monotonic seconds)."""
 
@@ -36,91 +33,86 @@ class _Caller:
 
 
 class PrefillNode:
-    """Owns the callers; pages belong to the engine, leases to the source.
+    """A prefill rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
 
-    ``source`` is set once, before the first call: source and node know each other.
+    Owns the callers; pages belong to the engine, leases to the source.
     """
 
-    source: Source
-
     def __init__(
-        self,
-        name: str,
-        epoch: int,
-        pool: PagePool,
-        loop: EngineLoop,
-        engine: PrefillEngine,
-        *,
-        ship_hidden: bool,
+        self, parts: RankParts, maker: ChannelMaker, pages: PageSource | None = None
     ) -> None:
-        self.name = name
-        self.epoch = epoch
-        self._pool = pool
-        self._loop = loop
-        self._engine = engine
-        self._ship_hidden = ship_hidden
-        self._callers: dict[Key, _Caller] = {}
+        config, self.spec = parts.config, parts.spec
+        self.loop = parts.loop
+        self.engine = PrefillEngine(
+            parts.loaded,
+            parts.pool,
+            parts.caches,
+            epoch=parts.spec.epoch,
+            max_batch_tokens=config.prefill.max_batch_tokens,
+            on_progress=self._on_progress,
+            pages=pages,
+        )
+        caches = parts.transfer_caches()
+        self.source = Source(Side(caches, parts.loop, maker, config.kv_transfer))
+        self.info = parts.info(caches.layout.fingerprint(), config.speculation.num_tokens)
+        self.pool = parts.pool
+        self._ship_hidden = config.speculation.first_step == "ship_hidden"
+        self._callers: dict[Identity, _Caller] = {}
         self._asyncio = asyncio.get_running_loop()
-        loop.on_failure(self._on_engine_failure)
-        self._handlers: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
-            "prefill": self._prefill,
-            "cancel": self._cancel,
-            "status": self._status,
+        parts.loop.on_failure(self._on_engine_failure)
+        parts.loop.add(self.engine)
+        own: Methods = {
+            "prefill": (Prefill, self._prefill),
+            "cancel": (Cancel, self._cancel),
+            "status": (None, self._status),
         }
+        service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
+        self.handle = service.handle
 
-    async def handle(self, method: str, payload: bytes) -> bytes:
-        """Answer one control call, the hand-over's too; a failed one by a packed Failure."""
-        if method not in self._handlers:
-            return await self.source.handle(method, payload)
-        try:
-            return await self._handlers[method](payload)
-        except Exception as error:
-            log.info("%s: %s failed: %s", self.name, method, error)
-            return encode_failure(error)
+    async def stop(self) -> None:
+        await self.source.stop()
+        await asyncio.to_thread(self.loop.stop)
 
-    def on_progress(self, progress: Progress) -> None:
+    def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        counts = tuple(progress.num_tokens)
-        self.source.advance(progress.key, list(progress.pages), counts)
+        self.source.advance(progress.identity, list(progress.pages), progress.num_tokens)
         if progress.first_token is None:
             return
         assert progress.hidden_D is not None
         hidden, dtype = self._packed_hidden(progress.hidden_D)
-        self.source.seal(progress.key, progress.first_token, hidden, dtype)
+        self.source.seal(progress.identity, progress.first_token, hidden, dtype)
         self._asyncio.call_soon_threadsafe(self._answer, progress)
 
-    def on_release(self, key: Key) -> None:
+    def _on_release(self, identity: Identity) -> None:
         """The hand-over needs the pages no more. Engine thread."""
-        self._engine.drop(key)
-        text = f"{key} was released before its prefill was done"
-        self._asyncio.call_soon_threadsafe(self._refuse, key, text)
+        self.engine.drop(identity)
+        text = f"{identity} was released before its prefill was done"
+        self._asyncio.call_soon_threadsafe(self._refuse, identity, text)
 
     def _on_engine_failure(self, error: BaseException) -> None:
-        """Nobody waits for an engine that has stopped. Engine thread."""
-        for key in list(self._callers):
-            self._asyncio.call_soon_threadsafe(self._refuse, key, f"the engine stopped: {error!r}")
+        """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
+        text = f"the engine stopped: {error!r}"
+        for identity in list(self._callers):
+            self._asyncio.call_soon_threadsafe(self._refuse, identity, text)
+            self.source.fail(identity, text)
 
-    async def _prefill(self, payload: bytes) -> bytes:
-        asked = unpack(Prefill, payload)
-        key = (asked.request.request_id, asked.attempt)
-        if key in self._callers:
-            raise ValueError(f"request_id: {key} is already here; use another request_id")
-        self._callers[key] = caller = _Caller(self._asyncio.create_future())
+    async def _prefill(self, asked: Prefill) -> Prefilled:
+        caller = _Caller(self._asyncio.create_future())
         try:
-            await self._loop.call(lambda: self._submit(key, asked.request))
-            return pack(await caller.answer)
-        except asyncio.CancelledError:
-            self.source.fail(key, f"the caller of {key} has gone")
+            await self.loop.call(lambda: self._submit(asked, caller))
+            return await caller.answer
+        except (asyncio.CancelledError, ValueError) as error:
+            self.source.fail(asked.identity, f"its caller has gone or was refused: {error}")
             raise
-        finally:
-            del self._callers[key]
 
-    def _submit(self, key: Key, request: Request) -> None:
-        self._engine.submit(request, key[1])
-        self.source.open(key)
+    def _submit(self, asked: Prefill, caller: _Caller) -> None:
+        identity = asked.identity
+        self.engine.submit(identity, asked.request)
+        self._callers[identity] = caller
+        self.source.open(identity, lambda: self._on_release(identity))
 
     def _answer(self, progress: Progress) -> None:
-        caller = self._callers.get(progress.key)
+        caller = self._callers.pop(progress.identity, None)
         if caller is not None and not caller.answer.done():
             assert progress.first_token is not None
             prefilled = Prefilled(
@@ -132,8 +124,8 @@ class PrefillNode:
             )
             caller.answer.set_result(prefilled)
 
-    def _refuse(self, key: Key, text: str) -> None:
-        caller = self._callers.get(key)
+    def _refuse(self, identity: Identity, text: str) -> None:
+        caller = self._callers.pop(identity, None)
         if caller is not None and not caller.answer.done():
             caller.answer.set_exception(HandoverError(text))
 
@@ -143,26 +135,23 @@ class PrefillNode:
         raw = hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw, str(hidden_D.dtype).removeprefix("torch.")
 
-    async def _cancel(self, payload: bytes) -> bytes:
-        asked = unpack(Cancel, payload)
-        key = (asked.request_id, asked.attempt)
-        self.source.fail(key, f"{key} was cancelled")
-        return pack(Done())
+    async def _cancel(self, asked: Cancel) -> None:
+        self.source.fail(asked.identity, "it was cancelled")
 
-    async def _status(self, payload: bytes) -> bytes:
-        num_waiting, num_free = await self._loop.call(
-            lambda: (self._engine.scheduler.num_waiting, self._pool.num_available)
+    async def _status(self, _: None) -> NodeStatus:
+        scheduler = self.engine.scheduler
+        num_rows, num_free = await self.loop.call(
+            lambda: (scheduler.num_waiting + scheduler.num_queued, self.pool.num_available)
         )
         counts = self.source.counts()
-        status = NodeStatus(
-            name=self.name,
-            kind=PREFILL,
-            epoch=self.epoch,
-            num_active_rows=num_waiting,
+        return NodeStatus(
+            name=self.info.name,
+            kind=self.info.kind,
+            epoch=self.info.epoch,
+            num_active_rows=num_rows,
             num_free_pages=num_free,
-            num_pages=self._pool.num_pages,
+            num_pages=self.pool.num_pages,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],
-            num_steps=self._engine.num_steps,
+            num_steps=self.engine.num_steps,
         )
-        return pack(status)

@@ -1,20 +1,19 @@
-"""Which prompt tokens the next prefill step computes. Plain Python.
+"""Which prompts get pages, and which of their tokens the next step computes. Plain Python.
 
-First come, first served, in chunks of at most the token budget; a part of the budget goes to the
-shortest of those behind, so that a short prompt never waits for the whole of a long one, nor for
-all of several.
+Prompts wait for pages first come, first served; those that have begun to be answered elsewhere go
+first. Placed prompts are computed in the same order, in chunks of at most the token budget; a part
+of the budget goes to the shortest of those behind, so that a short prompt never waits for the
+whole of a long one, nor for all of several.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
-from core.errors import Overloaded
+from core.errors import HandoverError
+from core.identity import Identity
 from core.request import Request
-from kv_transfer.pages import PagePool
-from prefill_node.prefix_cache import PrefixCache
+from prefill_node.page_source import PageSource
 from prefill_node.sequence import Sequence
-
-Key = tuple[str, int]
 
 SHORT_SHARE = 4
 """One part in this many of a step's tokens is for prompts behind the first."""
@@ -38,48 +37,43 @@ class Chunk:
 
 
 class Scheduler:
-    """Owner of the prefill rank's sequences, waiting and leased alike, and its prefix cache.
+    """Owner of the prefill rank's sequences: queued for pages, waiting to be computed, leased.
 
-    A sequence holds its pages from admission until ``drop``: after its prefill is done they
-    are what decode ranks pull from.
+    A sequence holds its pages from when it is placed until ``drop``: after its prefill is done
+    they are what decode ranks pull from. The queue is bounded by what decode ranks grant.
     """
 
-    def __init__(self, pool: PagePool, max_batch_tokens: int) -> None:
-        self._pool = pool
+    def __init__(self, pages: PageSource, max_batch_tokens: int) -> None:
+        self._pages = pages
+        self._pool = pages.pool
         self._max_batch_tokens = max_batch_tokens
-        self._waiting: deque[Key] = deque()
-        self.sequences: dict[Key, Sequence] = {}
-        self.prefixes = PrefixCache(pool)
+        self._begun: deque[Sequence] = deque()
+        self._fresh: deque[Sequence] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self.sequences: dict[Identity, Sequence] = {}
 
     @property
     def num_waiting(self) -> int:
+        """Placed and not wholly computed."""
         return len(self._waiting)
 
-    def admit(self, request: Request, attempt: int) -> Sequence:
-        """Reserve pages for prompt and resumed output, known ones first, and join the queue.
+    @property
+    def num_queued(self) -> int:
+        """Without pages yet."""
+        return len(self._begun) + len(self._fresh)
 
-        Raises Overloaded when too few pages are free, ValueError when it can never fit or the
-        same attempt is already here.
+    def admit(self, identity: Identity, request: Request) -> Sequence:
+        """Take in prompt and resumed output; it gets pages, known ones first, in its turn.
+
+        Raises ValueError when it can never fit, HandoverError when it is here already.
         """
-        key = (request.request_id, attempt)
-        if key in self.sequences:
-            raise ValueError(f"request_id: {key} is already here; use another request_id")
-        token_ids = request.prompt_ids + request.output_ids
-        num_pages = self._pool.num_pages_for(len(token_ids))
-        if num_pages > self._pool.num_pages - 1:
-            raise ValueError(
-                f"prompt: needs {num_pages} pages of this node's {self._pool.num_pages - 1}; "
-                "shorten it or raise kv.num_pages"
-            )
-        known = self.prefixes.take(token_ids)
-        if num_pages - len(known) > self._pool.num_available:
-            self._pool.release(known)
-            raise Overloaded(f"{num_pages} prefill pages needed, {self._pool.num_available} free")
-        pages = known + self._pool.allocate(num_pages - len(known))
-        num_cached = len(known) * self._pool.page_size
-        sequence = Sequence(request, attempt, pages, num_cached, num_done=num_cached)
-        self.sequences[key] = sequence
-        self._waiting.append(key)
+        if identity in self.sequences:
+            raise HandoverError(f"{identity} is here already")
+        sequence = Sequence(identity, request)
+        self._pages.check(identity, len(sequence.token_ids))
+        self.sequences[identity] = sequence
+        (self._begun if request.output_ids else self._fresh).append(sequence)
+        self._place()
         return sequence
 
     def next_chunks(self) -> list[Chunk]:
@@ -91,7 +85,7 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         left = self._max_batch_tokens
-        waiting = [self.sequences[key] for key in self._waiting]
+        waiting = list(self._waiting)
         for place, sequence in enumerate(
             waiting[:1] + sorted(waiting[1:], key=lambda one: one.num_left)
         ):
@@ -112,18 +106,35 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.num_done = chunk.hi
         if first_token is not None:
-            self._waiting.remove((sequence.request.request_id, sequence.attempt))
-            self.prefixes.publish((*sequence.token_ids, first_token), sequence.pages)
+            self._waiting.remove(sequence)
+            self._pages.prefixes.publish((*sequence.token_ids, first_token), sequence.pages)
 
-    def drop(self, key: Key) -> None:
-        """Free a sequence's pages, computed or still waiting; unknown keys are left alone."""
-        sequence = self.sequences.pop(key, None)
-        if sequence is not None:
-            self._pool.release(sequence.pages)
-            if key in self._waiting:
-                self._waiting.remove(key)
+    def drop(self, identity: Identity) -> None:
+        """End a sequence in any phase and give up its pages; unknown ones are left alone."""
+        sequence = self.sequences.pop(identity, None)
+        if sequence is None:
+            return
+        for queue in (self._begun, self._fresh, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._pool.release(sequence.pages)
+        self._place()
+
+    def _place(self) -> None:
+        """Give pages to those that queue, in order: nobody passes one that needs many."""
+        while queue := self._begun or self._fresh:
+            sequence = queue[0]
+            taken = self._pages.take(sequence.identity, sequence.token_ids)
+            if taken is None:
+                return
+            sequence.pages, num_known = taken
+            sequence.num_cached = sequence.num_done = num_known * self._pool.page_size
+            self._waiting.append(queue.popleft())
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
-        assert set(self._waiting) <= self.sequences.keys(), "a dropped sequence still waits"
-        assert len(set(self._waiting)) == len(self._waiting), "a sequence waits twice"
+        queued = [*self._begun, *self._fresh]
+        both = [sequence.identity for sequence in [*queued, *self._waiting]]
+        assert set(both) <= self.sequences.keys(), "a dropped sequence still waits"
+        assert len(set(both)) == len(both), "a sequence waits twice"
+        assert not any(sequence.pages for sequence in queued), "one with pages waits for them"

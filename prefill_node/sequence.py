@@ -2,19 +2,20 @@
 
 from dataclasses import dataclass, field
 
+from core.identity import Identity
 from core.request import Request
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """``token_ids`` are prompt and resumed output; slots [0, num_done) are computed, the first
-    ``num_cached`` of them by an earlier prompt. ``pages`` belong to the sequence until its
-    lease ends. ``started_at`` is monotonic.
+    ``num_cached`` of them by an earlier prompt. ``pages`` hold all of it, from when it was
+    placed until its lease ends. ``started_at`` is monotonic.
     """
 
+    identity: Identity
     request: Request
-    attempt: int
-    pages: list[int]
+    pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     token_ids: tuple[int, ...] = field(init=False)
     num_done: int = 0

@@ -1,7 +1,8 @@
-"""A decode node's frames over a socket of their own: length-prefixed bytes, no pickle.
+"""A decode rank's frames over a socket of their own: length-prefixed bytes, no pickle.
 
-The reader greets with a token it was told over control; the server answers with one byte once
-the reader is subscribed, so that no frame of a later call is missed.
+The reader greets with a token that it was told over control and with its session; the server
+answers with one byte once the reader is subscribed, so that no frame of a later call is missed.
+From then on each byte of the reader is a heartbeat, answered by a frame that holds a Beat.
 """
 
 import asyncio
@@ -11,45 +12,49 @@ import secrets
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 from core.errors import NodeLost
+from core.info import FrameAddress
 from core.schema import Failure, encode_failure, raise_failure, unpack
 
 log = logging.getLogger(__name__)
 
 Frame = bytes | BaseException
 """A packed TokenFrame, or what ended the engine that made them."""
-Subscribe = Callable[[Callable[[Frame], None]], Callable[[], None]]
-"""Calls a function with every frame from now on; returns what ends that."""
+
+
+class Publisher(Protocol):
+    """What makes the frames: a decode node."""
+
+    def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        """Call ``reader`` with every frame of ``session`` from now on; returns what ends that."""
+        ...
+
+    def beat(self, session: int) -> None:
+        """A heartbeat of ``session`` has come."""
+        ...
+
 
 GREETING_TIMEOUT_S = 10.0
 MAX_UNREAD_BYTES = 64 << 20
 """A reader further behind than this is cut off, or a node's memory would fill."""
 _TOKEN_BYTES = 32
-_HELLO = b"\x06"
+_HELLO, _BEAT = b"\x06", b"\x01"
+_SESSION = struct.Struct("!Q")
 _HEADER = struct.Struct("!I")
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
-@dataclass(frozen=True, slots=True)
-class FrameAddress:
-    """Where a node's frames can be read, and the secret that opens them."""
-
-    host: str
-    port: int
-    token: bytes
-
-
 class FrameServer:
-    """Sends every frame of one node to whoever greets with the token. Owned by one loop."""
+    """Sends a session its frames when it greets with the token. Owned by one loop."""
 
-    def __init__(self, host: str, subscribe: Subscribe) -> None:
+    def __init__(self, host: str, publisher: Publisher) -> None:
         self._host = host
-        self._subscribe = subscribe
+        self._publisher = publisher
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def listen(self) -> FrameAddress:
         """Listen on ``host`` only, on a port of the system's choice."""
@@ -67,30 +72,33 @@ class FrameServer:
         """Close the port and every connection."""
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
-            connection.cancel()
+        for writer in self._connections.values():
+            writer.transport.abort()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        self._connections[task] = writer
         try:
             _keep_alive(writer)
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = await reader.readexactly(_TOKEN_BYTES)
+                session = _SESSION.unpack(await reader.readexactly(_SESSION.size))[0]
             if hmac.compare_digest(greeting, self._token):
-                await self._send(reader, writer)
+                await self._send(session, reader, writer)
             else:
                 log.warning("a reader of frames came with a wrong token")
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.info("a reader of frames is gone: %r", error)
         finally:
-            self._connections.discard(task)
+            del self._connections[task]
             writer.close()
 
-    async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send frames until the reader hangs up."""
+    async def _send(
+        self, session: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Send frames and hear heartbeats until the reader hangs up."""
 
         def send(frame: Frame) -> None:
             if isinstance(frame, BaseException):
@@ -103,10 +111,11 @@ class FrameServer:
             else:
                 writer.write(_HEADER.pack(len(frame)) + frame)
 
-        unsubscribe = self._subscribe(send)
+        unsubscribe = self._publisher.subscribe(session, send)
         try:
             writer.write(_HELLO)
-            await reader.read()
+            while await reader.read(1):
+                self._publisher.beat(session)
         finally:
             unsubscribe()
 
@@ -121,6 +130,13 @@ class FrameStream:
         self._reader = reader
         self._writer = writer
 
+    def beat(self) -> None:
+        """Send a heartbeat; its answer comes among the frames."""
+        self._writer.write(_BEAT)
+
+    def close(self) -> None:
+        self._writer.close()
+
     async def frames(self) -> AsyncIterator[bytes]:
         """Packed TokenFrames. Raises NodeLost when the node ended, closes the connection then."""
         read = self._reader.readexactly
@@ -134,13 +150,16 @@ class FrameStream:
             self._writer.close()
 
 
-async def connect(name: str, address: FrameAddress) -> FrameStream:
-    """Subscribe to the frames of the node ``name``. Raises NodeLost if it does not answer."""
+async def connect(name: str, address: FrameAddress, session: int) -> FrameStream:
+    """Subscribe to the frames that the rank ``name`` has for ``session``.
+
+    Raises NodeLost if it does not answer.
+    """
     try:
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             _keep_alive(writer)
-            writer.write(address.token)
+            writer.write(address.token + _SESSION.pack(session))
             await reader.readexactly(len(_HELLO))
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise NodeLost(

@@ -1,81 +1,99 @@
-"""What every node's actor is: a shell around a rank, bytes in and bytes out, no Ray in it."""
+"""What every rank's actor is: a shell around a rank, bytes in and bytes out, no Ray in it."""
 
-from collections.abc import Callable
-from typing import Protocol
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from core.config import TandemConfig
+from core.errors import NodeLost
 from core.info import NodeInfo
-from core.membership import RankSpec
-from core.schema import encode_failure, pack, unpack
-from runtime.frames import Frame, FrameServer
+from core.membership import RankSpec, RankState
+from core.schema import encode_failure, failure_of, pack, unpack
+from runtime.engine_loop import EngineLoop
+
+log = logging.getLogger(__name__)
 
 
 class Rank(Protocol):
     """A running rank as its shell sees it."""
 
+    loop: EngineLoop
+
     @property
     def info(self) -> NodeInfo: ...
 
-    async def handle(self, method: str, payload: bytes) -> bytes: ...
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes: ...
 
     async def stop(self) -> None: ...
 
 
-class StreamingRank(Rank, Protocol):
-    """A rank that emits frames."""
-
-    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]: ...
-
-
 class RankShell:
-    """``start`` builds the rank; until then nothing else may be called.
+    """Answers from its first moment on, also while the rank is being built.
 
-    A subclass imports its rank only in ``build``: whoever creates the actor needs no torch.
+    ``builder`` is the module whose ``build(spec, config, on_loaded, **links)`` makes the rank; it
+    is imported only then, so that whoever creates the actor needs no torch.
     """
 
-    rank: Rank | None = None
+    builder: str
+    links: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, spec: bytes, config_json: str) -> None:
         self._spec = unpack(RankSpec, spec)
-        self._config = TandemConfig.model_validate_json(config_json)
+        self._rank: Rank | None = None
+        self._building: asyncio.Task[None] | None = None
+        self._progress = 0.0
+        seen = (0, self._spec.epoch)
+        self._state = RankState(self._spec, config_json, os.getpid(), _stderr_path(), seen)
 
     async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
-        raise AssertionError(f"{type(self).__name__} builds no rank")
+        parts = await asyncio.to_thread(import_module, self.builder)
+        return await parts.build(spec, config, on_loaded=self._on_loaded, **self.links)
 
-    async def start(self) -> bytes:
-        """Packed NodeInfo, or the packed Failure that kept the node from starting."""
+    async def start(self) -> None:
+        """Begin to build the rank, once; ``who`` tells how far that is."""
+        if self._building is None:
+            self._building = asyncio.create_task(self._build())
+
+    async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
+        """Packed RankState; the rank remembers the largest numbers that it is told. One whose
+        engine has stopped has failed."""
+        seen = self._state.seen
+        seen = (max(seen[0], incarnation), max(seen[1], epoch))
+        self._state = replace(self._state, seen=seen, progress=self._progress)
+        if self._rank is not None and (error := self._rank.loop.failure) is not None:
+            lost = failure_of(NodeLost(f"the engine stopped: {error!r}"))
+            self._state = replace(self._state, failure=lost)
+        return pack(self._state)
+
+    async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
+        """The rank's answer, or a packed NodeLost when another life of it is meant."""
+        if self._rank is None:
+            return encode_failure(NodeLost(f"{self._spec.name} is not ready"))
+        return await self._rank.handle(epoch, method, payload)
+
+    async def stop(self) -> None:
+        """End the rank in order, if there is one; its process is for others to end."""
+        if self._rank is not None:
+            await self._rank.stop()
+
+    async def _build(self) -> None:
         try:
-            self.rank = await self.build(self._spec, self._config)
-            return pack(self.rank.info)
+            config = TandemConfig.model_validate_json(self._state.config_json)
+            self._rank = rank = await self.build(self._spec, config)
+            self._state = replace(self._state, info=rank.info)
         except Exception as error:
-            return encode_failure(error)
+            log.exception("%s cannot be built", self._spec.name)
+            self._state = replace(self._state, failure=failure_of(error))
 
-    async def call(self, method: str, payload: bytes) -> bytes:
-        assert self.rank is not None, "start comes first"
-        return await self.rank.handle(method, payload)
-
-    async def stop(self) -> None:
-        if self.rank is not None:
-            await self.rank.stop()
+    def _on_loaded(self, share: float) -> None:
+        self._progress = share
 
 
-class StreamingShell(RankShell):
-    """The shell of a rank whose frames are read over a socket."""
-
-    rank: StreamingRank | None = None
-    _frames: FrameServer | None = None
-
-    async def frame_address(self) -> bytes:
-        """Listen for readers from now on: the packed FrameAddress, or a packed Failure."""
-        assert self.rank is not None, "start comes first"
-        if self._frames is None:
-            self._frames = FrameServer(self._spec.host, self.rank.subscribe)
-        try:
-            return pack(await self._frames.listen())
-        except ValueError as error:
-            return encode_failure(error)
-
-    async def stop(self) -> None:
-        if self._frames is not None:
-            await self._frames.stop()
-        await super().stop()
+def _stderr_path() -> str:
+    path = "/proc/self/fd/2"
+    return os.readlink(path) if os.path.exists(path) else ""

@@ -5,16 +5,38 @@ from pathlib import Path
 
 import torch
 
+from core.config import TandemConfig
 from core.config import load as load_config
+from core.identity import Identity
 from core.info import DECODE
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
-from decode_node.engine import DecodeEngine, EngineOptions
+from decode_node.buckets import Buckets
+from decode_node.draft_length import no_costs
+from decode_node.engine import DecodeEngine
+from decode_node.plan import Proposal, StepKey
+from decode_node.planner import plan_step
+from decode_node.sequence import Sequence, Size
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress
+from runtime.lockstep import Plan, Planner
 
 POISON = 1e4
+
+
+class IdleFirst:
+    """Plans no drafts in the first ``num_steps`` steps, then ``most``; batches are not padded."""
+
+    def __init__(self, num_steps: int, most: int) -> None:
+        self._num_left, self._most = num_steps, most
+
+    def plan(self, proposal: Proposal) -> Plan[StepKey]:
+        costs, buckets = no_costs(self._most), Buckets(tuple(range(1, 65)))
+        num_drafts = 0 if self._num_left > 0 else self._most
+        key, _ = plan_step((proposal,), costs, buckets, lambda *_: (num_drafts, costs))
+        self._num_left -= key is not None
+        return Plan(1, 1, key)
 
 
 @dataclass
@@ -31,8 +53,10 @@ class Bench:
     loop: str = "plain"
     draft_length: str = "fixed"
     buckets: tuple[int, ...] | None = None
+    planner: Planner[Proposal, StepKey] | None = None
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
+    identities: dict[str, Identity] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.page_size)
@@ -43,6 +67,7 @@ class Bench:
             self.loaded,
             self.pool,
             self.caches,
+            epoch=1,
             max_batch_tokens=self.max_batch_tokens,
             on_progress=self.progress.append,
         )
@@ -50,30 +75,37 @@ class Bench:
             self.loaded,
             self.pool,
             self.caches,
-            EngineOptions(
-                max_rows=self.max_rows,
-                max_drafts=self.num_drafts,
-                loop=self.loop,
-                draft_length=self.draft_length,
-                buckets=self.buckets,
-            ),
+            self._config(),
             epoch=1,
-            on_frame=self.frames.append,
+            on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
+            on_grant=lambda _: None,
+            planner=self.planner,
         )
+
+    def _config(self) -> TandemConfig:
+        sections = {
+            "decode": {"max_rows": self.max_rows, "loop": self.loop, "batch_buckets": self.buckets},
+            "speculation": {"num_tokens": self.num_drafts, "draft_length": self.draft_length},
+        }
+        return TandemConfig.model_validate(sections)
 
     def all_caches(self) -> list[torch.Tensor]:
         return [cache for group in self.caches.values() for cache in group]
 
     def start(self, request: Request) -> tuple[int, str | None]:
         """Prefill, hand over, activate unless the first token ends it."""
-        sequence = self.decode.reserve(request)
-        self.prefill.submit(request, 0)
+        identity = self.identities[request.request_id] = Identity(request.request_id)
+        num_output = len(request.output_ids)
+        size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
+        self.decode.ask(identity, size)
+        pages = self.decode.begin(identity, request)
+        self.prefill.submit(identity, request)
         while self.prefill.has_work():
             self.prefill.step()
         done = self.progress[-1]
         assert done.first_token is not None
-        self._copy(list(done.pages), sequence.pages, done.num_tokens[0])
-        self.prefill.drop(done.key)
+        self._copy(list(done.pages), pages, done.num_tokens[0])
+        self.prefill.drop(identity)
         sampling = request.sampling
         budget = num_budget(
             len(request.prompt_ids),
@@ -84,10 +116,10 @@ class Bench:
         stops = stop_ids(sampling, self.loaded.config.eos_token_ids)
         _, reason = cut((done.first_token,), stops, budget)
         if reason is not None:
-            self.decode.drop(request.request_id)
+            self.decode.drop(identity)
         else:
             hidden = done.hidden_D if self.ship_hidden else None
-            self.decode.activate(request.request_id, done.first_token, hidden)
+            self.decode.activate(identity, done.first_token, hidden)
         return done.first_token, reason
 
     def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
@@ -105,9 +137,16 @@ class Bench:
         while self.decode.has_work():
             self.decode.step()
         for update in self.updates():
-            ids, _ = answers[update.request_id]
-            answers[update.request_id] = (ids + list(update.token_ids), update.finish_reason)
+            name = update.identity.request_id
+            ids, _ = answers[name]
+            answers[name] = (ids + list(update.token_ids), update.finish_reason)
         return [answers[r.request_id] for r in requests]  # type: ignore[misc]
+
+    def sequence(self, request_id: str) -> Sequence:
+        return self.decode.scheduler.sequences[self.identities[request_id]]
+
+    def drop(self, request_id: str) -> bool:
+        return self.decode.drop(self.identities[request_id])
 
     def updates(self) -> list[SequenceUpdate]:
         return [update for frame in self.frames for update in frame.updates]

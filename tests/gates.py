@@ -9,8 +9,8 @@ import msgpack
 
 from core.control import Control
 from core.tasks import Tasks
-from decode_node.build import DecodeRank
-from prefill_node.build import PrefillRank
+from decode_node.node import DecodeNode
+from prefill_node.node import PrefillNode
 from tests.rig import Rig
 
 PATIENCE_S = 30.0
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 class Gate:
     """An engine that makes only the steps it is given, until ``open``."""
 
-    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+    def __init__(self, rank: PrefillNode | DecodeNode) -> None:
         self.num_given = 0
         self._rank = rank
         self._step = rank.engine.step
@@ -82,12 +82,12 @@ class Wire:
 async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     """Gates and wires of the prefill and the decode node of a cluster of one each."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    [prefill_handle] = cluster.gateway._prefills.values()
-    [decode_handle] = cluster.gateway._decodes.values()
+    [prefill_handle] = cluster.gateway.fleet.prefills.values()
+    [decode_handle] = cluster.gateway.fleet.decodes.values()
     wires = Wire(prefill_handle.control), Wire(decode_handle.control)
     prefill_handle.control, decode_handle.control = wires
-    owner = Wire(decode.node._find_owner(prefill_handle.info.name))
-    decode.node._find_owner = lambda name: owner
+    find_owner = decode._find_owner
+    decode._find_owner = lambda name, epoch: Wire(find_owner(name, epoch))
     gates = Gate(prefill), Gate(decode)
     try:
         yield *gates, *wires

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from core.request import REJECTION, Request, SamplingParams
 from model.acceptance import KIND_NUMBERS, judge, pick_draft
-from model.acceptance.base import Evidence, Verdict
+from model.acceptance.base import AcceptanceRows, Evidence, Verdict
 from model.adjust import count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows, adjusted_places, draw_places
+from model.tensors import select
 from tests.unit.test_sampling import check_chi_square, filtered, obvious, sampling_rows
 
 VOCAB = 5
@@ -43,6 +44,7 @@ def evidence(
     num_output_B: Tensor,
     limit_B: Tensor,
     q_BNV: Tensor | None = None,
+    kind_B: Tensor | None = None,
 ) -> Evidence:
     """Without thinking."""
     return Evidence(
@@ -51,13 +53,21 @@ def evidence(
         adjusted_BN1V=adjusted_BN1V,
         targets_BN1=draw_places(adjusted_BN1V, sampling, num_output_B),
         sampling=sampling,
+        acceptance=AcceptanceRows(
+            kind_B=torch.zeros_like(limit_B) if kind_B is None else kind_B,
+            limit_B=limit_B,
+            relaxed_top_n_B=torch.ones_like(limit_B),
+            relaxed_delta_B=torch.zeros(limit_B.shape),
+        ),
         num_output_B=num_output_B,
-        limit_B=limit_B,
         thinking_B=torch.zeros_like(limit_B, dtype=torch.bool),
         think_ids=None,
-        relaxed_top_n_B=torch.ones_like(limit_B),
-        relaxed_delta_B=torch.zeros(limit_B.shape),
     )
+
+
+def judged_by(known: Evidence, **changes: Tensor) -> Evidence:
+    """The same evidence with other fields of AcceptanceRows."""
+    return replace(known, acceptance=replace(known.acceptance, **changes))
 
 
 def one_step(
@@ -85,8 +95,9 @@ def one_step(
         num_output_B=num_output_B,
         limit_B=limit_B,
         q_BNV=torch.stack([q for q in qs if q is not None], 1) if REJECTION in kinds else None,
+        kind_B=kind_B,
     )
-    return judge(kinds, kind_B, known)
+    return judge(kinds, known)
 
 
 def tell(
@@ -109,7 +120,7 @@ def tell(
     if s.adjusts_logits:
         table = no_rules(1, VOCAB, CPU)
         set_rules(table, 0, Request("r", (1,), sampling=s), (START,), frozenset())
-        sampling = replace(sampling, rules=table.select(torch.zeros_like(seed_B)))
+        sampling = replace(sampling, rules=select(table, torch.zeros_like(seed_B)))
     told_BT = torch.zeros(len(seed_B), num_tokens + num_drafts + 1, dtype=torch.int64)
     last_B, num_output_B = torch.full_like(seed_B, START), torch.ones_like(seed_B)
     while (num_output_B <= num_tokens).any():

@@ -1,17 +1,21 @@
-"""A `tandem serve` of one's own as a process, and whether it left any process behind."""
+"""A `tandem serve` of one's own as a process, a Ray begun apart, and what they leave behind."""
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+COMMAND = (sys.executable, "-m", "cluster.cli")
 
 
 @dataclass
@@ -25,18 +29,72 @@ class Serving:
     def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, then its exit code; asserts that its whole process tree is gone."""
         tree = descendants(self.process.pid)
-        assert len(tree) > 2, "Ray's processes should be below the server"
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout_s)
         wait_gone(tree)
         return code
 
 
-def tandem(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class RayHead:
+    """A Ray begun by ``ray start --head``; ``env`` is that of whoever is to join it."""
+
+    pid: int
+    address: str
+    env: dict[str, str]
+
+
+@contextmanager
+def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
+    """A Ray of one's own on the loopback interface, with a home folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:
+        env = os.environ | {"HOME": home, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        if with_token:
+            token = Path(home, ".ray", "auth_token")
+            token.parent.mkdir()
+            token.write_text(secrets.token_hex(32))
+        address = f"127.0.0.1:{free_port()}"
+        options = ("--block", "--include-dashboard=false", "--disable-usage-stats")
+        sizes = (f"--num-cpus={num_cpus}", f"--object-store-memory={128 << 20}")
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "start", "--head", *options, *sizes]
+            + [f"--port={address.rpartition(':')[2]}", f"--temp-dir={home}/r"],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            said = []
+            while "Ray runtime started" not in (line := process.stdout.readline()):
+                said.append(line)
+                assert line, "".join(said)
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            yield RayHead(process.pid, address, env)
+        finally:
+            tree = {process.pid, *descendants(process.pid)}
+            for pid in tree:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            wait_gone(tree)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tandem(
+    *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "cluster.cli", *args],
+        [*COMMAND, *args],
         cwd=ROOT,
+        env=env,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -45,12 +103,21 @@ def tandem(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[
 
 
 @contextmanager
-def serving(*sets: str) -> Iterator[Serving]:
-    """``tandem serve`` until the block ends; it is ended by id whatever happens."""
+def serving(
+    *sets: str,
+    head: RayHead | None = None,
+    command: Sequence[str] = COMMAND,
+    cwd: Path = ROOT,
+) -> Iterator[Serving]:
+    """``tandem serve``, in a Ray of its own or in ``head``, until the block ends; it is ended by
+    id whatever happens."""
     args = [arg for item in ("server.address=127.0.0.1:0", *sets) for arg in ("--set", item)]
+    if head is not None:
+        args += ["--ray-address", head.address]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", *args],
-        cwd=ROOT,
+        [*command, "serve", *args],
+        cwd=cwd,
+        env=None if head is None else head.env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,23 +1,73 @@
-"""A whole cluster without Ray: real nodes, real channels, one process, one asyncio loop."""
+"""A whole cluster without Ray: real nodes, real channels and frames, one process, one loop."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from cluster.control import colocated
-from cluster.control.plan import plan_nodes
+from cluster.control.plan import LOOPBACK, plan_gangs
 from cluster.gateway.gateway import ClusterGateway
-from cluster.gateway.nodes import DecodeHandle, Frames, PrefillHandle
+from core.answer import Delta, Finished
 from core.config import TandemConfig, load
-from core.control import InProcessControl
-from core.info import DECODE, PREFILL, NodeInfo
-from core.request import Delta, Finished, Request
+from core.control import Control, InProcessControl
+from core.errors import NodeLost
+from core.info import COLOCATED, DECODE, PREFILL
+from core.membership import READY, Gang, Member, Membership, RankSpec
+from core.request import Request
 from decode_node import build as decode_build
-from decode_node.build import DecodeRank
+from decode_node.node import DecodeNode
 from model.tokenizer import Tokenizer
 from prefill_node import build as prefill_build
-from prefill_node.build import PrefillRank
+from prefill_node.node import PrefillNode
+
+Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
+_epochs = count(100)
+"""Of all rigs: an epoch, and so a rank's name, never repeats."""
+
+
+class LocalMembers:
+    """The membership of ranks in this process, told by hand."""
+
+    def __init__(self) -> None:
+        self.membership = Membership((1, 0))
+        self.controls: dict[str, Control] = {}
+        self.reports: list[tuple[str, int, str]] = []
+        self._changed = asyncio.Event()
+
+    def add(self, rank: Rank) -> None:
+        spec = rank.spec
+        self.controls[spec.name] = InProcessControl(rank.handle, spec.epoch)
+        member = Member(spec, rank.info)
+        gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (member,), 1.0)
+        self.tell(*self.membership.gangs, gang)
+
+    def remove(self, name: str) -> None:
+        self.tell(*(g for g in self.membership.gangs if g.members[0].spec.name != name))
+
+    def tell(self, *gangs: Gang) -> None:
+        incarnation, counter = self.membership.version
+        self.membership = Membership((incarnation, counter + 1), gangs)
+        self._changed.set()
+
+    async def changed(self, after: tuple[int, int]) -> Membership:
+        while self.membership.version <= after:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.membership
+
+    def control(self, member: Member) -> Control:
+        return self.controls[member.spec.name]
+
+    def report(self, gang: str, epoch: int, reason: str) -> None:
+        self.reports.append((gang, epoch, reason))
+
+    def find_owner(self, name: str, epoch: int) -> Control:
+        if name not in self.controls:
+            raise NodeLost(f"{name} of epoch {epoch} is gone")
+        return self.controls[name]
 
 
 @dataclass
@@ -25,9 +75,27 @@ class Rig:
     """The parts of a running cluster, for tests to look into."""
 
     config: TandemConfig
-    gateway: ClusterGateway
-    prefills: list[PrefillRank]
-    decodes: list[DecodeRank]
+    members: LocalMembers
+    gateway: ClusterGateway = field(init=False)
+    prefills: list[PrefillNode] = field(default_factory=list)
+    decodes: list[DecodeNode] = field(default_factory=list)
+
+    async def start(self, spec: RankSpec) -> Rank:
+        """One more rank, known to every gateway from now on."""
+        rank: Rank
+        if spec.kind == PREFILL:
+            rank = await prefill_build.build(spec, self.config)
+            self.prefills.append(rank)
+        elif spec.kind == DECODE:
+            rank = await decode_build.build(spec, self.config, self.members.find_owner)
+            self.decodes.append(rank)
+        else:
+            assert spec.kind == COLOCATED
+            rank = await colocated.build(spec, self.config)
+            self.prefills.append(rank.prefill)
+            self.decodes.append(rank.decode)
+        self.members.add(rank)
+        return rank
 
     async def complete(self, request: Request) -> tuple[list[int], str, Finished]:
         """Token ids, text and the last message of one request."""
@@ -45,9 +113,9 @@ class Rig:
     async def settle(self) -> None:
         """Wait until releases that go on in the background are done."""
         for decode in self.decodes:
-            await decode.node.sink.idle()
+            await decode.intake.idle()
         for prefill in self.prefills:
-            await prefill.node.source._tasks.finish()
+            await prefill.source.idle()
         for rank in (*self.prefills, *self.decodes):
             await rank.loop.call(lambda: None)
             await rank.loop.call(lambda: None)
@@ -56,18 +124,20 @@ class Rig:
         """Nothing of any request is left anywhere; channels stay, they are warm."""
         await self.settle()
         for prefill in self.prefills:
-            counts = prefill.node.source.counts()
+            counts = prefill.source.counts()
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             prefill.engine.scheduler.check_integrity()
-            prefill.node.source.check_integrity()
+            prefill.source.check_integrity()
             assert not prefill.engine.scheduler.sequences
         for decode in self.decodes:
-            counts = decode.node.sink.counts()
+            counts = decode.intake.counts()
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             decode.engine.scheduler.check_integrity()
+            decode.sessions.check_integrity()
             assert not decode.engine.scheduler.sequences
-        for rank in (*self.prefills, *self.decodes):
-            pool = rank.engine.scheduler._pool
+            assert not decode.engine.scheduler.num_waiting
+            assert not len(decode.sessions), "a session holds what no scheduler does"
+        for pool in [rank.pool for rank in (*self.prefills, *self.decodes)]:
             assert pool.num_available == pool.num_pages - 1, "pages leaked"
 
 
@@ -75,52 +145,22 @@ class Rig:
 async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
     """Start the nodes that ``--set`` items ask for over the checkpoint in ``path``."""
     config = load(None, [f"model.path={path}", "model.dtype=float32", *sets])
-    parts = Rig(config, None, [], [])  # type: ignore[arg-type]
+    parts = Rig(config, LocalMembers())
+    async with AsyncExitStack() as stack:
+        for plan in plan_gangs(config):
+            [spec] = plan.specs(next(_epochs), [LOOPBACK])
+            rank = await parts.start(spec)
+            stack.push_async_callback(rank.stop)
+        parts.gateway = await stack.enter_async_context(gateway(parts))
+        yield parts
+
+
+@asynccontextmanager
+async def gateway(cluster: Rig) -> AsyncIterator[ClusterGateway]:
+    """One more gateway of the cluster, warm."""
+    made = ClusterGateway(cluster.config, Tokenizer(cluster.config.model.path), cluster.members)
     try:
-        handles = await _start(config, parts)
-        parts.gateway = ClusterGateway(config, Tokenizer(path), *handles)
-        try:
-            yield parts
-        finally:
-            await parts.gateway.stop()
+        await made.fleet.ready()
+        yield made
     finally:
-        for decode in parts.decodes:
-            await decode.node.stop()
-        for prefill in parts.prefills:
-            await prefill.stop()
-        for decode in parts.decodes:
-            decode.loop.stop()
-
-
-async def _start(
-    config: TandemConfig, parts: Rig
-) -> tuple[list[PrefillHandle], list[DecodeHandle]]:
-    prefills: list[PrefillHandle] = []
-    decodes: list[DecodeHandle] = []
-    controls: dict[str, InProcessControl] = {}
-    for plan in plan_nodes(config):
-        if plan.spec.kind == PREFILL:
-            prefill = await prefill_build.build(plan.spec, config)
-            parts.prefills.append(prefill)
-            controls[plan.spec.gang] = InProcessControl(prefill.node.handle)
-            prefills.append(PrefillHandle(prefill.info, controls[plan.spec.gang]))
-        elif plan.spec.kind == DECODE:
-            decode = await decode_build.build(plan.spec, config, controls.__getitem__)
-            parts.decodes.append(decode)
-            control = InProcessControl(decode.node.handle)
-            decodes.append(decode_handle(decode.info, control, decode))
-        else:
-            both = await colocated.build(plan.spec, config)
-            parts.prefills.append(both.prefill)
-            parts.decodes.append(both.decode)
-            control = InProcessControl(both.handle)
-            prefills.append(PrefillHandle(both.info, control))
-            decodes.append(decode_handle(both.info, control, both.decode))
-    return prefills, decodes
-
-
-def decode_handle(info: NodeInfo, control: InProcessControl, rank: DecodeRank) -> DecodeHandle:
-    async def reopen() -> Frames:
-        return rank.node.frames
-
-    return DecodeHandle(info, control, rank.node.frames, reopen)
+        await made.stop()

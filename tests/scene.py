@@ -86,24 +86,39 @@ class Scene:
 
     def prefill_sequence(self, name: str) -> Sequence | None:
         sequences = self.cluster.prefills[0].engine.scheduler.sequences
-        return next((s for key, s in sequences.items() if key[0] == name), None)
+        return next((s for key, s in sequences.items() if key.request_id == name), None)
 
     def on_prefill(self, name: str) -> bool:
-        source = self.cluster.prefills[0].node.source
-        keys = {*source._book.open_keys(), *source._book.leases.keys()}
-        return self.prefill_sequence(name) is not None or any(key[0] == name for key in keys)
+        [prefill] = self.cluster.prefills
+        held = (prefill.engine.scheduler.sequences, prefill.source._book.open_ones())
+        return any(identity.request_id == name for each in held for identity in each)
 
-    def on_decode(self, name: str) -> bool:
+    def waits(self, name: str) -> bool:
+        """Whether it queues for a decode row."""
+        scheduler = self.cluster.decodes[0].engine.scheduler
+        return any(i.request_id == name for i in (*scheduler._begun, *scheduler._fresh))
+
+    def holds_a_row(self, name: str) -> bool:
+        sequences = self.cluster.decodes[0].engine.scheduler.sequences
+        return any(identity.request_id == name for identity in sequences)
+
+    def on_decode(self, name: str, num: int = 1) -> bool:
+        """Whether the decode node holds anything of at least so many answers of a request."""
         [decode] = self.cluster.decodes
-        held = (decode.engine.scheduler.sequences, decode.node._arriving, decode.node._reserving)
-        return any(name in each for each in held)
+        scheduler = decode.engine.scheduler
+        held = (
+            scheduler.sequences, scheduler._begun, scheduler._fresh,
+            decode._arriving, decode._granting, decode.sessions._owners,
+        )  # fmt: skip
+        found = {i for each in held for i in each if i.request_id == name}
+        return len({identity.answer for identity in found}) >= num
 
     def is_held(self, name: str) -> bool:
         """Whether gateway or nodes hold anything of a request."""
-        [handle] = self.cluster.gateway._decodes.values()
+        [handle] = self.cluster.gateway.fleet.decodes.values()
         return (
             name in self.cluster.gateway._running
-            or name in handle.inboxes
+            or any(identity.request_id == name for identity in handle.inboxes)
             or self.on_prefill(name)
             or self.on_decode(name)
         )

@@ -30,12 +30,12 @@ from benchmarks.soak.check import Checked, Checker
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left, run_alone
 from benchmarks.soak.plans import Shares, plans
-from cluster.client.client import AsyncClient
 from cluster.control.launch import launch
 from cluster.door.server import Server
 from cluster.gateway.gateway import ClusterGateway
-from cluster.info import ServerStatus
 from core.config import TandemConfig, load
+from core.info import ServerStatus
+from tandem import AsyncClient
 
 MAX_TIES = 2 / 1000
 MAX_SHOWN = 5
@@ -95,7 +95,8 @@ def mean_step_ms(status: ServerStatus) -> float:
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
     sets = ["server.address=127.0.0.1:0", "server.max_queued=2000", *args.sets]
     async with serving(load(None, sets)) as (gateway, client):
-        freed = Freed(gateway.handles)
+        fleet = gateway.fleet
+        freed = Freed([*fleet.prefills.values(), *fleet.decodes.values()])
         began_at = time.monotonic()
         tally = await load_phase(client, freed, args)
         load_s = time.monotonic() - began_at

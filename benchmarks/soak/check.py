@@ -161,13 +161,6 @@ def _scores(
     logits_1V = adjust(logits_V.unsqueeze(0), rules, index_1, no_drafts)
     if sampling.temperature == 0:
         return logits_1V[0]
-    rows = SamplingRows(
-        temperature_B=torch.tensor([sampling.temperature]),
-        top_k_B=torch.tensor([sampling.top_k]),
-        top_p_B=torch.tensor([sampling.top_p]),
-        min_p_B=torch.tensor([sampling.min_p]),
-        seed_B=torch.tensor([sampling.seed]),
-        all_greedy=False,
-    )
+    rows = SamplingRows.of([sampling], device)
     noise_1V = gumbel(rows.seed_B, index_1, logits_V.shape[0])
     return (filtered_log_probs(logits_1V, rows) + noise_1V)[0]

@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.gateway.nodes import DecodeHandle, PrefillHandle
-from core.control import Control
+from cluster.gateway.handles import Handle
+from core.control import Control, Done
 from core.errors import TandemError
+from core.identity import Identity
 from core.schema import decode, pack, unpack
 from core.tasks import Tasks
 from decode_node.messages import Abort
-from kv_transfer.messages import Ack, Renew
+from kv_transfer.messages import Renew
 from prefill_node.messages import Prefill
 
 POLL_S = 0.002
@@ -29,12 +30,12 @@ class Freed:
     when the pages are free. Who holds nothing yet, such as a queued request's nodes, is left out.
     """
 
-    def __init__(self, handles: Sequence[PrefillHandle | DecodeHandle]) -> None:
+    def __init__(self, handles: Sequence[Handle]) -> None:
         self._controls: dict[str, Control] = {}
         self._ended_at: dict[str, float] = {}
         self._stepped_at: dict[tuple[str, str], float] = {}
         self._freed_at: list[tuple[str, str, float]] = []
-        self._leases: dict[str, dict[str, tuple[str, Renew]]] = {}
+        self._leases: dict[str, dict[Identity, tuple[str, Renew]]] = {}
         self._tasks = Tasks()
         for handle in handles:
             self._controls[handle.info.name] = handle.control
@@ -50,12 +51,11 @@ class Freed:
 
     def offered(self, node: str, lease: Renew) -> None:
         """A prefill node is asked for a prompt, and will hold it under this lease."""
-        by_id = self._leases.setdefault(_client_name(lease.request_id), {})
-        by_id[lease.request_id] = (node, lease)
+        by_id = self._leases.setdefault(lease.identity.request_id, {})
+        by_id[lease.identity] = (node, lease)
 
-    def freed(self, request_id: str, node: str) -> None:
+    def freed(self, name: str, node: str) -> None:
         """The node holds nothing of the request; noted if its client has ended it."""
-        name = _client_name(request_id)
         if name in self._ended_at:
             self._freed_at.append((name, node, time.monotonic()))
 
@@ -66,11 +66,11 @@ class Freed:
     async def _release(self, name: str, node: str, lease: Renew) -> None:
         control = self._controls[node]
         try:
-            while decode(Ack, await control.call("renew", pack(lease))):
+            while decode(Done, await control.call("renew", pack(lease))):
                 await asyncio.sleep(POLL_S)
         except TandemError:
             await control.call("status", b"")
-            self.freed(lease.request_id, node)
+            self.freed(name, node)
 
     async def summary(self) -> dict[str, Any]:
         """Per node: milliseconds since the end, and since the step after it."""
@@ -86,25 +86,19 @@ class Freed:
 
 
 class _Watched:
-    def __init__(self, handle: PrefillHandle | DecodeHandle, freed: Freed) -> None:
+    def __init__(self, handle: Handle, freed: Freed) -> None:
         self._node = handle.info
         self._control = handle.control
         self._freed = freed
 
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "prefill":
-            asked = unpack(Prefill, payload)
-            lease = Renew(str(self._node.epoch), asked.request.request_id, asked.attempt)
+            lease = Renew(unpack(Prefill, payload).identity)
             self._freed.offered(self._node.name, lease)
         answer = await self._control.call(method, payload)
         if method == "abort":
-            self._freed.freed(unpack(Abort, payload).request_id, self._node.name)
+            self._freed.freed(unpack(Abort, payload).identity.request_id, self._node.name)
         return answer
-
-
-def _client_name(request_id: str) -> str:
-    """Of n answers each has a name of its own on the nodes."""
-    return request_id.partition(" ")[0]
 
 
 def _quantiles(values_s: list[float]) -> dict[str, float]:

@@ -11,9 +11,8 @@ from typing import Any
 
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.plans import ABORT, DEADLINE, DROP, Plan
-from cluster.client.client import AsyncClient, InferenceError
-from cluster.proto.mapping import LastPiece
-from core.request import Delta, TokenLogprobs
+from core.answer import Delta, Finished, TokenLogprobs
+from tandem import AsyncClient, InferenceError
 
 FIRST_TYPICAL_S = 1.0
 MIN_DEADLINE_S = 0.01
@@ -30,7 +29,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: str = ""
 
-    def take(self, piece: Delta | LastPiece) -> None:
+    def take(self, piece: Delta | Finished) -> None:
         self.token_ids += piece.token_ids
         self.text += piece.text
         if isinstance(piece, Delta):

@@ -13,8 +13,9 @@ from cluster.bench.options import BenchOptions
 from cluster.bench.runner import Generator, Record, Run
 from cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
 from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
-from cluster.client.client import AsyncClient, GenerateOptions
-from cluster.info import ModelInfo
+from cluster.client.client import AsyncClient
+from cluster.client.options import GenerateOptions
+from core.info import ModelInfo
 
 DEFAULT_CONCURRENCY = 8
 NUM_ROUNDS = 2

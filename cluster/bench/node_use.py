@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from cluster.info import ServerStatus
-from core.info import PREFILL
+from core.info import PREFILL, ServerStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +10,7 @@ from rich.table import Table
 from cluster.bench.experiment import Arm, Speedups
 from cluster.bench.options import BenchOptions
 from cluster.bench.stats import Distribution, Metrics
-from cluster.info import ModelInfo
+from core.info import ModelInfo
 
 LATENCIES = {
     "ttft_ms": "to first token",
@@ -70,8 +70,7 @@ def latency_table(arm: Arm) -> Table:
     table = _table("ms", ["mean", "p50", "p90", "p99"], title)
     for name, label in LATENCIES.items():
         one: Distribution | None = getattr(arm.metrics, name)
-        values = [None] * 4 if one is None else [one.mean, one.p50, one.p90, one.p99]
-        table.add_row(label, *map(_number, values))
+        table.add_row(label, *map(_number, [None] * 4 if one is None else astuple(one)))
     return table
 
 
@@ -104,16 +103,20 @@ def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups]) -> Table:
     table = _table("speculation", [_drafts(arm) for arm in arms], "")
     seen = [arm.acceptance for arm in arms]
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
-    rounds = [", ".join(map(_number, ratio.measured_per_round)) or "-" for ratio in ratios]
     table.add_row("accepted by position", *shares)
-    table.add_row("accepted length, tokens/step", *(_number(one.accepted_length) for one in seen))
-    table.add_row("step, ms", *(_number(arm.metrics.step_ms) for arm in arms))
-    table.add_row("a at position 1", *(_number(one.first) for one in seen))
-    table.add_row("a of that accepted length", *(_number(one.fitted) for one in seen))
-    table.add_row("c, cost of a draft in steps", *(_number(ratio.cost_ratio) for ratio in ratios))
-    table.add_row("speed-up, model, a at 1", *(_number(ratio.model_first) for ratio in ratios))
-    table.add_row("speed-up, model, that a", *(_number(ratio.model_fitted) for ratio in ratios))
-    table.add_row("speed-up of TPOT, measured", *(_number(ratio.measured) for ratio in ratios))
+    rows = {
+        "accepted length, tokens/step": [one.accepted_length for one in seen],
+        "step, ms": [arm.metrics.step_ms for arm in arms],
+        "a at position 1": [one.first for one in seen],
+        "a of that accepted length": [one.fitted for one in seen],
+        "c, cost of a draft in steps": [ratio.cost_ratio for ratio in ratios],
+        "speed-up, model, a at 1": [ratio.model_first for ratio in ratios],
+        "speed-up, model, that a": [ratio.model_fitted for ratio in ratios],
+        "speed-up of TPOT, measured": [ratio.measured for ratio in ratios],
+    }
+    for label, values in rows.items():
+        table.add_row(label, *map(_number, values))
+    rounds = [", ".join(map(_number, ratio.measured_per_round)) or "-" for ratio in ratios]
     table.add_row("  by round", *rounds)
     return table
 

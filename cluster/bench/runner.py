@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from cluster.bench.node_use import NodeUse
 from cluster.bench.workload import Job
-from cluster.client.client import AsyncClient, Finished, GenerateOptions, InferenceError
+from cluster.client.client import AsyncClient
+from cluster.client.options import GenerateOptions
+from cluster.client.stream import InferenceError
 from cluster.door.status_codes import status_of
-from cluster.proto.mapping import LastPiece
+from core.answer import Finished
 from core.request import ABORT, ERROR
 
 
@@ -106,7 +108,7 @@ class Generator:
         try:
             async with aclosing(self._client.generate(job.prompt, **options)) as stream:
                 async for piece in stream:
-                    if isinstance(piece, LastPiece):
+                    if isinstance(piece, Finished):
                         return piece, _problem(piece)
                     if piece.token_ids:
                         messages.append((self._now_s(), len(piece.token_ids)))

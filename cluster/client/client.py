@@ -1,6 +1,6 @@
 """Talk to a Tandem server from Python, without torch or Ray.
 
-    from cluster.client.client import Client
+    from tandem import Client
 
     with Client("127.0.0.1:50051") as client:
         for piece in client.generate("def f(", max_tokens=64):
@@ -10,168 +10,89 @@ A stream that breaks with UNAVAILABLE is resumed where it broke; no token is los
 """
 
 import asyncio
+import inspect
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Any, Self, Unpack
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable, Sequence
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
 from cluster.client.options import GenerateOptions
-from cluster.client.stream import (
-    CHANNEL_OPTIONS,
-    Completion,
-    InferenceError,
-    Retries,
-    StreamPlan,
-    completions_of,
-    inference_error,
-)
-from cluster.info import ModelInfo, ServerStatus
+from cluster.client.stream import Completion, StreamPlan, completions_of, inference_error
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import LastPiece, model_info_from_proto, status_from_proto
-from core.request import Delta, Finished
-
-__all__ = [
-    "AsyncClient",
-    "Client",
-    "Completion",
-    "Delta",
-    "Finished",
-    "GenerateOptions",
-    "InferenceError",
-]
+from cluster.proto.mapping import from_proto
+from cluster.proto.wire import MAX_MESSAGE_BYTES
+from core.answer import Delta, Finished
+from core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
 """Deadline of every call but ``generate``."""
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+_T = TypeVar("_T")
 
 
-class Client:
-    """One server's client for threads. Every call raises ``InferenceError`` if it fails."""
+class AsyncClient:
+    """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
+
+    Build it inside the running loop. A stream that breaks ``max_retries`` times in a row without a
+    new token fails; ``backoff_s`` is the first pause before another attempt.
+    """
+
+    _open_channel: ClassVar[Any] = staticmethod(grpc.aio.insecure_channel)
+    _sleep: ClassVar[Any] = staticmethod(asyncio.sleep)
 
     def __init__(self, address: str, *, max_retries: int = 5, backoff_s: float = 0.2) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = self._open_channel(address, options=_OPTIONS)
         self._stub = rpc.InferenceStub(self._channel)
-        self._retries = Retries(max_retries, backoff_s)
-        self._names: dict[str, str] = {}
+        self._max_retries, self._backoff_s = max_retries, backoff_s
 
     def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Generator[Delta | LastPiece, None, None]:
+    ) -> AsyncGenerator[Delta | Finished, None]:
         """Stream the answer to ``prompt`` (text or token ids): deltas, then a ``Finished``; of each
         of ``n`` answers, told apart by ``index``.
 
         Every piece has ``text`` and ``token_ids``. Closing the generator ends the request.
         Raises ``ValueError`` at once if an option cannot be sent.
         """
-        return self._follow(StreamPlan(prompt, self._retries, options))
-
-    def complete(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Completion:
-        """The whole answer, the first of several; takes what ``generate`` takes."""
-        return self.complete_all(prompt, **options)[0]
-
-    def complete_all(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> list[Completion]:
-        """All ``n`` answers, by index."""
-        return completions_of(self.generate(prompt, **options))
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets ``Finished``. False if no such request is running."""
-        name = self._names.get(request_id, request_id)
-        return bool(self._call(self._stub.Abort, pb.AbortRequest(request_id=name)).found)
-
-    def model_info(self) -> ModelInfo:
-        return model_info_from_proto(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
-
-    def status(self) -> ServerStatus:
-        return status_from_proto(self._call(self._stub.GetStatus, pb.GetStatusRequest()))
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _follow(self, plan: StreamPlan) -> Generator[Delta | LastPiece, None, None]:
-        try:
-            while True:
-                message = plan.next_message()
-                self._names[plan.request_id] = message.request_id
-                call = self._stub.Generate(message, timeout=plan.remaining_s())
-                problem: grpc.RpcError | None = None
-                try:
-                    for response in call:
-                        piece = plan.receive(response)
-                        yield piece
-                        if plan.is_done:
-                            return
-                except grpc.RpcError as error:
-                    problem = error
-                finally:
-                    call.cancel()
-                time.sleep(plan.pause_after(problem))
-        finally:
-            self._names.pop(plan.request_id, None)
-
-    def _call(self, method: Any, message: Any) -> Any:
-        try:
-            return method(message, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise inference_error(error) from error
-
-
-class AsyncClient:
-    """One server's client for asyncio: the calls of ``Client``, awaited.
-
-    Build it inside the running loop.
-    """
-
-    def __init__(self, address: str, *, max_retries: int = 5, backoff_s: float = 0.2) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = rpc.InferenceStub(self._channel)
-        self._retries = Retries(max_retries, backoff_s)
-        self._names: dict[str, str] = {}
-
-    def generate(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[Delta | LastPiece, None]:
-        """As ``Client.generate``, for ``async for``."""
-        return self._follow(StreamPlan(prompt, self._retries, options))
+        return self._follow(StreamPlan(prompt, options, self._max_retries, self._backoff_s))
 
     async def complete(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """As ``Client.complete``."""
+        """The whole answer, the first of several; takes what ``generate`` takes."""
         return (await self.complete_all(prompt, **options))[0]
 
     async def complete_all(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
-        """As ``Client.complete_all``."""
+        """All ``n`` answers, by index."""
         return completions_of([piece async for piece in self.generate(prompt, **options)])
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets ``Finished``. False if no such request is running."""
-        name = self._names.get(request_id, request_id)
-        answer = await self._call(self._stub.Abort, pb.AbortRequest(request_id=name))
+        answer = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return bool(answer.found)
 
     async def model_info(self) -> ModelInfo:
-        return model_info_from_proto(
-            await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return from_proto(
+            ModelInfo, await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
         )
 
     async def status(self) -> ServerStatus:
-        return status_from_proto(await self._call(self._stub.GetStatus, pb.GetStatusRequest()))
+        return from_proto(
+            ServerStatus, await self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        )
 
     async def close(self) -> None:
-        await self._channel.close()
+        await _settled(self._channel.close())
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,29 +100,113 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Delta | LastPiece, None]:
-        try:
-            while True:
-                message = plan.next_message()
-                self._names[plan.request_id] = message.request_id
-                call = self._stub.Generate(message, timeout=plan.remaining_s())
-                problem: grpc.RpcError | None = None
-                try:
-                    async for response in call:
-                        piece = plan.receive(response)
-                        yield piece
-                        if plan.is_done:
-                            return
-                except grpc.RpcError as error:
-                    problem = error
-                finally:
-                    call.cancel()
-                await asyncio.sleep(plan.pause_after(problem))
-        finally:
-            self._names.pop(plan.request_id, None)
+    async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Delta | Finished, None]:
+        while True:
+            call = self._stub.Generate(
+                plan.next_message(), timeout=plan.remaining_s(), metadata=plan.metadata
+            )
+            problem: grpc.RpcError | None = None
+            try:
+                async for response in _each(call):
+                    yield plan.receive(response)
+                    if plan.is_done:
+                        return
+            except grpc.RpcError as error:
+                problem = error
+            finally:
+                call.cancel()
+            await _settled(self._sleep(plan.pause_after(problem)))
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
-            return await method(message, timeout=CALL_TIMEOUT_S)
+            return await _settled(method(message, timeout=CALL_TIMEOUT_S))
         except grpc.RpcError as error:
             raise inference_error(error) from error
+
+
+class _BlockingClient(AsyncClient):
+    """Its coroutines block and never suspend."""
+
+    _open_channel = staticmethod(grpc.insecure_channel)
+    _sleep = staticmethod(time.sleep)
+
+
+class Client:
+    """One server's client for threads: the calls of ``AsyncClient``, without ``await``."""
+
+    def __init__(self, address: str, *, max_retries: int = 5, backoff_s: float = 0.2) -> None:
+        self._client = _BlockingClient(address, max_retries=max_retries, backoff_s=backoff_s)
+
+    def generate(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> Generator[Delta | Finished, None, None]:
+        """As ``AsyncClient.generate``, for ``for``."""
+        return _stepped(self._client.generate(prompt, **options))
+
+    def complete(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """As ``AsyncClient.complete``."""
+        return _done(self._client.complete(prompt, **options))
+
+    def complete_all(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """As ``AsyncClient.complete_all``."""
+        return _done(self._client.complete_all(prompt, **options))
+
+    def abort(self, request_id: str) -> bool:
+        """As ``AsyncClient.abort``."""
+        return _done(self._client.abort(request_id))
+
+    def model_info(self) -> ModelInfo:
+        return _done(self._client.model_info())
+
+    def status(self) -> ServerStatus:
+        return _done(self._client.status())
+
+    def close(self) -> None:
+        _done(self._client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _settled(result: Any) -> Any:
+    """What a call over either kind of channel gives."""
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _each(responses: AsyncIterable[_T] | Iterable[_T]) -> AsyncGenerator[_T, None]:
+    if isinstance(responses, AsyncIterable):
+        async for response in responses:
+            yield response
+    else:
+        for response in responses:
+            yield response
+
+
+def _done(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+    raise AssertionError("a blocking call was suspended")
+
+
+def _stepped(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
+    """The items of an async generator that never suspends; closing it closes that one."""
+    try:
+        while True:
+            try:
+                piece = _done(pieces.__anext__())
+            except StopAsyncIteration:
+                return
+            yield piece
+    finally:
+        _done(pieces.aclose())

@@ -3,14 +3,15 @@
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.mapping import acceptance_to_proto
-from core.request import STRICT, SamplingParams
+from core.request import STRICT
 
-MAX_REQUEST_ID_LEN = 120
-"""Eight less than the server's bound: room for the number of an attempt."""
+_Message = TypeVar("_Message", bound=Message)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -70,47 +71,28 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> pb.G
 
     Raises ``ValueError`` if a value cannot be put into the message at all.
     """
-    request_id = options.get("request_id") or uuid.uuid4().hex
-    if len(request_id) > MAX_REQUEST_ID_LEN:
-        raise ValueError(f"request_id={request_id!r}: use at most {MAX_REQUEST_ID_LEN} characters")
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := given.keys() - GenerateOptions.__annotations__.keys():
+        raise ValueError(f"{sorted(unknown)}: use {', '.join(GenerateOptions.__annotations__)}")
+    fields = GenerateOptions(**given)  # type: ignore[typeddict-item]
+    if (max_tokens := fields.get("max_tokens", 1)) < 1:
+        raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
+    if fields.get("temperature", 0) > 0:
+        fields.setdefault("seed", secrets.randbits(63))
+    fields["acceptance"] = acceptance_to_proto(fields.get("acceptance", STRICT))
     try:
         return pb.GenerateRequest(
-            request_id=request_id,
+            request_id=fields.get("request_id") or uuid.uuid4().hex,
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-            sampling=_sampling(options),
-            speculation=pb.Speculation(
-                max_drafts=options.get("max_drafts"),
-                acceptance=acceptance_to_proto(options.get("acceptance", STRICT)),
-                relaxed_top_n=options.get("relaxed_top_n"),
-                relaxed_delta=options.get("relaxed_delta"),
-            ),
-            resume_token_ids=options.get("resume_token_ids", ()),
+            sampling=_part(pb.Sampling, fields),
+            speculation=_part(pb.Speculation, fields),
+            resume_token_ids=fields.get("resume_token_ids", ()),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error
 
 
-def _sampling(options: GenerateOptions) -> pb.Sampling:
-    temperature, seed = options.get("temperature", 0.0), options.get("seed")
-    max_tokens = options.get("max_tokens", SamplingParams().max_tokens)
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
-    return pb.Sampling(
-        temperature=temperature,
-        top_k=options.get("top_k", 0),
-        top_p=options.get("top_p"),
-        min_p=options.get("min_p", 0.0),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty", 0.0),
-        frequency_penalty=options.get("frequency_penalty", 0.0),
-        logit_bias=options.get("logit_bias"),
-        seed=secrets.randbits(63) if seed is None and temperature > 0 else seed,
-        stop=options.get("stop", ()),
-        stop_token_ids=options.get("stop_token_ids", ()),
-        min_tokens=options.get("min_tokens", 0),
-        max_tokens=max_tokens,
-        ignore_eos=options.get("ignore_eos", False),
-        logprobs=options.get("logprobs"),
-        n=options.get("n", 1),
-    )
+def _part(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:
+    """The options that are fields of this message."""
+    return cls(**{name: fields[name] for name in cls.DESCRIPTOR.fields_by_name if name in fields})

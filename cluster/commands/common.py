@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn
 
 from cluster.client.stream import InferenceError
 from cluster.door.server import Server
@@ -48,7 +49,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 RayAddress = Annotated[
     str | None,
     typer.Option(
-        "--ray-address", help="Join this Ray cluster instead of starting one on this machine."
+        "--ray-address",
+        help="Join the cluster in this Ray, or create it there; auto is the Ray of this machine.",
     ),
 ]
 
@@ -93,14 +95,37 @@ def fail(code: str, details: str) -> NoReturn:
 
 
 @contextmanager
-def progress_shown() -> Iterator[Callable[[str], None]]:
-    """Show what is going on, on stderr: a spinner on a terminal, lines elsewhere."""
+def progress_shown() -> Iterator[Callable[..., None]]:
+    """Show what is going on, on stderr: ``shown(text, share)`` with the share of it that is done
+    where that is known; bars on a terminal, lines for each quarter elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
+        yield _Lines()
         return
-    with console.status("starting") as spinner:
-        yield spinner.update
+    columns = (SpinnerColumn(), "{task.description}", BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(text: str, share: float | None = None) -> None:
+            bar = "" if share is None else text
+            if bar not in tasks:
+                tasks[bar] = bars.add_task(text, total=None if share is None else 1.0)
+            bars.update(tasks[bar], description=text, completed=share)
+
+        yield show
+
+
+class _Lines:
+    """Each text once, each quarter of one with a share once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        line = text if share is None else f"{text}: {int(share * 4) * 25} %"
+        if self._last.get(text) != line:
+            self._last[text] = line
+            print(line, file=sys.stderr, flush=True)
 
 
 @asynccontextmanager

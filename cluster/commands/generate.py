@@ -4,15 +4,16 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from cluster.client.client import AsyncClient, Completion, GenerateOptions
-from cluster.client.stream import completions_of
+from cluster.client.client import AsyncClient
+from cluster.client.options import GenerateOptions
+from cluster.client.stream import Completion, completions_of
 from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, run, running_server
-from cluster.proto.mapping import finished_fields
 from core.config import load
 from core.request import ABORT, ERROR
 
@@ -148,5 +149,6 @@ async def _print_answer(
 
 
 def _as_json(answer: Completion) -> str:
-    fields = {"text": answer.text, "token_ids": answer.token_ids}
-    return json.dumps(fields | finished_fields(answer.finished), ensure_ascii=False)
+    told = {name: value for name, value in asdict(answer.finished).items() if value is not None}
+    fields = {"text": answer.text, "token_ids": answer.token_ids} | told
+    return json.dumps(fields, ensure_ascii=False)

@@ -18,16 +18,18 @@ def serve(
     ray_address: RayAddress = None,
     list_keys: ListKeys = False,
 ) -> None:
-    """Start a cluster and serve it over gRPC.
+    """Serve a cluster over gRPC: one of its own, or one that is joined.
 
     Prints "ready grpc=HOST:PORT" once it serves. SIGTERM or Ctrl-C lets
-    running answers finish (at most server.drain_s), then stops everything;
-    a second one stops at once.
+    running answers finish (at most server.drain_s); a second one does not
+    wait for them. A cluster of its own ends with it; one that was joined by
+    --ray-address goes on, until tandem stop.
 
     \b
     Examples:
       tandem serve
       tandem serve --config cluster.yaml --set server.address=0.0.0.0:50051
+      tandem serve --ray-address auto
       tandem serve --set speculation.num_tokens=0 --set decode.max_rows=4
       tandem serve --list-keys
     """
@@ -36,11 +38,13 @@ def serve(
 
 
 class _Signals:
-    """SIGTERM and SIGINT: once ready the first asks to stop; any other cancels the task."""
+    """SIGTERM and SIGINT: once ready the first asks to stop. Before, or as the second one, it
+    cancels the task; later ones change nothing, so that the end is not cut short."""
 
     def __init__(self) -> None:
         self.ready = False
         self.stop = asyncio.Event()
+        self._is_cancelled = False
         self._task = asyncio.current_task()
 
     def install(self) -> None:
@@ -48,8 +52,9 @@ class _Signals:
             asyncio.get_running_loop().add_signal_handler(number, self._receive)
 
     def _receive(self) -> None:
-        if self.stop.is_set() or not self.ready:
+        if (self.stop.is_set() or not self.ready) and not self._is_cancelled:
             assert self._task is not None
+            self._is_cancelled = True
             self._task.cancel()
         self.stop.set()
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cluster.client.client import Client
 from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
-from cluster.info import STARTING, ModelInfo, ServerStatus
+from core.info import STARTING, ModelInfo, ServerStatus
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
 
@@ -50,20 +50,13 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 
 def _node_table(state: ServerStatus) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("node", "kind", "alive", "epoch"):
-        table.add_column(name, overflow="fold")
-    for name in ("rows", "free pages", "leases", "channels", "steps"):
-        table.add_column(name, overflow="fold", justify="right")
+    names = ("node", "kind", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps")
+    for i, name in enumerate(names):
+        table.add_column(name, overflow="fold", justify="left" if i < 4 else "right")
     for node in state.nodes:
-        table.add_row(
-            node.name,
-            node.kind,
-            "yes" if node.alive else "NO",
-            str(node.epoch),
-            str(node.num_active_rows),
-            f"{node.num_free_pages}/{node.num_pages}",
-            str(node.num_open_leases),
-            str(node.num_channels),
-            str(node.num_steps),
-        )
+        pages = f"{node.num_free_pages}/{node.num_pages}"
+        alive = "yes" if node.alive else "NO"
+        counts = (node.num_open_leases, node.num_channels, node.num_steps)
+        cells = (node.name, node.kind, alive, node.epoch, node.num_active_rows, pages, *counts)
+        table.add_row(*map(str, cells))
     return table

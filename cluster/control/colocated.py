@@ -1,72 +1,96 @@
 """Both engines in one rank over one page pool: for comparison, debugging, small machines.
 
-The hand-over is the same code as between machines; only its wire is a copy in memory.
+A decode row's pages are granted first; the prompt is computed right there. Nothing crosses: the
+hand-over is the seal alone.
 """
 
-import asyncio
-from collections.abc import Callable
-
+from core.answer import TransferStats
 from core.config import TandemConfig
-from core.control import InProcessControl
-from core.info import NodeInfo
+from core.control import Control, Done, InProcessControl, ask
+from core.identity import Identity
 from core.membership import RankSpec
-from decode_node.build import DecodeRank
-from decode_node.build import assemble as assemble_decode
-from kv_transfer.loopback import LoopbackChannels
-from kv_transfer.pages import PagePool
-from model.loaded import default_num_pages, load_model
-from prefill_node.build import PrefillRank
-from prefill_node.build import assemble as assemble_prefill
-from runtime.engine_loop import EngineLoop
-from runtime.frames import Frame
+from core.tasks import Tasks
+from decode_node.node import DecodeNode
+from kv_transfer import messages as m
+from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.side import Deadlines
+from kv_transfer.sink import Pulled
+from model.loaded import OnLoaded
+from prefill_node.node import PrefillNode
+from prefill_node.page_source import AdoptedPages
+from runtime.parts import load_parts
 
 PREFILL_METHODS = ("prefill", "cancel")
+
+
+class SealedInPlace:
+    """The decode side of a hand-over within one rank: waits for the seal, moves nothing."""
+
+    def __init__(self, num_groups: int, lease_s: float) -> None:
+        self._num_groups = num_groups
+        self._num_pulls = 0
+        self._tasks = Tasks()
+        self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
+
+    async def pull(self, offer: m.Offer, control: Control, pages: list[int]) -> Pulled:
+        """As Sink.pull: keeps the lease, releases it at the end, whatever the end."""
+        reason = "failed"
+        self._num_pulls += 1
+        try:
+            seal = await self._seal(offer.identity, control)
+            reason = "pulled"
+            return Pulled(seal, TransferStats(tokens=offer.num_tokens, backend="in place"))
+        finally:
+            self._num_pulls -= 1
+            release = m.Release(offer.identity, reason)
+            self._tasks.start(ask(control, "release", release, Done, self._deadlines.call_s))
+
+    async def _seal(self, identity: Identity, control: Control) -> m.Seal:
+        num_tokens, waits = (0,) * self._num_groups, self._deadlines
+        while True:
+            pull = m.Pull(identity, num_tokens, waits.wait_s)
+            ready = await ask(control, "pull", pull, m.Ready, waits.wait_s + waits.call_s)
+            if ready.seal is not None:
+                return ready.seal
+            num_tokens = ready.num_tokens
+            await ask(control, "renew", m.Renew(identity), Done, waits.call_s)
+
+    def counts(self) -> dict[str, int]:
+        return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
+
+    async def idle(self) -> None:
+        await self._tasks.finish()
+
+    async def close(self) -> None:
+        await self._tasks.finish()
 
 
 class ColocatedRank:
     """A prefill and a decode rank that share model, pages and engine thread."""
 
-    def __init__(self, prefill: PrefillRank, decode: DecodeRank) -> None:
-        self.prefill = prefill
-        self.decode = decode
+    def __init__(self, prefill: PrefillNode, decode: DecodeNode) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
 
-    @property
-    def info(self) -> NodeInfo:
-        return self.decode.info
-
-    async def handle(self, method: str, payload: bytes) -> bytes:
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
-        return await rank.node.handle(method, payload)
-
-    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        return self.decode.subscribe(reader)
+        return await rank.handle(epoch, method, payload)
 
     async def stop(self) -> None:
-        await self.decode.node.stop()
-        await self.prefill.stop()
+        await self.prefill.source.stop()
+        await self.decode.stop()
 
 
-async def build(spec: RankSpec, config: TandemConfig) -> ColocatedRank:
+async def build(
+    spec: RankSpec, config: TandemConfig, on_loaded: OnLoaded | None = None
+) -> ColocatedRank:
     """Load the checkpoint once and start both engines on one thread."""
-    loaded = await asyncio.to_thread(load_model, config, spec.kind)
-    num_pages = config.kv.num_pages or 2 * default_num_pages(config, loaded.max_model_len)
-    pool = PagePool(num_pages, config.kv.page_size)
-    loop = EngineLoop(f"engine-{spec.gang}")
-    caches = loaded.allocate(num_pages, config.kv.page_size)
-    maker = LoopbackChannels()
-    prefill = await assemble_prefill(spec, config, loaded, pool, caches, loop, maker)
-    control = InProcessControl(prefill.node.handle)
-    decode = await assemble_decode(
-        spec,
-        config,
-        loaded,
-        pool,
-        caches,
-        loop,
-        maker,
-        lambda owner: control,
-        # A sequence that goes on after preemption is held twice while it is handed over.
-        max_pages=(num_pages - 1) // 2,
-    )
-    loop.start()
+    parts = await load_parts(spec, config, on_loaded)
+    intake = SealedInPlace(len(parts.caches), config.kv_transfer.lease_s)
+    decode = DecodeNode(parts, intake, lambda owner, epoch: control)
+    pages = AdoptedPages(parts.pool, decode.engine.pages_of)
+    prefill = PrefillNode(parts, ProcessGroupChannels("gloo", spec.host), pages)
+    control = InProcessControl(prefill.handle, spec.epoch)
+    await decode.listen()
+    parts.loop.start()
     return ColocatedRank(prefill, decode)

@@ -1,75 +1,154 @@
-"""The actor that owns the nodes. It is detached: gateways come and go, nodes stay.
+"""The actor that keeps every gang alive. It is detached and restarts by itself.
 
-Ray actors die with their owner, so nodes are created here and nowhere else.
+Ranks are detached too: neither a gateway nor this actor takes them along when it dies. What it
+knows it has from them, so it needs no storage of its own.
 """
 
 import asyncio
-from typing import Any
+import logging
+import time
+from contextlib import suppress
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.control.hosts import placed
-from cluster.control.plan import NodePlan, plan_nodes
-from core.config import AUTO, TandemConfig
-from core.errors import Overloaded
+from cluster.control.gang import SILENCE_S, GangKeeper
+from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
+from cluster.control.plan import plan_gangs, whole_gangs
+from core.config import TandemConfig, differences
+from core.errors import TandemError
+from core.membership import DOWN, READY, Membership, RankState
 from core.schema import encode_failure, pack
 
-NAMESPACE = "tandem"
-CONTROLLER = "controller"
-PLACEMENT_TIMEOUT_S = 60
+log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Starts and stops the nodes of one cluster."""
+    """Owns the gangs of one cluster. ``seen`` is its (incarnation, latest epoch): both go on from
+    the largest that any rank has seen, and from the wall clock's seconds where none has."""
 
-    def __init__(self, config_json: str) -> None:
-        self._config_json = config_json
-        config = TandemConfig.model_validate_json(config_json)
-        self._plans = plan_nodes(config)
-        self._finds_hosts = config.kv_transfer.host == AUTO
-        self._nodes: dict[str, Any] = {}
-        self._group: Any = None
+    def __init__(self) -> None:
+        self.seen = (0, 0)
+        self._config: TandemConfig | None = None
+        self._gangs: dict[str, GangKeeper] = {}
+        self._snapshot = Membership((0, 0))
+        self._changed = asyncio.Event()
+        self._adopting = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        # Nobody may ask for a long time after a restart, and gangs die meanwhile.
+        ray.get_runtime_context().current_actor.begin.remote()
 
-    async def start(self) -> list[bytes]:
-        """Start every node; each one's packed NodeInfo, or the packed Failure it met.
+    def next_epoch(self) -> int:
+        incarnation, epoch = self.seen
+        self.seen = incarnation, max(epoch + 1, int(time.time()))
+        return self.seen[1]
 
-        Nodes load their checkpoints at the same time.
+    async def begin(self) -> None:
+        """Adopt what is there, once: every other call waits for it."""
+        async with self._adopting:
+            if self.seen[0] == 0:
+                await self._adopt()
+
+    async def attach(self, config_json: str) -> bytes:
+        """The packed Membership; starts the gangs if nobody has, and again those that are down.
+
+        A packed ValueError names each key that differs from the running cluster's.
         """
-        bundles = [plan.resources for plan in self._plans]
-        self._group = placement_group(bundles, strategy="SPREAD")
-        # Group.ready() would start a worker process of its own just to tell.
-        if not await asyncio.to_thread(self._group.wait, PLACEMENT_TIMEOUT_S):
-            return [encode_failure(Overloaded(f"Ray has no room for {bundles}"))]
-        if self._finds_hosts:
-            self._plans = await asyncio.to_thread(placed, self._plans, self._group)
-        for index, plan in enumerate(self._plans):
-            self._nodes[plan.spec.gang] = self._create(plan, index)
-        starts = [node.start.remote() for node in self._nodes.values()]
-        return list(await asyncio.gather(*starts))
+        await self.begin()
+        try:
+            async with self._changing:
+                await self._attach(TandemConfig.model_validate_json(config_json))
+                return pack(self._snapshot)
+        except ValueError as error:
+            return encode_failure(error)
 
-    async def stop(self) -> None:
-        """Stop every node, then let their processes go."""
-        stops = [node.stop.remote() for node in self._nodes.values()]
-        await asyncio.gather(*stops, return_exceptions=True)
-        for node in self._nodes.values():
-            ray.kill(node)
-        self._nodes.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+    async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
+        """The packed Membership, as soon as it is newer than that version or ``wait_s`` is over."""
+        await self.begin()
+        if self._snapshot.version <= (incarnation, counter):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+        return pack(self._snapshot)
 
-    def _create(self, plan: NodePlan, bundle: int) -> Any:
-        return (
-            ray.remote(plan.actor_class())
-            .options(
-                name=plan.spec.gang,
-                namespace=NAMESPACE,
-                num_cpus=plan.resources["CPU"],
-                num_gpus=plan.resources.get("GPU", 0),
-                max_concurrency=10_000,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+    async def report(self, gang: str, epoch: int, reason: str) -> None:
+        """A gateway suspects a gang's life: look whether its ranks still answer."""
+        await self.begin()
+        if gang in self._gangs:
+            self._gangs[gang].report(epoch, reason)
+
+    async def stop(self, deadline_s: float) -> None:
+        """End every rank within ``deadline_s`` seconds, and give back their room."""
+        await self.begin()
+        async with self._changing:
+            await self._stop(deadline_s)
+
+    async def _attach(self, config: TandemConfig) -> None:
+        differing = [] if self._config is None else differences(self._config, config)
+        if differing and not self._has_failed():
+            raise ValueError(
+                f"config: a cluster runs in this Ray, and {'; '.join(differing)}: use its values, "
+                "or stop it with `tandem stop`"
             )
-            .remote(pack(plan.spec), self._config_json)
-        )
+        if differing:
+            await self._stop(config.control.stop_s)
+        if self._config is None:
+            self._configure(config)
+        for keeper in self._gangs.values():
+            keeper.start()
+
+    async def _stop(self, deadline_s: float) -> None:
+        await asyncio.gather(*(keeper.stop(deadline_s) for keeper in self._gangs.values()))
+        self._gangs, self._config = {}, None
+        self._publish()
+
+    def _has_failed(self) -> bool:
+        """Nothing serves, and the user's mistake is why: another config may be tried."""
+        states = [gang.state for gang in self._snapshot.gangs]
+        return DOWN in states and READY not in states
+
+    def _configure(self, config: TandemConfig) -> None:
+        self._config = config
+        machines = RayMachines()
+        self._gangs = {
+            plan.name: GangKeeper(plan, config, machines, self, self._publish)
+            for plan in plan_gangs(config)
+        }
+        self._publish()
+
+    async def _adopt(self) -> None:
+        """Go on with every whole gang of the latest config; end all other ranks."""
+        ranks = await asyncio.to_thread(find_ranks)
+        asked = await asyncio.gather(*(_state(rank) for rank in ranks))
+        states = [state for state in asked if state is not None]
+        seen = [state.seen for state in states]
+        incarnation = max(int(time.time()), *(1 + seen_by[0] for seen_by in seen), 1)
+        self.seen = incarnation, max((seen_by[1] for seen_by in seen), default=0)
+        whole = whole_gangs(states)
+        kept = [state for gang in whole.values() for state in gang]
+        by_name = {rank.name: rank for rank in ranks}
+        for name in by_name.keys() - {state.spec.name for state in kept}:
+            log.warning("%s belongs to no whole gang: ended", name)
+            by_name[name].kill()
+        await asyncio.to_thread(remove_groups, [state.spec for state in kept])
+        if kept:
+            self._configure(TandemConfig.model_validate_json(kept[0].config_json))
+        for gang, keeper in self._gangs.items():
+            specs = [state.spec for state in whole.get(gang, [])]
+            keeper.start([by_name[spec.name] for spec in specs], specs[0].epoch if specs else 0)
+        self._publish()
+
+    def _publish(self) -> None:
+        gangs = tuple(keeper.gang for keeper in self._gangs.values())
+        version = self.seen[0], self._snapshot.version[1] + 1
+        self._snapshot = Membership(version, gangs)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _state(rank: RayRank) -> RankState | None:
+    """What a rank says of itself; None if it is dead or silent."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await rank.who(0, 0)
+    except (TandemError, TimeoutError) as error:
+        log.warning("%s: %s", rank.name, error)
+        return None

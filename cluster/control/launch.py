@@ -1,72 +1,76 @@
-"""Ray up, controller up, nodes up, gateway ready; and all of it down again."""
+"""Ray up, cluster up or joined, gateway ready; and left or ended again."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
 
-import ray
-
-from cluster.control.controller import CONTROLLER, NAMESPACE, Controller
-from cluster.control.plan import plan_nodes
-from cluster.control.ray_control import RayControl, open_frames
+from cluster.control.members import RayMembers, stop_cluster
+from cluster.control.plan import plan_gangs
+from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
-from cluster.gateway.nodes import DecodeHandle, PrefillHandle
 from core.config import TandemConfig
-from core.info import COLOCATED, DECODE, PREFILL, NodeInfo
-from core.schema import decode
+from core.info import NodeInfo
+from core.membership import DOWN, READY, STARTING, Membership
+from core.schema import raise_failure
 from model.tokenizer import Tokenizer
 
-OBJECT_STORE_BYTES = 128 << 20
 log = logging.getLogger(__name__)
+OnProgress = Callable[..., None]
+"""Takes a text, and the share of it that is done where that is known."""
 
 
 @asynccontextmanager
 async def launch(
     config: TandemConfig,
     ray_address: str | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
+    on_progress: OnProgress = lambda text, share=None: None,
 ) -> AsyncIterator[ClusterGateway]:
-    """Start the nodes of ``config`` and yield a gateway to them; stop them at exit.
+    """Yield a gateway to the cluster of ``config``.
 
-    Without ``ray_address`` a local Ray is started for the purpose and ended after it.
+    Without ``ray_address`` a local Ray and cluster are started for the purpose and ended with
+    it. With one the cluster there is joined, or created, and only left at exit.
 
     Raises ValueError for what the user can mend, such as a missing checkpoint.
     """
     tokenizer = Tokenizer(config.model.path)
+    config = _absolute(config)
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
-    await asyncio.to_thread(_init_ray, config, ray_address)
-    try:
-        on_progress("starting nodes and loading the model")
-        controller = ray.remote(Controller).options(
-            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", num_cpus=0
-        )
-        actor: Any = controller.remote(config.model_dump_json())
+    num_cpus = sum(plan.num_ranks * plan.resources["CPU"] for plan in plan_gangs(config))
+    async with ray_session(ray_address, int(num_cpus) + 1):
         try:
-            infos = [decode(NodeInfo, data) for data in await actor.start.remote()]
-            for notice in notices(infos):
-                log.warning(notice)
-            gateway = await _gateway(config, tokenizer, infos)
-            try:
-                on_progress("warming up")
-                await gateway.warm_up()
+            async with _gateway(config, tokenizer, on_progress) as gateway:
                 yield gateway
-            finally:
-                await gateway.stop()
         finally:
-            await actor.stop.remote()
-            ray.kill(actor)
+            if ray_address is None:
+                await stop_cluster(config.control.stop_s)
+
+
+@asynccontextmanager
+async def _gateway(
+    config: TandemConfig, tokenizer: Tokenizer, on_progress: OnProgress
+) -> AsyncIterator[ClusterGateway]:
+    members = await RayMembers.attach(config)
+    try:
+        snapshot = await _started(members, on_progress)
+        infos = [member.info for member in snapshot.ready() if member.info is not None]
+        for notice in notices(infos):
+            log.warning(notice)
+        gateway = ClusterGateway(config, tokenizer, members)
+        try:
+            on_progress("warming up")
+            await gateway.fleet.ready()
+            yield gateway
+        finally:
+            await gateway.stop()
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        await members.close()
 
 
 def notices(infos: list[NodeInfo]) -> list[str]:
     """What users should know of the checkpoint that the nodes loaded."""
     info = infos[0]
     found = []
-    if not info.has_mtp:
+    if not info.model.has_mtp:
         found.append("this checkpoint has no MTP layer: it is served without drafts")
     if info.num_mtp_layers > 1:
         found.append(
@@ -75,41 +79,32 @@ def notices(infos: list[NodeInfo]) -> list[str]:
     return found
 
 
-def _init_ray(config: TandemConfig, ray_address: str | None) -> None:
-    common: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-    }
-    if ray_address is not None:
-        try:
-            ray.init(address=ray_address, **common)
-        except ConnectionError as error:
-            raise ValueError(
-                f"--ray-address={ray_address!r}: cannot join ({error}); is it up, and if it "
-                "wants a token, is RAY_AUTH_TOKEN set?"
-            ) from error
-        return
-    plans = plan_nodes(config)
-    ray.init(
-        address="local",
-        num_cpus=int(sum(plan.resources["CPU"] for plan in plans)) + 1,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        **common,
-    )
+async def _started(members: RayMembers, on_progress: OnProgress) -> Membership:
+    """The first snapshot that can be served: no gang starts, each kind has one that is ready.
+
+    Raises what keeps a gang down.
+    """
+    snapshot = members.membership
+    while True:
+        for gang in snapshot.gangs:
+            if gang.state == STARTING:
+                on_progress(f"{gang.name}: loading weights", gang.progress)
+        if _can_serve(snapshot):
+            return snapshot
+        for gang in snapshot.gangs:
+            if gang.state == DOWN and gang.failure is not None:
+                raise_failure(gang.failure)
+        snapshot = await members.changed(snapshot.version)
 
 
-async def _gateway(
-    config: TandemConfig, tokenizer: Tokenizer, infos: list[NodeInfo]
-) -> ClusterGateway:
-    prefills, decodes = [], []
-    for info in infos:
-        actor = ray.get_actor(info.name, namespace=NAMESPACE)
-        control = RayControl(info.name, actor)
-        if info.kind in (PREFILL, COLOCATED):
-            prefills.append(PrefillHandle(info, control))
-        if info.kind in (DECODE, COLOCATED):
-            reopen = partial(open_frames, info.name, actor)
-            decodes.append(DecodeHandle(info, control, await reopen(), reopen))
-    return ClusterGateway(config, tokenizer, prefills, decodes)
+def _can_serve(snapshot: Membership) -> bool:
+    kinds = {gang.kind for gang in snapshot.gangs}
+    ready = {gang.kind for gang in snapshot.gangs if gang.state == READY}
+    starting = any(gang.state == STARTING for gang in snapshot.gangs)
+    return bool(kinds) and kinds == ready and not starting
+
+
+def _absolute(config: TandemConfig) -> TandemConfig:
+    """Ranks and other gateways may run in other folders."""
+    model = config.model.model_copy(update={"path": config.model.path.absolute()})
+    return config.model_copy(update={"model": model})

@@ -1,50 +1,76 @@
-"""Which node processes a config asks for: pure, so that it can be shown before it is done."""
+"""Which gangs a config asks for, where their ranks listen, which are whole: pure decisions."""
 
-import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.config import AUTO, TandemConfig
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import RankSpec
+from core.membership import RankSpec, RankState
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlan:
-    """One rank's process: what it is told, and what it takes of a machine."""
+class GangPlan:
+    """One gang; ``resources`` is what each of its ranks takes of a machine."""
 
-    spec: RankSpec
-    resources: dict[str, float]
+    name: str
+    kind: str
+    num_ranks: int
+    resources: Mapping[str, float]
 
-    def actor_class(self) -> type:
-        """The class of its actor, imported only where it is needed."""
-        if self.spec.kind == PREFILL:
-            from prefill_node.actor import PrefillActor
-
-            return PrefillActor
-        if self.spec.kind == DECODE:
-            from decode_node.actor import DecodeActor
-
-            return DecodeActor
-        from cluster.control.colocated_actor import ColocatedActor
-
-        return ColocatedActor
+    def specs(self, epoch: int, hosts: Sequence[str]) -> list[RankSpec]:
+        """Its ranks in a new life; ``hosts`` has the address of each."""
+        assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
+        return [
+            RankSpec(self.name, self.kind, epoch, rank, self.num_ranks, host)
+            for rank, host in enumerate(hosts)
+        ]
 
 
-def plan_nodes(config: TandemConfig) -> list[NodePlan]:
+def plan_gangs(config: TandemConfig) -> list[GangPlan]:
     """Prefill nodes, then decode nodes; colocated nodes follow the decode section."""
-    if config.mode == "colocated":
-        return [_plan(config, COLOCATED, i) for i in range(config.decode.replicas)]
-    prefills = [_plan(config, PREFILL, i) for i in range(config.prefill.replicas)]
-    decodes = [_plan(config, DECODE, i) for i in range(config.decode.replicas)]
-    return prefills + decodes
+    kinds = (COLOCATED,) if config.mode == "colocated" else (PREFILL, DECODE)
+    return [
+        _plan(config, kind, index)
+        for kind in kinds
+        for index in range(config.of_kind(kind).replicas)
+    ]
 
 
-def _plan(config: TandemConfig, kind: str, index: int) -> NodePlan:
+def _plan(config: TandemConfig, kind: str, index: int) -> GangPlan:
     section = config.of_kind(kind)
     resources: dict[str, float] = {"CPU": section.num_threads}
     if section.device == "cuda":
         resources["GPU"] = 1
-    host = LOOPBACK if config.kv_transfer.host == AUTO else config.kv_transfer.host
-    return NodePlan(RankSpec(f"{kind}-{index}", kind, secrets.randbits(53), host=host), resources)
+    return GangPlan(f"{kind}-{index}", kind, section.dp_size, resources)
+
+
+def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
+    """The address that each rank listens on, by the machine that it is placed on.
+
+    ``host`` is ``kv_transfer.host``, ``addresses`` has every machine of the cluster: auto is the
+    loopback interface when there is but one, else each machine's own address.
+    """
+    if host != AUTO:
+        return [host] * len(machines)
+    if len(addresses) == 1:
+        return [LOOPBACK] * len(machines)
+    return [addresses[machine] for machine in machines]
+
+
+def whole_gangs(states: Sequence[RankState]) -> dict[str, list[RankState]]:
+    """By name, gangs of which every rank answered and none has failed; their ranks in order.
+
+    Of two lives of a gang the later one counts, of several configs that of the latest epoch.
+    """
+    latest = max(states, key=lambda state: state.spec.epoch, default=None)
+    lives: dict[tuple[str, int], list[RankState]] = {}
+    for state in sorted(states, key=lambda state: (state.spec.epoch, state.spec.rank)):
+        if latest is not None and state.config_json == latest.config_json:
+            lives.setdefault((state.spec.gang, state.spec.epoch), []).append(state)
+    return {
+        gang: life
+        for (gang, _), life in lives.items()
+        if len(life) == life[0].spec.num_ranks and all(state.failure is None for state in life)
+    }

@@ -1,21 +1,28 @@
 """From a GenerateRequest to a ``core.Request``: everything is checked, nothing is ignored."""
 
+import math
 import uuid
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-from cluster.door.refusal import refuse, refuse_unknown
-from cluster.door.speculation_mapping import to_speculation
-from cluster.info import ModelInfo
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from cluster.proto import tandem_pb2 as pb
-from core.request import LENGTH, STOP, Request, SamplingParams, TokenBias
-from core.stopping import num_budget, stop_ids
+from cluster.proto.mapping import acceptance_from_proto
+from core.info import ModelInfo
+from core.request import Request, SamplingParams, Speculation, TokenBias
+from core.stopping import stop_ids
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
-MAX_REPETITION, MAX_PENALTY, MAX_BIAS = 10.0, 2.0, 100.0
-MAX_LOGPROBS, MAX_ANSWERS = 20, 16
 MAX_REQUEST_ID_LEN = 128
+MAX_DELTA = {pb.ACCEPTANCE_RELAXED: 1, pb.ACCEPTANCE_RELAXED_LOG_PROBS: 100}
+_KINDS = {number: f"{number} ({name})" for name, number in pb.Acceptance.items()}
+_ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
+_ONLY_GREEDY = (
+    "ACCEPTANCE_RELAXED is for greedy requests; use 0, or ACCEPTANCE_STRICT or _REJECTION"
+)
+ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
 
 
 class Tokenizer(Protocol):
@@ -23,32 +30,90 @@ class Tokenizer(Protocol):
         """Token ids of ``text``, the beginning-of-sequence token in front."""
 
 
+class Bounds(NamedTuple):
+    """The lowest and the highest value of a field, and what to say to any other."""
+
+    low: float
+    high: float
+    remedy: str = "use {low} to {high}"
+
+    def check(self, field: str, value: float) -> None:
+        if not self.low <= value <= self.high:
+            refuse(field, value, self.remedy.format(low=self.low, high=self.high))
+
+
+FIXED = {
+    "sampling.temperature": Bounds(1e-5, 100, "use 0 (greedy) or {low} to {high}"),
+    "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
+    "sampling.top_p": Bounds(ABOVE_0, 1, "use a number above 0 and up to {high}"),
+    "sampling.min_p": Bounds(0, BELOW_1, "use a number from 0 to below 1"),
+    "sampling.repetition_penalty": Bounds(
+        ABOVE_0, 10, "use a number above 0 and up to {high}; 1 is none"
+    ),
+    "sampling.presence_penalty": Bounds(-2, 2),
+    "sampling.frequency_penalty": Bounds(-2, 2),
+    "sampling.logit_bias": Bounds(-100, 100),
+    "sampling.seed": Bounds(0, (1 << 63) - 1, "use 0 to 2^63-1"),
+    "sampling.max_tokens": Bounds(1, MAX_INT32, f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"),
+    "sampling.n": Bounds(1, 16, "use {low} to {high}, or 0 for 1"),
+    "speculation.acceptance": Bounds(
+        0, max(_KINDS), f"is unknown to this server; use {', '.join(_KINDS.values())}"
+    ),
+    "speculation.relaxed_top_n": Bounds(0, 0, _ONLY_RELAXED),
+    "speculation.relaxed_delta": Bounds(0, 0, _ONLY_RELAXED),
+}
+"""Bounds that neither the model nor another field moves."""
+
+
+def bounds(message: pb.GenerateRequest, model: ModelInfo) -> dict[str, Bounds]:
+    """Of every number that can be set. A 0 that counts as unset is not looked up."""
+    most_tokens = max(0, message.sampling.max_tokens) or DEFAULT_MAX_TOKENS
+    table = FIXED | {
+        "token_ids": Bounds(0, model.vocab_size - 1, "token ids are {low} to {high}"),
+        "sampling.min_tokens": Bounds(0, most_tokens, "use 0 to {high}, which is max_tokens"),
+        "sampling.logprobs": Bounds(
+            0, min(20, model.vocab_size), "use {low} to {high}, or leave it unset"
+        ),
+        "speculation.max_drafts": Bounds(
+            0, model.num_draft_tokens, "use {low} to {high}, this server's speculation.num_tokens"
+        ),
+    }
+    if (most_delta := MAX_DELTA.get(message.speculation.acceptance)) is None:
+        return table
+    return table | {
+        "sampling.temperature": Bounds(0, 0, _ONLY_GREEDY),
+        "speculation.relaxed_top_n": Bounds(1, model.vocab_size, "use {low} to {high}, or 0 for 1"),
+        "speculation.relaxed_delta": Bounds(0, most_delta),
+    }
+
+
 def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> Request:
     """``message`` as a request that ``model`` can serve.
 
     Raises ``ValueError`` naming the field, its value and what would be right.
     """
-    refuse_unknown(message, "")
-    sampling = _sampling(message.sampling, model.vocab_size)
+    _refuse_unknown(message, "")
+    table = bounds(message, model)
     request = Request(
         request_id=_request_id(message.request_id),
-        prompt_ids=_prompt_ids(message, model, tokenizer),
-        output_ids=_token_ids("resume_token_ids", message.resume_token_ids, model.vocab_size),
-        sampling=sampling,
-        speculation=to_speculation(message.speculation, sampling, model),
+        prompt_ids=_prompt_ids(message, model, tokenizer, table["token_ids"]),
+        output_ids=_token_ids("resume_token_ids", message.resume_token_ids, table["token_ids"]),
+        sampling=_sampling(message.sampling, table),
+        speculation=_speculation(message.speculation, table, model),
     )
     _check_resumed(request, model)
     return request
 
 
-def ended_already(request: Request, model: ModelInfo) -> str | None:
-    """The finish reason if the resumed tokens are a whole answer, else None."""
-    output = request.output_ids
-    if output and output[-1] in stop_ids(request.sampling, model.eos_token_ids):
-        return STOP
-    max_tokens = request.sampling.max_tokens
-    budget = num_budget(len(request.prompt_ids), len(output), max_tokens, model.max_model_len)
-    return LENGTH if budget == 0 else None
+def refuse(field: str, value: Any, remedy: str) -> NoReturn:
+    raise ValueError(f"{field}={value!r}: {remedy}")
+
+
+def _refuse_unknown(message: Message, prefix: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        name = f"{prefix}field number {unknown[0].field_number}"
+        raise ValueError(f"{name} is unknown to this server; leave it out or update the server")
 
 
 def _request_id(request_id: str) -> str:
@@ -62,18 +127,17 @@ def _request_id(request_id: str) -> str:
 
 
 def _prompt_ids(
-    message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
+    message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer, token: Bounds
 ) -> tuple[int, ...]:
     kind = message.WhichOneof("prompt")
-    if kind == "text":
-        if not message.text:
-            refuse("text", "", "the prompt is empty; give some text")
-        ids = tuple(tokenizer.encode(message.text))
-    elif kind == "token_ids":
-        refuse_unknown(message.token_ids, "token_ids.")
-        ids = _token_ids("token_ids", message.token_ids.ids, model.vocab_size)
-    else:
+    if kind is None:
         raise ValueError("the request has no prompt; give text or token_ids")
+    if kind == "text" and not message.text:
+        refuse("text", "", "the prompt is empty; give some text")
+    _refuse_unknown(message.token_ids, "token_ids.")
+    ids = _token_ids(kind, message.token_ids.ids, token)
+    if kind == "text":
+        ids = tuple(tokenizer.encode(message.text))
     if not ids:
         raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
     if len(ids) >= model.max_model_len:
@@ -84,100 +148,51 @@ def _prompt_ids(
     return ids
 
 
-def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+def _token_ids(field: str, ids: Iterable[int], token: Bounds) -> tuple[int, ...]:
     ids = tuple(ids)
-    for i, token in enumerate(ids):
-        if not 0 <= token < vocab_size:
-            refuse(f"{field}[{i}]", token, f"token ids are 0 to {vocab_size - 1}")
+    for i, value in enumerate(ids):
+        token.check(f"{field}[{i}]", value)
     return ids
 
 
-def _sampling(message: pb.Sampling, vocab_size: int) -> SamplingParams:
-    refuse_unknown(message, "sampling.")
-    _check_filters(message)
-    seed = message.seed if message.HasField("seed") else None
-    if seed is not None and seed < 0:
-        refuse("sampling.seed", seed, "use 0 to 2^63-1")
+def _scalars(message: Message, prefix: str, table: Mapping[str, Bounds]) -> dict[str, Any]:
+    """The scalar fields that are set, within their bounds; where a field has no presence a 0
+    stands for its default and is left out."""
+    _refuse_unknown(message, prefix)
+    found = {
+        field.name: value
+        for field, value in message.ListFields()
+        if not field.is_repeated and (field.has_presence or value != 0)
+    }
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            table[prefix + name].check(prefix + name, value)
+    return found
+
+
+def _sampling(message: pb.Sampling, table: Mapping[str, Bounds]) -> SamplingParams:
+    found = _scalars(message, "sampling.", table)
     if "" in message.stop:
         refuse("sampling.stop", list(message.stop), "use texts of at least one character")
-    if not 0 <= message.n <= MAX_ANSWERS:
-        refuse("sampling.n", message.n, f"use 1 to {MAX_ANSWERS}, or 0 for 1")
-    max_tokens = _max_tokens(message)
-    stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, vocab_size)
+    # In order of token id: a map has none of its own.
+    biased = _token_ids("sampling.logit_bias", sorted(message.logit_bias), table["token_ids"])
+    biases = tuple(TokenBias(token, message.logit_bias[token]) for token in biased)
+    for item in biases:
+        table["sampling.logit_bias"].check(f"sampling.logit_bias[{item.token_id}]", item.bias)
+    stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, table["token_ids"])
     return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        repetition_penalty=_repetition_penalty(message),
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=_logit_bias(message, vocab_size),
-        seed=seed,
-        stop=tuple(message.stop),
-        stop_token_ids=stops,
-        min_tokens=message.min_tokens,
-        max_tokens=max_tokens,
-        ignore_eos=message.ignore_eos,
-        logprobs=_num_logprobs(message, vocab_size),
-        n=message.n or 1,
+        **found, stop=tuple(message.stop), stop_token_ids=stops, logit_bias=biases
     )
 
 
-def _num_logprobs(message: pb.Sampling, vocab_size: int) -> int | None:
-    if not message.HasField("logprobs"):
-        return None
-    most = min(MAX_LOGPROBS, vocab_size)
-    if not 0 <= message.logprobs <= most:
-        refuse("sampling.logprobs", message.logprobs, f"use 0 to {most}, or leave it unset")
-    return int(message.logprobs)
-
-
-def _max_tokens(message: pb.Sampling) -> int:
-    max_tokens = message.max_tokens or DEFAULT_MAX_TOKENS
-    if max_tokens < 0:
-        remedy = f"use 1 or more, or 0 for {DEFAULT_MAX_TOKENS}"
-        refuse("sampling.max_tokens", max_tokens, remedy)
-    if not 0 <= message.min_tokens <= max_tokens:
-        remedy = f"use 0 to {max_tokens}, which is max_tokens"
-        refuse("sampling.min_tokens", message.min_tokens, remedy)
-    return max_tokens
-
-
-def _repetition_penalty(message: pb.Sampling) -> float:
-    return message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-
-
-def _logit_bias(message: pb.Sampling, vocab_size: int) -> tuple[TokenBias, ...]:
-    """In order of token id: a map has none of its own."""
-    ids = _token_ids("sampling.logit_bias", sorted(message.logit_bias), vocab_size)
-    biases = tuple(TokenBias(token, message.logit_bias[token]) for token in ids)
-    for item in biases:
-        if not abs(item.bias) <= MAX_BIAS:
-            remedy = f"use -{MAX_BIAS:g} to {MAX_BIAS:g}"
-            refuse(f"sampling.logit_bias[{item.token_id}]", item.bias, remedy)
-    return biases
-
-
-def _check_filters(message: pb.Sampling) -> None:
-    heat = message.temperature
-    if not (heat == 0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE):
-        remedy = f"use 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        refuse("sampling.temperature", heat, remedy)
-    if message.top_k < 0:
-        refuse("sampling.top_k", message.top_k, "use 1 or more, or 0 for all tokens")
-    if message.HasField("top_p") and not 0 < message.top_p <= 1:
-        refuse("sampling.top_p", message.top_p, "use a number above 0 and up to 1")
-    if not 0 <= message.min_p < 1:
-        refuse("sampling.min_p", message.min_p, "use a number from 0 to below 1")
-    repetition = _repetition_penalty(message)
-    if not 0 < repetition <= MAX_REPETITION:
-        remedy = f"use a number above 0 and up to {MAX_REPETITION:g}; 1 is none"
-        refuse("sampling.repetition_penalty", repetition, remedy)
-    for field in ("presence_penalty", "frequency_penalty"):
-        if not abs(getattr(message, field)) <= MAX_PENALTY:
-            remedy = f"use -{MAX_PENALTY:g} to {MAX_PENALTY:g}"
-            refuse(f"sampling.{field}", getattr(message, field), remedy)
+def _speculation(
+    message: pb.Speculation, table: Mapping[str, Bounds], model: ModelInfo
+) -> Speculation:
+    found = _scalars(message, "speculation.", table)
+    if message.acceptance in MAX_DELTA and not model.think_token_ids:
+        remedy = f"{model.name} has no think tokens (model.think_tokens); use ACCEPTANCE_STRICT"
+        refuse("speculation.acceptance", pb.Acceptance.Name(message.acceptance), remedy)
+    return Speculation(**(found | {"acceptance": acceptance_from_proto(message.acceptance)}))
 
 
 def _check_resumed(request: Request, model: ModelInfo) -> None:

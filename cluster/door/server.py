@@ -10,12 +10,12 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.door.servicer import Gateway, InferenceServicer
 from cluster.proto import tandem_pb2_grpc as rpc
+from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
 
 __all__ = ["SERVICE", "Gateway", "Server"]
 
 SERVICE = "tandem.v1.Inference"
-MAX_MESSAGE_BYTES = 16 << 20
 CLOSE_S = 5.0
 """How long evicted streams may take to free what they hold."""
 

@@ -1,23 +1,27 @@
 """The four calls of ``tandem.v1.Inference`` over whatever ``Gateway`` answers them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.door.request_mapping import Tokenizer, ended_already, to_request
+from cluster.door.request_mapping import Tokenizer, to_request
 from cluster.door.status_codes import status_of
-from cluster.info import DRAINING, STARTING, ModelInfo, ServerStatus
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import model_info_to_proto, piece_to_proto, status_to_proto
+from cluster.proto.mapping import piece_to_proto, to_proto
+from cluster.proto.wire import STREAM_KEY
+from core.answer import Delta, Finished
 from core.errors import Draining
-from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
+from core.info import DRAINING, STARTING, ModelInfo, ServerStatus
+from core.request import Request
 
 _Answer = TypeVar("_Answer")
+_Message = TypeVar("_Message")
 _Context: TypeAlias = grpc.aio.ServicerContext
 
 
@@ -40,11 +44,52 @@ class Gateway(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
         """Deltas, and one ``Finished`` per answer. Closed or cancelled when the client has gone.
 
-        The text of the deltas goes on where complete characters of ``request.output_ids`` end.
+        The text of the deltas goes on where complete characters of ``request.output_ids`` end; if
+        those are a whole answer there is no delta.
         """
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream gets ``Finished``. False if no such request is running."""
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """An open call of Generate. ``nonce`` is that of the client's stream, "" if it sent none."""
+
+    nonce: str
+    request_id: str = ""
+    end_reason: str = ""
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, reason: str) -> None:
+        """Break it off with UNAVAILABLE."""
+        if not self.scope.expired():
+            self.end_reason = reason
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
+def _reported(
+    call: Callable[[Any, _Message, _Context], Coroutine[Any, Any, _Answer]],
+) -> Callable[[Any, _Message, _Context], Coroutine[Any, Any, _Answer]]:
+    """An error of ``call`` ends the RPC with its status, unless the client has gone."""
+
+    @wraps(call)
+    async def reported(self: Any, message: _Message, context: _Context) -> _Answer:
+        try:
+            return await call(self, message, context)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            status = status_of(error)
+        except Exception as error:
+            if context.cancelled():
+                raise asyncio.CancelledError from error
+            status = status_of(error)
+        return await context.abort(status.code, status.details, status.trailing_metadata)
+
+    return reported
 
 
 class InferenceServicer(rpc.InferenceServicer):
@@ -54,8 +99,8 @@ class InferenceServicer(rpc.InferenceServicer):
         self.gateway: Gateway | None = None
         self.draining = False
         self._mode = mode
-        self._streams: set[asyncio.Timeout] = set()
-        self._request_ids: set[str] = set()
+        self._streams: set[_Stream] = set()
+        self._named: dict[str, _Stream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -69,52 +114,38 @@ class InferenceServicer(rpc.InferenceServicer):
 
     def evict(self) -> None:
         """End every open stream with UNAVAILABLE."""
-        now = asyncio.get_running_loop().time()
         for stream in self._streams:
-            if not stream.expired():
-                stream.reschedule(now)
+            stream.end("the server shut down before the answer ended")
 
+    @_reported
     async def Generate(self, message: pb.GenerateRequest, context: _Context) -> None:
-        await _reporting(self._generate(message, context), context)
+        gateway = self._ready()
+        nonce = dict(context.invocation_metadata() or ()).get(STREAM_KEY, "")
+        async with self._admitted(_Stream(str(nonce))) as stream:
+            request = await asyncio.to_thread(
+                to_request, message, gateway.model_info(), gateway.tokenizer
+            )
+            await self._claim(request.request_id, stream)
+            await _send_answer(gateway, request, context)
 
+    @_reported
     async def Abort(self, message: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
-        return await _reporting(self._abort(message.request_id), context)
-
-    async def GetModelInfo(
-        self, message: pb.GetModelInfoRequest, context: _Context
-    ) -> pb.ModelInfo:
-        return await _reporting(self._model_info(), context)
-
-    async def GetStatus(self, message: pb.GetStatusRequest, context: _Context) -> pb.Status:
-        return await _reporting(self._status(), context)
-
-    async def _abort(self, request_id: str) -> pb.AbortResponse:
-        if not request_id:
+        if not message.request_id:
             raise ValueError("request_id='': name the request to abort")
-        return pb.AbortResponse(found=await self._ready().abort(request_id))
+        return pb.AbortResponse(found=await self._ready().abort(message.request_id))
 
-    async def _model_info(self) -> pb.ModelInfo:
-        return model_info_to_proto(self._ready().model_info())
+    @_reported
+    async def GetModelInfo(self, _: pb.GetModelInfoRequest, context: _Context) -> pb.ModelInfo:
+        return to_proto(pb.ModelInfo, self._ready().model_info())
 
-    async def _status(self) -> pb.Status:
+    @_reported
+    async def GetStatus(self, _: pb.GetStatusRequest, context: _Context) -> pb.Status:
         if self.gateway is None:
             status = ServerStatus(STARTING, self._mode, 0)
         else:
             status = await self.gateway.status()
         state = DRAINING if self.draining else status.state
-        return status_to_proto(replace(status, state=state, num_running=len(self._streams)))
-
-    async def _generate(self, message: pb.GenerateRequest, context: _Context) -> None:
-        gateway = self._ready()
-        async with self._admitted():
-            model = gateway.model_info()
-            request = await asyncio.to_thread(to_request, message, model, gateway.tokenizer)
-            with self._named(request.request_id):
-                reason = ended_already(request, model)
-                if reason is None:
-                    await _send_answer(gateway, request, context)
-                else:
-                    await context.write(piece_to_proto(_nothing_left(request, reason)))
+        return to_proto(pb.Status, replace(status, state=state, num_running=len(self._streams)))
 
     def _ready(self) -> Gateway:
         if self.gateway is None:
@@ -122,37 +153,40 @@ class InferenceServicer(rpc.InferenceServicer):
         return self.gateway
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """Count a stream as open; ``Draining`` if there is no entry, or when it is evicted."""
+    async def _admitted(self, stream: _Stream) -> AsyncIterator[_Stream]:
+        """Count a stream as open; ``Draining`` if there is no entry, or when it is ended."""
         if self.draining:
             raise Draining("the server is shutting down and takes no new requests")
-        stream = asyncio.timeout(None)
         self._streams.add(stream)
         self._idle.clear()
         try:
-            async with stream:
-                yield
+            async with stream.scope:
+                yield stream
         except TimeoutError as error:
-            if stream.expired():
-                raise Draining("the server shut down before the answer ended") from error
+            if stream.scope.expired():
+                raise Draining(stream.end_reason) from error
             raise
         finally:
             self._streams.remove(stream)
+            if self._named.get(stream.request_id) is stream:
+                del self._named[stream.request_id]
+            stream.gone.set()
             if not self._streams:
                 self._idle.set()
 
-    @contextmanager
-    def _named(self, request_id: str) -> Iterator[None]:
-        if request_id in self._request_ids:
-            raise ValueError(
-                f"request_id={request_id!r}: a request of this name is running; "
-                "use another or leave it empty"
-            )
-        self._request_ids.add(request_id)
-        try:
-            yield
-        finally:
-            self._request_ids.remove(request_id)
+    async def _claim(self, request_id: str, stream: _Stream) -> None:
+        """Give ``stream`` the name. An earlier attempt at the same stream, whose break this server
+        has not noticed, is ended first; ``ValueError`` if another request has the name."""
+        while (earlier := self._named.get(request_id)) is not None:
+            if not stream.nonce or earlier.nonce != stream.nonce:
+                raise ValueError(
+                    f"request_id={request_id!r}: a request of this name is running; "
+                    "use another or leave it empty"
+                )
+            earlier.end("a later attempt at this stream took its place")
+            await earlier.gone.wait()
+        stream.request_id = request_id
+        self._named[request_id] = stream
 
 
 async def _send_answer(gateway: Gateway, request: Request, context: _Context) -> None:
@@ -163,34 +197,3 @@ async def _send_answer(gateway: Gateway, request: Request, context: _Context) ->
             num_left -= isinstance(piece, Finished)
             await context.write(piece_to_proto(piece))
     assert not num_left, f"{request.request_id}: the stream ended without a Finished"
-
-
-def _nothing_left(request: Request, reason: str) -> Finished:
-    """The end of an answer that the client has whole, only its ``Finished`` was lost."""
-    return Finished(
-        index=0,
-        finish_reason=reason,
-        num_prompt_tokens=len(request.prompt_ids),
-        num_cached_tokens=0,
-        num_completion_tokens=len(request.output_ids),
-        counts=SpeculationCounts(),
-        timings_ms=Timings(),
-        kv_transfer=TransferStats(),
-        seed=request.sampling.seed or 0,
-    )
-
-
-async def _reporting(call: Coroutine[Any, Any, _Answer], context: _Context) -> _Answer:
-    """Await ``call``; an error ends the RPC with its status, unless the client has gone."""
-    try:
-        return await call
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        status = status_of(error)
-    except Exception as error:
-        if context.cancelled():
-            raise asyncio.CancelledError from error
-        status = status_of(error)
-    return await context.abort(status.code, status.details, status.trailing_metadata)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.proto.wire import RETRY_AFTER_KEY
 from core.errors import Draining, NodeLost, Overloaded
-
-RETRY_AFTER_KEY = "retry-after-s"
-"""Trailing metadata of RESOURCE_EXHAUSTED: seconds to wait before another try."""
 
 _MAX_DETAILS = 2000
 _log = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """Where prompts that begin alike were sent: a bounded memory, a hint and no more."""
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+
+from core.prefixes import prefix_digests
 
 STRIDE = 64
 """Beginnings are remembered at multiples of this many tokens."""
@@ -19,23 +20,15 @@ class PrefixAffinity:
     def find(self, token_ids: Sequence[int]) -> str | None:
         """The prefill node that was sent the longest beginning of ``token_ids``."""
         found = None
-        for key in _keys(token_ids):
+        for key in prefix_digests(token_ids, STRIDE):
             if key not in self._nodes:
                 break
             found = self._nodes[key]
         return found
 
     def remember(self, token_ids: Sequence[int], node: str) -> None:
-        for key in _keys(token_ids):
+        for key in prefix_digests(token_ids, STRIDE):
             self._nodes[key] = node
             self._nodes.move_to_end(key)
         while len(self._nodes) > self._max_keys:
             self._nodes.popitem(last=False)
-
-
-def _keys(token_ids: Sequence[int]) -> list[bytes]:
-    digest, keys = hashlib.blake2b(digest_size=16), []
-    for end in range(STRIDE, len(token_ids) + 1, STRIDE):
-        digest.update(b"".join(t.to_bytes(4, "little") for t in token_ids[end - STRIDE : end]))
-        keys.append(digest.digest())
-    return keys

@@ -4,22 +4,18 @@ import time
 from dataclasses import replace
 
 from cluster.gateway.stop_text import AnswerText
-from core.errors import Preempted
-from core.request import (
-    ABORT,
-    PREEMPTED,
-    STOP,
+from core.answer import (
     Delta,
     Finished,
-    Request,
-    SequenceUpdate,
     SpeculationCounts,
     Timings,
     TokenLogprobs,
     TransferStats,
+    Usage,
 )
+from core.errors import Preempted
+from core.request import ABORT, LENGTH, PREEMPTED, STOP, Request, SequenceUpdate
 from core.stopping import cut, num_budget, stop_ids
-from decode_node.messages import Pulled
 from model.tokenizer import TextStream
 from prefill_node.messages import Prefilled
 
@@ -29,7 +25,8 @@ class Answer:
 
     Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
     already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
-    applies the same rule to it. Stop strings are found here.
+    applies the same rule to it. Stop strings are found here. If ``request.output_ids`` are a whole
+    answer it is finished from the start.
     """
 
     def __init__(
@@ -40,9 +37,9 @@ class Answer:
         self.finish_reason: str | None = None
         sampling = request.sampling
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
-        self._tell(request.output_ids)
-        self._stops = stop_ids(request.sampling, eos_ids)
+        self._stops = stop_ids(sampling, eos_ids)
         self._max_model_len = max_model_len
+        self._resume(request.output_ids)
         self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()
         self._started_at = time.monotonic()
@@ -58,38 +55,25 @@ class Answer:
 
     def prefilled(self, prefilled: Prefilled) -> None:
         """The first token is here."""
-        request = self.request
         self._past_lives += self._life
         self._life = self._life_before = SpeculationCounts()
         if not self.token_ids:
             self._prefill = prefilled
             self._first_token_ms = self.elapsed_ms()
-        budget = num_budget(
-            len(request.prompt_ids),
-            len(request.output_ids) + len(self.token_ids),
-            request.sampling.max_tokens,
-            self._max_model_len,
-        )
-        _, self.finish_reason = cut((prefilled.first_token,), self._stops, budget)
+        _, self.finish_reason = cut((prefilled.first_token,), self._stops, self._budget())
 
-    def pulled(self, pulled: Pulled) -> None:
+    def pulled(self, pulled: TransferStats) -> None:
         """The hand-over is complete; what of it was not hidden behind prefill is its time."""
         if len(self.token_ids) == 1:
             self._transfer_ms = self.elapsed_ms() - self._first_token_ms
-        before = self._transfer
-        self._transfer = TransferStats(
-            before.num_bytes + pulled.num_bytes,
-            before.num_tokens + pulled.num_tokens,
-            pulled.backend,
-            before.seconds + pulled.seconds,
-        )
+        self._transfer += pulled
 
     def update(self, update: SequenceUpdate) -> None:
         """Take in one step's outcome. Raises Preempted when the decode rank gave it up."""
         if update.counts is not None:
             self._life_before, self._life = self._life, update.counts
         if update.finish_reason == PREEMPTED:
-            raise Preempted(f"{update.request_id} was preempted")
+            raise Preempted(f"{update.identity} was preempted")
         self.finish_reason = update.finish_reason
 
     def rest(self) -> Request:
@@ -110,6 +94,23 @@ class Answer:
         self.token_ids.extend(token_ids)
         return Delta(0, token_ids, text, logprobs[: len(token_ids)])
 
+    def _resume(self, output_ids: tuple[int, ...]) -> None:
+        """Go on after these tokens; they may be a whole answer."""
+        self._tell(output_ids)
+        if output_ids and output_ids[-1] in self._stops:
+            self.finish_reason = STOP
+        elif self.finish_reason is None and self._budget() == 0:
+            self.finish_reason = LENGTH
+
+    def _budget(self) -> int:
+        """How many more tokens the answer may have."""
+        return num_budget(
+            len(self.request.prompt_ids),
+            len(self.request.output_ids) + len(self.token_ids),
+            self.request.sampling.max_tokens,
+            self._max_model_len,
+        )
+
     def _tell(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """The text of these tokens up to a stop string, and how many of them are kept."""
         text = ""
@@ -127,14 +128,13 @@ class Answer:
 
     def finished(self) -> Finished:
         assert self.finish_reason is not None, "the answer goes on"
-        assert self.request.sampling.seed is not None, "a seed is given at admission"
+        request = self.request
+        assert request.sampling.seed is not None, "a seed is given at admission"
         return Finished(
             index=0,
             finish_reason=self.finish_reason,
-            num_prompt_tokens=len(self.request.prompt_ids),
-            num_cached_tokens=self._prefill.num_cached,
-            num_completion_tokens=len(self.token_ids),
-            counts=self._past_lives + self._life,
+            usage=Usage(len(request.prompt_ids), self._prefill.num_cached, len(self.token_ids)),
+            speculation=self._past_lives + self._life,
             timings_ms=Timings(
                 queue=self._prefill.queue_ms,
                 prefill=self._prefill.prefill_ms,
@@ -143,5 +143,5 @@ class Answer:
                 total=self.elapsed_ms(),
             ),
             kv_transfer=self._transfer,
-            seed=self.request.sampling.seed,
+            seed=request.sampling.seed,
         )

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from core.request import Delta, Finished, Request
+from core.answer import Delta, Finished
+from core.request import Request
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 _MAX_SEED = (1 << 63) - 1
@@ -14,13 +15,12 @@ Piece = Delta | Finished
 
 def expand(request: Request) -> list[Request]:
     """One request per answer; answer i has the seed ``seed + i * _SEED_STEP`` mod 2^63, so the
-    first is the answer of n = 1. A space keeps their names apart from those users choose."""
+    first is the answer of n = 1."""
     sampling = request.sampling
     assert sampling.seed is not None, "a seed is given at admission"
     return [
         replace(
             request,
-            request_id=f"{request.request_id} {i}",
             sampling=replace(sampling, n=1, seed=(sampling.seed + i * _SEED_STEP) & _MAX_SEED),
         )
         for i in range(sampling.n)
@@ -28,7 +28,7 @@ def expand(request: Request) -> list[Request]:
 
 
 async def merged(
-    requests: Sequence[Request], generate: Callable[[Request], AsyncGenerator[Piece, None]]
+    requests: Sequence[Request], generate: Callable[[int, Request], AsyncGenerator[Piece, None]]
 ) -> AsyncGenerator[Piece, None]:
     """Pieces of all answers as they come, each with its index; one Finished per answer.
 
@@ -38,7 +38,7 @@ async def merged(
 
     async def follow(index: int, request: Request) -> None:
         try:
-            async with aclosing(generate(request)) as pieces:
+            async with aclosing(generate(index, request)) as pieces:
                 async for piece in pieces:
                     await queue.put(replace(piece, index=index))
         except Exception as error:

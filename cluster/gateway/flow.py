@@ -1,20 +1,20 @@
-"""The life of one request: reserve, prefill while pulling, decode, stream, release.
+"""The life of one attempt: grant, prefill while pulling, decode, stream, release.
 
 One function, one ``finally`` that releases everything (design.md, Life of a request).
 """
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cluster.gateway.answer import Answer
-from cluster.gateway.nodes import DecodeHandle, PrefillHandle
-from cluster.gateway.retries import patiently
+from cluster.gateway.fleet import Pair
+from cluster.gateway.handles import Handle
+from core.answer import Delta, Finished, TransferStats
+from core.control import Done
 from core.errors import NodeLost
-from core.request import Delta, Finished, Request
+from core.request import Request
 from core.schema import decode, pack
 from core.tasks import Tasks
 from decode_node import messages as on_decode
@@ -28,39 +28,31 @@ _releases = Tasks()
 Reply = TypeVar("Reply")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Where a request runs. ``attempt`` names this try and is never used again, so that late
-    messages of an earlier try, or of a request of the same id, cannot touch this one."""
-
-    prefill: PrefillHandle
-    decode: DecodeHandle
-    attempt: int = field(default_factory=lambda: secrets.randbits(48))
-
-
 async def run_request(
-    request: Request, pair: Pair, answer: Answer
+    request: Request, pair: Pair, session: int, answer: Answer
 ) -> AsyncGenerator[Delta | Finished, None]:
-    """Serve ``request`` on one pair of nodes and yield its answer.
+    """Serve ``request`` on one pair of ranks and yield its answer.
 
     Whatever ends it (the answer's end, an error, the caller closing the generator), row, pages,
-    lease and inbox are released on both nodes.
+    lease and inbox are released on both.
 
     Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError or
     NodeLost; after any but the first ``answer.rest()`` may be tried again.
     """
-    inbox = pair.decode.open_inbox(request.request_id)
+    inbox = pair.decode.open_inbox(pair.identity)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     pair.prefill.num_tokens += num_tokens
     pair.prefill.num_sent += 1
+    arriving: asyncio.Task[TransferStats] | None = None
     decoded = False
     try:
-        await _reserve(request, pair, num_tokens)
-        prefilled = await _prefill(request, pair)
+        await _grant(request, pair, session)
+        arriving = asyncio.create_task(_start(request, pair, num_tokens))
+        prefilled = await _prefill(request, pair, arriving)
         answer.prefilled(prefilled)
         yield answer.delta((prefilled.first_token,), prefilled.logprobs)
         if not answer.is_finished:
-            answer.pulled(await _arrival(request, pair))
+            answer.pulled(await arriving)
         while not answer.is_finished:
             update = await inbox.get()
             if update.error is not None:
@@ -71,70 +63,67 @@ async def run_request(
         yield answer.finished()
     finally:
         pair.prefill.num_tokens -= num_tokens
-        pair.decode.close_inbox(request.request_id)
+        pair.decode.close_inbox(pair.identity)
+        if arriving is not None:
+            arriving.cancel()
         if not decoded:
-            await _releases.detached(_release(request, pair))
+            await _releases.detached(_release(pair))
 
 
-async def _reserve(request: Request, pair: Pair, num_tokens: int) -> None:
+async def _grant(request: Request, pair: Pair, session: int) -> None:
+    sizes = len(request.prompt_ids), len(request.output_ids), request.sampling.max_tokens
+    asked = on_decode.Grant(pair.identity, session, *sizes)
+    await _call(pair.decode, "grant", asked, Done)
+    pair.decode.granted.add(pair.identity)
+
+
+async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
     info = pair.prefill.info
-    offer = Offer(
-        PROTOCOL,
-        info.name,
-        str(info.epoch),
-        request.request_id,
-        pair.attempt,
-        info.fingerprint,
-        num_tokens,
-    )
-    asked = pack(on_decode.Reserve(request, offer))
-    # In turn: or requests that need few pages would pass one that needs many for ever.
-    async with pair.decode.turn:
-        await patiently(request, lambda: _call(pair.decode, "reserve", asked, on_decode.Done))
+    owner, identity = pair.prefill.name, pair.identity
+    offer = Offer(PROTOCOL, owner, info.epoch, identity, info.fingerprint, num_tokens)
+    asked = on_decode.Start(identity, request, offer)
+    return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 
 
-async def _prefill(request: Request, pair: Pair) -> on_prefill.Prefilled:
-    asked = pack(on_prefill.Prefill(request, pair.attempt))
-    return await patiently(
-        request, lambda: _call(pair.prefill, "prefill", asked, on_prefill.Prefilled)
-    )
-
-
-async def _arrival(request: Request, pair: Pair) -> on_decode.Pulled:
-    asked = pack(on_decode.Await(request.request_id))
-    return await _call(pair.decode, "arrival", asked, on_decode.Pulled, pair.prefill)
+async def _prefill(
+    request: Request, pair: Pair, arriving: "asyncio.Task[TransferStats]"
+) -> on_prefill.Prefilled:
+    """The first token; a hand-over that failed before it ends the wait."""
+    asked = on_prefill.Prefill(pair.identity, request)
+    call = asyncio.create_task(_call(pair.prefill, "prefill", asked, on_prefill.Prefilled))
+    try:
+        await asyncio.wait([call, arriving], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            arriving.result()
+        return await call
+    finally:
+        call.cancel()
 
 
 async def _call(
-    node: PrefillHandle | DecodeHandle,
-    method: str,
-    asked: bytes,
-    reply: type[Reply],
-    beyond: PrefillHandle | None = None,
+    rank: Handle, method: str, asked: object, reply: type[Reply], beyond: Handle | None = None
 ) -> Reply:
-    """Call and decode. NodeLost names the node, or the one ``beyond`` it if the node answered
+    """Call and decode. NodeLost names the rank, or the one ``beyond`` it if the rank answered
     that it had lost that one."""
-    lost: PrefillHandle | DecodeHandle = node
+    lost = rank
     try:
-        answer = await node.control.call(method, asked)
-        lost = beyond or node
+        answer = await rank.control.call(method, pack(asked))
+        lost = beyond or rank
         return decode(reply, answer)
     except NodeLost as error:
-        error.node = lost.info.name
+        error.node = lost.name
         raise
 
 
-async def _release(request: Request, pair: Pair) -> None:
-    """Free both sides; a node that cannot be told is dead or will let its lease expire."""
+async def _release(pair: Pair) -> None:
+    """Free both sides; a rank that cannot be told is dead, or its leases run out."""
     calls = (
-        pair.decode.control.call("abort", pack(on_decode.Abort(request.request_id))),
-        pair.prefill.control.call(
-            "cancel", pack(on_prefill.Cancel(request.request_id, pair.attempt))
-        ),
+        pair.decode.control.call("abort", pack(on_decode.Abort(pair.identity))),
+        pair.prefill.control.call("cancel", pack(on_prefill.Cancel(pair.identity))),
     )
     for call in calls:
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await call
         except Exception as error:
-            log.warning("release of %s failed: %s", request.request_id, error)
+            log.warning("release of %s failed: %s", pair.identity, error)

@@ -3,46 +3,25 @@
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from core.errors import Overloaded, Preempted
-from core.request import Request
+from core.errors import Preempted
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 MAX_FAILURES = 4
-"""Lost nodes and broken hand-overs one request may meet."""
-MAX_WAIT_S = 30.0
-"""How long a request without a token may stand first in line before it is refused."""
+"""Lost nodes and broken hand-overs one request may meet without a token in between."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-POLL_S = 0.05
-
-
-async def patiently(request: Request, call: Callable[[], Awaitable[Result]]) -> Result:
-    """Repeat ``call`` while it is refused for want of room.
-
-    A request that has emitted tokens waits for as long as it takes: what has begun is not
-    dropped. Another raises Overloaded after MAX_WAIT_S.
-    """
-    began_at = time.monotonic()
-    while True:
-        try:
-            return await call()
-        except Overloaded:
-            if not request.output_ids and time.monotonic() - began_at > MAX_WAIT_S:
-                raise
-        await asyncio.sleep(POLL_S)
 
 
 @dataclass(slots=True)
 class Retries:
-    """One request's budget of failures; preemption is none."""
+    """One request's budget of failures; preemption is none, and a token fills it up again."""
 
     num_failures: int = 0
+
+    def progressed(self) -> None:
+        self.num_failures = 0
 
     async def pause(self, error: Exception) -> None:
         """Wait before the next try, or raise ``error`` when there shall be none."""

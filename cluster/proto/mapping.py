@@ -1,67 +1,41 @@
-"""The nouns of ``core`` and ``cluster.info`` to and from their protobuf messages."""
+"""The nouns of ``core`` to and from their protobuf messages; their fields have the same names."""
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
-from cluster.info import ModelInfo, NodeStatus, ServerStatus
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from pydantic import TypeAdapter
+
 from cluster.proto import tandem_pb2 as pb
-from core.request import (
-    Delta,
-    Finished,
-    SpeculationCounts,
-    Timings,
-    TokenLogprobs,
-    TransferStats,
-)
+from core.answer import Delta, Finished, TokenLogprobs
 
 _PREFIX = "ACCEPTANCE_"
+_Noun = TypeVar("_Noun")
+_Message = TypeVar("_Message", bound=Message)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-class LastPiece(Finished):
-    """A ``Finished`` with the text and tokens of an empty ``Delta``.
-
-    So a loop may read ``piece.text`` of every piece of a stream.
-    """
-
-    __slots__ = ()
-    text = ""
-    token_ids: tuple[int, ...] = ()
+def to_proto(cls: type[_Message], noun: Any) -> _Message:
+    """The dataclass ``noun`` as the message ``cls``."""
+    return cls(**asdict(noun))
 
 
-def finished_fields(finished: Finished) -> dict[str, Any]:
-    """``finished`` as nested builtins, with the field names of the proto."""
-    transfer = finished.kv_transfer
-    fields: dict[str, Any] = {
-        "index": finished.index,
-        "finish_reason": finished.finish_reason,
-        "usage": {
-            "prompt": finished.num_prompt_tokens,
-            "cached": finished.num_cached_tokens,
-            "completion": finished.num_completion_tokens,
-        },
-        "speculation": {
-            **asdict(finished.counts),
-            "accepted_per_position": list(finished.counts.accepted_per_position),
-            "drafted_per_position": list(finished.counts.drafted_per_position),
-        },
-        "timings_ms": asdict(finished.timings_ms),
-        "kv_transfer": {
-            "bytes": transfer.num_bytes,
-            "tokens": transfer.num_tokens,
-            "backend": transfer.backend,
-            "seconds": transfer.seconds,
-        },
-        "seed": finished.seed,
-    }
-    if finished.error is not None:
-        fields["error"] = finished.error
-    return fields
+def from_proto(cls: type[_Noun], message: Message) -> _Noun:
+    """``message`` as the dataclass ``cls``; 64-bit integers stay exact."""
+    fields = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    noun: _Noun = _adapter(cls).validate_python(fields)
+    return noun
 
 
 def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
     """One message of a stream."""
     if isinstance(piece, Finished):
-        return pb.GenerateResponse(finished=pb.Finished(**finished_fields(piece)))
+        return pb.GenerateResponse(finished=to_proto(pb.Finished, piece))
     logprobs = [
         pb.TokenLogprobs(
             logprob=token.logprob,
@@ -76,7 +50,7 @@ def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
     )
 
 
-def piece_from_proto(response: pb.GenerateResponse) -> Delta | LastPiece:
+def piece_from_proto(response: pb.GenerateResponse) -> Delta | Finished:
     """The inverse. Raises ``ValueError`` on a message that is neither."""
     kind = response.WhichOneof("piece")
     if kind == "delta":
@@ -84,7 +58,7 @@ def piece_from_proto(response: pb.GenerateResponse) -> Delta | LastPiece:
         logprobs = tuple(_token_logprobs(token) for token in delta.logprobs)
         return Delta(delta.index, tuple(delta.token_ids), delta.text, logprobs)
     if kind == "finished":
-        return _finished(response.finished)
+        return from_proto(Finished, response.finished)
     raise ValueError("GenerateResponse holds no piece this client knows; update the client")
 
 
@@ -96,108 +70,13 @@ def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     )
 
 
-def _finished(message: pb.Finished) -> LastPiece:
-    stats, transfer, times = message.speculation, message.kv_transfer, message.timings_ms
-    return LastPiece(
-        index=message.index,
-        finish_reason=message.finish_reason,
-        num_prompt_tokens=message.usage.prompt,
-        num_cached_tokens=message.usage.cached,
-        num_completion_tokens=message.usage.completion,
-        counts=SpeculationCounts(
-            num_steps=stats.num_steps,
-            num_drafted=stats.num_drafted,
-            num_accepted=stats.num_accepted,
-            accepted_per_position=tuple(stats.accepted_per_position),
-            first_step_accepted=stats.first_step_accepted,
-            drafted_per_position=tuple(stats.drafted_per_position),
-        ),
-        timings_ms=Timings(
-            queue=times.queue,
-            prefill=times.prefill,
-            transfer=times.transfer,
-            first_token=times.first_token,
-            total=times.total,
-        ),
-        kv_transfer=TransferStats(
-            num_bytes=transfer.bytes,
-            num_tokens=transfer.tokens,
-            backend=transfer.backend,
-            seconds=transfer.seconds,
-        ),
-        seed=message.seed,
-        error=message.error if message.HasField("error") else None,
-    )
-
-
-def acceptance_to_proto(name: str) -> str:
-    """Of a kind of acceptance, its name in the proto.
-
-    Raises ``ValueError`` naming the kinds there are.
-    """
-    if _PREFIX + name.upper() not in dict(pb.Acceptance.items()):
-        kinds = [key.removeprefix(_PREFIX).lower() for key, _ in pb.Acceptance.items()]
-        raise ValueError(f"acceptance={name!r}: use one of {kinds}")
-    return _PREFIX + name.upper()
+def acceptance_to_proto(kind: str) -> str:
+    """The proto's name of a kind of acceptance. Raises ``ValueError`` naming those there are."""
+    kinds = [acceptance_from_proto(number) for number in pb.Acceptance.values()]
+    if kind not in kinds:
+        raise ValueError(f"acceptance={kind!r}: use one of {kinds}")
+    return _PREFIX + kind.upper()
 
 
 def acceptance_from_proto(number: int) -> str:
-    """The kind; raises ``ValueError`` for a number that this server does not know."""
-    if number not in pb.Acceptance.values():
-        kinds = ", ".join(f"{value} ({key})" for key, value in pb.Acceptance.items())
-        raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
     return pb.Acceptance.Name(number).removeprefix(_PREFIX).lower()
-
-
-def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
-    return pb.ModelInfo(**asdict(info))
-
-
-def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=message.name,
-        architecture=message.architecture,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        num_draft_tokens=message.num_draft_tokens,
-        has_mtp=message.has_mtp,
-        dtype=message.dtype,
-        think_token_ids=tuple(message.think_token_ids),
-    )
-
-
-def status_to_proto(status: ServerStatus) -> pb.Status:
-    return pb.Status(
-        state=status.state,
-        mode=status.mode,
-        num_running=status.num_running,
-        nodes=[pb.NodeStatus(**asdict(node)) for node in status.nodes],
-    )
-
-
-def status_from_proto(message: pb.Status) -> ServerStatus:
-    return ServerStatus(
-        state=pb.Status.State.Name(message.state),
-        mode=message.mode,
-        num_running=message.num_running,
-        nodes=tuple(_node_status(node) for node in message.nodes),
-    )
-
-
-def _node_status(message: pb.NodeStatus) -> NodeStatus:
-    return NodeStatus(
-        name=message.name,
-        kind=message.kind,
-        epoch=message.epoch,
-        alive=message.alive,
-        num_active_rows=message.num_active_rows,
-        num_free_pages=message.num_free_pages,
-        num_pages=message.num_pages,
-        num_open_leases=message.num_open_leases,
-        num_channels=message.num_channels,
-        num_steps=message.num_steps,
-        step_s=message.step_s,
-        program_s=message.program_s,
-        num_preempted=message.num_preempted,
-    )

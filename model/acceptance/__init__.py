@@ -1,66 +1,38 @@
-"""Kinds of acceptance by name, each imported when the first request asks for it.
+"""Kinds of acceptance by name.
 
 Shape legend: B rows, N drafts, V vocabulary.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from core import request
 from model.acceptance.base import Evidence, Kind, Verdict
+from model.acceptance.rejection import REJECTION, REJECTION_GREEDY
+from model.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
+from model.acceptance.strict import STRICT
 from model.sampling import SamplingRows, adjusted
 
-
-def _strict() -> Kind:
-    from model.acceptance.strict import STRICT
-
-    return STRICT
-
-
-def _relaxed() -> Kind:
-    from model.acceptance.relaxed import RELAXED
-
-    return RELAXED
-
-
-def _relaxed_log_probs() -> Kind:
-    from model.acceptance.relaxed import RELAXED_LOG_PROBS
-
-    return RELAXED_LOG_PROBS
-
-
-def _rejection() -> Kind:
-    from model.acceptance.rejection import REJECTION
-
-    return REJECTION
-
-
-def _rejection_greedy() -> Kind:
-    from model.acceptance.rejection import REJECTION_GREEDY
-
-    return REJECTION_GREEDY
-
-
-KINDS: dict[str, Callable[[], Kind]] = {
-    request.STRICT: _strict,
-    request.RELAXED: _relaxed,
-    request.RELAXED_LOG_PROBS: _relaxed_log_probs,
-    request.REJECTION: _rejection,
-    request.REJECTION_GREEDY: _rejection_greedy,
+KINDS: dict[str, Kind] = {
+    request.STRICT: STRICT,
+    request.RELAXED: RELAXED,
+    request.RELAXED_LOG_PROBS: RELAXED_LOG_PROBS,
+    request.REJECTION: REJECTION,
+    request.REJECTION_GREEDY: REJECTION_GREEDY,
 }
 KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 """What stands for a kind in ``kind_B``; strict is 0."""
 
 
-def judge(kinds: Collection[str], kind_B: Tensor, evidence: Evidence) -> Verdict:
-    """The verdict of each row's own kind; ``kinds`` are all names that ``kind_B`` holds."""
-    verdict = KINDS[request.STRICT]().judge(evidence)
+def judge(kinds: Collection[str], evidence: Evidence) -> Verdict:
+    """The verdict of each row's own kind; ``kinds`` are the names of all."""
+    verdict = KINDS[request.STRICT].judge(evidence)
     for name in _ordered(kinds):
         if name != request.STRICT:
-            other = KINDS[name]().judge(evidence)
-            verdict = other.where(kind_B == KIND_NUMBERS[name], verdict)
+            other = KINDS[name].judge(evidence)
+            verdict = other.where(evidence.acceptance.kind_B == KIND_NUMBERS[name], verdict)
     return verdict
 
 
@@ -77,10 +49,10 @@ def pick_draft(
     adjusted_BV = adjusted(logits_BV, sampling, num_output_B, drafts_BN)
     output_index_B = num_output_B + drafts_BN.shape[1]
     first, *others = _ordered(kinds)
-    base = KINDS[first]().pick
+    base = KINDS[first].pick
     tokens_B, q_BV = base(adjusted_BV, sampling, output_index_B)
     for name in others:
-        pick = KINDS[name]().pick
+        pick = KINDS[name].pick
         if pick is not base:
             own_B, own_q_BV = pick(adjusted_BV, sampling, output_index_B)
             tokens_B = torch.where(kind_B == KIND_NUMBERS[name], own_B, tokens_B)

@@ -13,6 +13,17 @@ from model.sampling import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceRows:
+    """How B rows want their drafts judged: the number of the kind (KIND_NUMBERS), the most drafts
+    a row uses, and what relaxed kinds allow."""
+
+    kind_B: Tensor
+    limit_B: Tensor
+    relaxed_top_n_B: Tensor
+    relaxed_delta_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """``tokens_BN1[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step."""
 
@@ -35,9 +46,8 @@ class Evidence:
     (rows of other kinds may hold anything); None if the drafts are deterministic.
     ``adjusted_BN1V`` are the main model's logits after bias, penalties and min_tokens, before
     temperature; ``targets_BN1`` what it chose from them, with the request's own noise.
-    ``num_output_B`` tokens were emitted before; a row uses at most ``limit_B`` drafts.
-    ``thinking_B`` is the think phase before the drafts, ``think_ids`` the tokens that begin and
-    end it; only relaxed kinds read them, ``relaxed_top_n_B`` and ``relaxed_delta_B``.
+    ``num_output_B`` tokens were emitted before. ``thinking_B`` is the think phase before the
+    drafts, ``think_ids`` the tokens that begin and end it; only relaxed kinds read them.
     """
 
     drafts_BN: Tensor
@@ -45,12 +55,10 @@ class Evidence:
     adjusted_BN1V: Tensor
     targets_BN1: Tensor
     sampling: SamplingRows
+    acceptance: AcceptanceRows
     num_output_B: Tensor
-    limit_B: Tensor
     thinking_B: Tensor
     think_ids: tuple[int, int] | None
-    relaxed_top_n_B: Tensor
-    relaxed_delta_B: Tensor
 
 
 Pick = Callable[[Tensor, SamplingRows, Tensor], tuple[Tensor, Tensor | None]]

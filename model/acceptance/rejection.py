@@ -66,7 +66,7 @@ def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
     index_BN = evidence.num_output_B.unsqueeze(1) + place_N
     u_BN = uniform(evidence.sampling.seed_B.unsqueeze(1), index_BN, COIN)
     passes_BN = (q_BN > 0) & (u_BN * q_BN <= p_BN)
-    return passes_BN.long().cumprod(1).sum(1).minimum(evidence.limit_B)
+    return passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
 
 
 def _last_token(evidence: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _last_token(evidence: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
     num_drafts = evidence.drafts_BN.shape[1]
     rest_BV = p_BV
     if num_drafts > 0:
-        was_rejected_B = place_B < evidence.limit_B.clamp(max=num_drafts)
+        was_rejected_B = place_B < evidence.acceptance.limit_B.clamp(max=num_drafts)
         q_BV = _draft_probs(evidence, p_BV, place_B.clamp(max=num_drafts - 1))
         rest_BV = torch.where(was_rejected_B.unsqueeze(1), residual(p_BV, q_BV), p_BV)
     index_B = evidence.num_output_B + place_B

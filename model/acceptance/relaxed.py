@@ -34,7 +34,7 @@ def _judge(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Verdict:
     thinking_BN = thinking_before(evidence.thinking_B, drafts_BN, evidence.think_ids)
     is_target_BN = drafts_BN == targets_BN1[:, :-1]
     passes_BN = is_target_BN | (thinking_BN & _is_likely(evidence, score))
-    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.limit_B)
+    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
     place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
     is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
     told_BN = torch.where(is_draft_BN, drafts_BN, targets_BN1[:, :-1])
@@ -50,11 +50,11 @@ def _is_likely(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Tensor:
     draft_BN1 = logits_BNV.gather(2, drafts_BN1)
     id_V = torch.arange(logits_BNV.shape[2], device=logits_BNV.device)
     ahead_BNV = (logits_BNV > draft_BN1) | ((logits_BNV == draft_BN1) & (id_V < drafts_BN1))
-    is_top_BN = ahead_BNV.sum(2) < evidence.relaxed_top_n_B.unsqueeze(1)
+    is_top_BN = ahead_BNV.sum(2) < evidence.acceptance.relaxed_top_n_B.unsqueeze(1)
     total_BN = logits_BNV.logsumexp(2)
     log_p_BN = draft_BN1.squeeze(2) - total_BN
     log_p_max_BN = logits_BNV.amax(2) - total_BN
-    bound_BN = score(log_p_max_BN) - evidence.relaxed_delta_B.unsqueeze(1)
+    bound_BN = score(log_p_max_BN) - evidence.acceptance.relaxed_delta_B.unsqueeze(1)
     return is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 

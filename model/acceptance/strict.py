@@ -14,7 +14,7 @@ from model.sampling import SamplingRows, draw
 def judge(evidence: Evidence) -> Verdict:
     """The longest prefix of drafts equal to the targets, plus one target."""
     matches_BN = (evidence.drafts_BN == evidence.targets_BN1[:, :-1]).long()
-    num_accepted_B = matches_BN.cumprod(1).sum(1).minimum(evidence.limit_B)
+    num_accepted_B = matches_BN.cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
     return Verdict(evidence.targets_BN1, num_accepted_B)
 
 

@@ -1,7 +1,7 @@
 """The drafter seam: how any method proposes tokens for verification.
 
 Shape legend: B rows, M tokens that the last step can have emitted at most, N drafts this step,
-D hidden, P pages.
+D hidden, P pages; in prefill T packed tokens, G segments.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.batch import PromptRows
+from model.batch import Batch
 from model.cache import CacheGroup, Caches
+
+UNKNOWN = -1
+"""Stands for the token after a segment that is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class DraftState:
     ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
     ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
     is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
-    the cache. ``max_pages_B`` is Batch's. ``pick(logits_BV, drafts_BN)`` chooses the draft
+    the cache. ``real_B`` is False for rows that only fill the batch up, None if there are none.
+    ``max_pages_B`` is Batch's. ``pick(logits_BV, drafts_BN)`` chooses the draft
     after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was drawn
     from if its request's acceptance needs them.
     """
@@ -35,23 +39,16 @@ class DraftState:
     page_table_BP: Tensor
     max_pages_B: tuple[int, ...]
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    real_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens [B, N]; ``parents[i]`` is the draft that draft i follows, -1 the known text.
-
-    ``q_BNV`` are the probabilities they were drawn from, None for deterministic drafts.
-    """
+    """Tokens [B, N], each row a chain behind its known text. ``q_BNV`` are the probabilities that
+    they were drawn from, None for deterministic drafts."""
 
     tokens_BN: Tensor
-    parents: tuple[int, ...]
     q_BNV: Tensor | None = None
-
-
-def chain(num_drafts: int) -> tuple[int, ...]:
-    """A chain is a tree: -1, 0, 1, ..."""
-    return tuple(range(-1, num_drafts - 1))
 
 
 class Drafter(Protocol):
@@ -62,11 +59,9 @@ class Drafter(Protocol):
     max_drafts: int | None
     cache_groups: tuple[CacheGroup, ...]
 
-    def prefill(
-        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
-    ) -> None:
-        """Fill the draft slots of ``rows``: slot i pairs the hidden state of token i with the
-        token after it."""
+    def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
+        """Fill the drafter's caches for the main model's packed ``batch``, whose hidden states are
+        ``hidden_1TD``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
         ...
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:

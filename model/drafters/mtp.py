@@ -1,57 +1,98 @@
 """DeepSeek's multi-token-prediction layer as a drafter, reused over its own output (spec §5).
 
-Shape legend: B rows, M tokens emitted last round at most, N drafts, D hidden, P pages.
+Shape legend: B rows, M tokens emitted last round at most, N drafts, D hidden, P pages; in prefill
+T packed tokens, G segments.
 """
 
-import torch
-from torch import Tensor
+from dataclasses import replace
 
-from model.batch import Batch, PromptRows, physical_slots
+import torch
+from torch import Tensor, nn
+
+from model.batch import DUMMY_PAGE, Batch, physical_slots
 from model.cache import MTP, CacheGroup, Caches
-from model.deepseek import DeepseekV3
-from model.drafters.base import Drafts, DraftState, chain
+from model.config import ModelConfig
+from model.deepseek import DecoderLayer, DeepseekV3
+from model.drafters.base import UNKNOWN, Drafts, DraftState
 from model.drafters.mtp_rows import PassRows, first_pass, later_pass
+from model.layers import RMSNorm, Rope, linear
+from model.weights import Checkpoint, load_mtp
+
+
+class MtpLayer(DecoderLayer):
+    """Row i: (embedding of token i+1, main hidden i) -> hidden that predicts token i+2."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, moe=True)
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
+        # The layer's own final norm; the head beside it is the main model's.
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
+
+    def predict(
+        self, embedding_BQD: Tensor, hidden_BQD: Tensor, batch: Batch, cache: Tensor, rope: Rope
+    ) -> Tensor:
+        """Normed MTP hidden [B, Q, D] (spec §5: embedding first, post-norm hidden)."""
+        z = self.eh_proj(torch.cat((self.enorm(embedding_BQD), self.hnorm(hidden_BQD)), -1))
+        out_BQD: Tensor = self.shared_head["norm"](self(z, batch, cache, rope))
+        return out_BQD
 
 
 class MtpDrafter:
     """Pass 1 rewrites last round's rows from their true hidden states and yields draft 1;
-    passes 2..n are the head row alone, fed with the MTP layer's own normed output."""
+    passes 2..n are the head row alone, fed with the MTP layer's own normed output.
+
+    Embedding, head and rotary tables are the main model's.
+    """
 
     name = "mtp"
     max_drafts: int | None = None
 
-    def __init__(self, model: DeepseekV3) -> None:
-        self._model = model
-        self.cache_groups: tuple[CacheGroup, ...] = (CacheGroup(MTP, 1, model.config.latent_dim),)
+    def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
+        self._network = network
+        self._layer = layer
+        self.cache_groups: tuple[CacheGroup, ...] = (CacheGroup(MTP, 1, network.config.latent_dim),)
 
-    def prefill(
-        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
-    ) -> None:
-        batch = rows.batch(next_ids_BQ, 1, caches[MTP][0].shape[1])
-        self._model.forward_mtp(batch, hidden_BQD, caches)
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
+        """With the checkpoint's first MTP layer; see load_weights for what it raises."""
+        with torch.device("meta"):
+            layer = MtpLayer(checkpoint.config)
+        load_mtp(layer, checkpoint)
+        return cls(network, layer.eval())
+
+    def forward(self, batch: Batch, hidden_BQD: Tensor, caches: Caches) -> Tensor:
+        """One pass over tokens and the hidden states before them: normed hidden [B, Q, D]."""
+        embedding_BQD = self._network.model.embed_tokens(batch.token_ids_BQ)
+        rope = self._network.rope
+        return self._layer.predict(embedding_BQD, hidden_BQD, batch, caches[MTP][0], rope)
+
+    def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
+        """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
+        leaves no trace: pass 1 writes it when that token is there."""
+        self.forward(shifted(batch, next_G), hidden_1TD, caches)
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
         width = state.tokens_BM.shape[1]
         rows = first_pass(state.num_known_B, state.num_emitted_B, state.first_B, width)
-        hidden_BMD = self._forward(state.tokens_BM, state.hidden_BMD, rows, state, caches)
+        hidden_BMD = self._pass(state.tokens_BM, state.hidden_BMD, rows, state, caches)
         head_BD = hidden_BMD[torch.arange(len(hidden_BMD), device=hidden_BMD.device), rows.head_B]
         drafts_BN = state.tokens_BM[:, :0]
         drawn_from: list[Tensor] = []
         for i in range(num_drafts):
-            next_B, q_BV = state.pick(self._model.logits(head_BD), drafts_BN)
+            next_B, q_BV = state.pick(self._network.logits(head_BD), drafts_BN)
             next_B1 = next_B.unsqueeze(1)
             drafts_BN = torch.cat((drafts_BN, next_B1), 1)
             if q_BV is not None:
                 drawn_from.append(q_BV)
             if i + 1 < num_drafts:
                 rows = later_pass(state.num_known_B, i + 2)
-                head_BD = self._forward(next_B1, head_BD.unsqueeze(1), rows, state, caches).squeeze(
-                    1
-                )
+                head_BD = self._pass(next_B1, head_BD.unsqueeze(1), rows, state, caches).squeeze(1)
         q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
-        return Drafts(drafts_BN, chain(num_drafts), q_BNV)
+        return Drafts(drafts_BN, q_BNV)
 
-    def _forward(
+    def _pass(
         self,
         token_ids_BQ: Tensor,
         hidden_BQD: Tensor,
@@ -61,6 +102,9 @@ class MtpDrafter:
     ) -> Tensor:
         page_size = caches[MTP][0].shape[1]
         page_table_BP = state.page_table_BP
+        real_BQ = rows.real_BQ
+        if state.real_B is not None:
+            real_BQ = real_BQ & state.real_B.unsqueeze(1)
         batch = Batch(
             token_ids_BQ=token_ids_BQ,
             positions_BQ=rows.positions_BQ,
@@ -68,5 +112,21 @@ class MtpDrafter:
             context_lens_BQ=rows.context_lens_BQ,
             page_table_BP=page_table_BP,
             max_pages_B=state.max_pages_B,
+            real_BQ=real_BQ,
         )
-        return self._model.forward_mtp(batch, hidden_BQD, caches)
+        return self.forward(batch, hidden_BQD, caches)
+
+
+def shifted(batch: Batch, next_G: Tensor) -> Batch:
+    """A packed batch with each token replaced by the one after it in its own segment."""
+    assert batch.segments is not None, "only prefill batches are shifted"
+    last_G = batch.segments.ends_G - 1
+    next_ids_1T = batch.token_ids_BQ.roll(-1, 1)
+    next_ids_1T[0, last_G] = next_G
+    is_known_1T = next_ids_1T != UNKNOWN
+    return replace(
+        batch,
+        token_ids_BQ=next_ids_1T.clamp(min=0),
+        positions_BQ=batch.positions_BQ + 1,
+        write_slots_BQ=batch.write_slots_BQ.where(is_known_1T, DUMMY_PAGE),
+    )

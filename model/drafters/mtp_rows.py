@@ -17,7 +17,8 @@ from torch import Tensor
 class PassRows:
     """Slots, positions and context lengths [B, Q] of one pass.
 
-    Where ``keep_BQ`` is False the row writes to the dummy page. A row attends to slots up to
+    Where ``real_BQ`` is False the row is padding, and where ``keep_BQ`` is False it writes to the
+    dummy page. A row attends to slots up to
     its own, ``context_lens_BQ`` = slot + 1; padding rows see slot 0 only, so that they stay
     finite, and their output is never used. ``head_B`` is the row that yields the draft.
     """
@@ -25,6 +26,7 @@ class PassRows:
     slots_BQ: Tensor
     positions_BQ: Tensor
     context_lens_BQ: Tensor
+    real_BQ: Tensor
     keep_BQ: Tensor
     head_B: Tensor
 
@@ -42,6 +44,7 @@ def first_pass(num_known_B: Tensor, num_emitted_B: Tensor, first_B: Tensor, widt
         slots_BQ=slots_BQ,
         positions_BQ=slots_BQ + 1,
         context_lens_BQ=torch.where(real_BQ, slots_BQ + 1, 1),
+        real_BQ=real_BQ,
         keep_BQ=real_BQ & ~first_B.unsqueeze(1),
         head_B=num_emitted_B - 1,
     )
@@ -51,16 +54,12 @@ def later_pass(num_known_B: Tensor, pass_number: int) -> PassRows:
     """Pass k >= 2: the head row alone, (draft k-1, MTP output) at slot L-3+k, provisional."""
     assert pass_number >= 2, f"pass {pass_number} is not a later pass"
     slots_BQ = (num_known_B - 3 + pass_number).unsqueeze(1)
+    all_BQ = torch.ones_like(slots_BQ, dtype=torch.bool)
     return PassRows(
         slots_BQ=slots_BQ,
         positions_BQ=slots_BQ + 1,
         context_lens_BQ=slots_BQ + 1,
-        keep_BQ=torch.ones_like(slots_BQ, dtype=torch.bool),
+        real_BQ=all_BQ,
+        keep_BQ=all_BQ,
         head_B=torch.zeros_like(num_known_B),
     )
-
-
-def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
-    """Main-model slots [B, N + 1] of the last token and its drafts; positions are the same."""
-    offsets = torch.arange(num_drafts + 1, device=num_known_B.device)
-    return (num_known_B - 1).unsqueeze(1) + offsets

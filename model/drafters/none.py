@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from model.batch import PromptRows
+from model.batch import Batch
 from model.cache import CacheGroup, Caches
 from model.drafters.base import Drafts, DraftState
 
@@ -12,11 +12,9 @@ class NoDrafter:
     max_drafts: int | None = 0
     cache_groups: tuple[CacheGroup, ...] = ()
 
-    def prefill(
-        self, next_ids_BQ: Tensor, hidden_BQD: Tensor, rows: PromptRows, caches: Caches
-    ) -> None:
+    def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         return
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
         assert num_drafts == 0, f"no drafter can give {num_drafts} drafts"
-        return Drafts(state.tokens_BM[:, :0], ())
+        return Drafts(state.tokens_BM[:, :0])

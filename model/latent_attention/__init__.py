@@ -10,26 +10,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from model.batch import Batch
+from model.latent_attention import by_row, gathered
 
 LatentAttention = Callable[[Tensor, Tensor, Batch, int, float], Tensor]
-
-
-def _by_row() -> LatentAttention:
-    from model.latent_attention.by_row import attend
-
-    return attend
-
-
-def _gathered() -> LatentAttention:
-    from model.latent_attention.gathered import attend
-
-    return attend
-
-
-WAYS: dict[str, Callable[[], LatentAttention]] = {"by_row": _by_row, "gathered": _gathered}
+WAYS: dict[str, LatentAttention] = {"by_row": by_row.attend, "gathered": gathered.attend}
 
 
 def latent_attention(device_type: str) -> LatentAttention:
     """The best way on a kind of device. On CPUs one row after the other keeps its pages in the
     processor's cache; elsewhere all rows are one launch."""
-    return WAYS["by_row" if device_type == "cpu" else "gathered"]()
+    return WAYS["by_row" if device_type == "cpu" else "gathered"]

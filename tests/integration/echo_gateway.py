@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.client.client import InferenceError
 from cluster.door.server import Server
-from cluster.info import SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.config import TandemConfig, load
-from core.request import Delta, Finished, Request, SpeculationCounts, Timings, TransferStats
+from core.info import SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.request import Request
+from tandem import InferenceError
 
 EOS = 2
 STORY = "Zwei Bären 🐻🐻 aßen Käse. "
@@ -55,7 +56,7 @@ class EchoGateway:
         return True
 
     async def status(self) -> ServerStatus:
-        node = NodeStatus("decode-0", "decode", "e1", True, 1, 2, 3, 4, 5, 6)
+        node = NodeStatus("decode-0", "decode", 1, True, 1, 2, 3, 4, 5, 6)
         return ServerStatus(SERVING, "split", 99, (node,))
 
     async def abort(self, request_id: str) -> bool:
@@ -90,7 +91,9 @@ class EchoGateway:
             if failure is not None:
                 raise failure
             for index in range(request.sampling.n):
-                yield _finished(request, i, "abort" if aborted.is_set() else "length", index)
+                yield _finished(
+                    request, i - num_before, "abort" if aborted.is_set() else "length", index
+                )
         finally:
             del self._aborted[request.request_id]
             self.num_closed += 1
@@ -100,10 +103,8 @@ def _finished(request: Request, num_tokens: int, reason: str, index: int) -> Fin
     return Finished(
         index=index,
         finish_reason=reason,
-        num_prompt_tokens=len(request.prompt_ids),
-        num_cached_tokens=0,
-        num_completion_tokens=num_tokens,
-        counts=SpeculationCounts(1, 3, 2, (1, 1, 0), 2, (1, 1, 1)),
+        usage=Usage(prompt=len(request.prompt_ids), completion=num_tokens),
+        speculation=SpeculationCounts(1, 3, 2, (1, 1, 0), 2, (1, 1, 1)),
         timings_ms=Timings(1.0, 2.0, 3.0, 4.0, 5.0),
         kv_transfer=TransferStats(10, 20, "gloo", 0.5),
         seed=request.sampling.seed or 0,

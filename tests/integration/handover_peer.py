@@ -6,30 +6,28 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import msgpack
 import torch
 
+from core.config import KvTransferConfig
+from core.control import Service
+from core.identity import Identity
 from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches
 from kv_transfer.layout import Group, Layout
-from kv_transfer.leases import Key
-from kv_transfer.options import TransferOptions
 from kv_transfer.pages import PagePool
+from kv_transfer.side import Deadlines, Side
 from kv_transfer.source import Source
 from runtime.engine_loop import EngineLoop
 
-HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", "life-1", 3.0, 24
+HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", 2, 3.0, 24
 LAYOUT = Layout((Group("main", 3, 4 * WIDTH), Group("mtp", 1, 4 * WIDTH)), "float32", "tiny")
 # Small chunks: 3 layers of 96 B make 288 B per token, so a chunk holds 7 tokens.
-OPTIONS = TransferOptions(
-    lease_s=1.2, staging_bytes=4 * 2048, chunk_bytes=2048, wait_s=0.5, call_timeout_s=3.0,
-    progress_timeout_s=4.0,
-)  # fmt: skip
-BackendHandler = Callable[[str, bytes], Awaitable[bytes]]
+CONFIG = KvTransferConfig.model_construct(lease_s=1.2, staging_bytes=4 * 2048)
+DEADLINES = Deadlines(wait_s=0.5, call_s=3.0, progress_s=4.0)
 
 
 def values(request_id: str, layer: int, num_tokens: int) -> torch.Tensor:
@@ -66,22 +64,21 @@ class Prefill(Rank):
     def __init__(self, maker: ChannelMaker) -> None:
         super().__init__("prefill", page_size=5, num_pages=200)
         self.maker = maker
-        self.source = Source(
-            EPOCH, self.caches, self.engine, maker, self.on_release, OPTIONS
-        )  # fmt: skip
-        self.pages: dict[Key, list[int]] = {}
-        self.released: list[Key] = []
+        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, DEADLINES))
+        self.service = Service("prefill", EPOCH, self.source.methods)
+        self.pages: dict[Identity, list[int]] = {}
+        self.released: list[Identity] = []
         self.asked: list[str] = []
 
-    def on_release(self, key: Key) -> None:
+    def on_release(self, key: Identity) -> None:
         assert threading.current_thread().name == "prefill"
         self.pool.release(self.pages.pop(key, []))
         self.released.append(key)
 
-    async def handle(self, method: str, payload: bytes) -> bytes:
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         if not method.startswith("test."):
             self.asked.append(method)
-            return await self.source.handle(method, payload)
+            return await self.service.handle(epoch, method, payload)
         order = msgpack.unpackb(payload)
         reply = await getattr(self, method.removeprefix("test."))(**order)
         return msgpack.packb(reply)
@@ -89,8 +86,8 @@ class Prefill(Rank):
     async def run(self, request_id: str, attempt: int, num_tokens: int, step: int,
                   delay_s: float, seal: bool) -> None:  # fmt: skip
         """Prefill in chunks of ``step``; the mtp group lags by one token until the end."""
-        key = (request_id, attempt)
-        await self.engine.call(lambda: self.source.open(key))
+        key = Identity(request_id, attempt=attempt)
+        await self.engine.call(lambda: self.source.open(key, lambda: self.on_release(key)))
         for hi in range(step, num_tokens + step, step):
             await asyncio.sleep(delay_s)
             done = min(hi, num_tokens)
@@ -99,7 +96,7 @@ class Prefill(Rank):
             hidden = struct.pack("4f", 1, 2, 3, 4)
             await self.engine.call(lambda: self.source.seal(key, 77, hidden, "float32"))
 
-    def compute(self, key: Key, hi: int, num_tokens: int) -> None:
+    def compute(self, key: Identity, hi: int, num_tokens: int) -> None:
         if key in self.released:
             return
         pages = self.pages.setdefault(key, [])
@@ -107,18 +104,18 @@ class Prefill(Rank):
         counts = (hi, hi if hi == num_tokens else hi - 1)
         for layer, cache in enumerate(self.layers()):
             count = counts[0] if layer < 3 else counts[1]
-            cache[self.slots(pages, 0, count)] = values(key[0], layer, num_tokens)[:count]
+            cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
         self.source.advance(key, pages, counts)
 
     async def fail(self, request_id: str, attempt: int) -> None:
-        key = (request_id, attempt)
+        key = Identity(request_id, attempt=attempt)
         await self.engine.call(lambda: self.source.fail(key, "the prompt was refused"))
 
     async def steal_page(self, request_id: str, attempt: int) -> None:
         """The bug that must never be served: a page changes hands while it is offered."""
 
         def steal() -> None:
-            page = self.pages[request_id, attempt][0]
+            page = self.pages[Identity(request_id, attempt=attempt)][0]
             self.pool.release([page])
             taken = self.pool.allocate(self.pool.num_free)
             assert page in taken

@@ -13,32 +13,35 @@ from typing import Any
 import msgpack
 import torch
 
-from core.control import Control, InProcessControl
+from core.control import Control, Handler, InProcessControl
 from core.errors import NodeLost
+from core.identity import Identity
+from kv_transfer.base import ChannelMaker
 from kv_transfer.channel import ProcessGroupChannels
 from kv_transfer.layout import PROTOCOL
-from kv_transfer.loopback import LoopbackChannels
 from kv_transfer.messages import Offer
+from kv_transfer.side import Side
 from kv_transfer.sink import Pulled, Sink
 from tests.integration.handover_peer import (
+    CONFIG,
     DEADLINE_S,
+    DEADLINES,
     EPOCH,
     HOST,
     LAYOUT,
-    OPTIONS,
-    BackendHandler,
     Prefill,
     Rank,
     values,
 )
+from tests.loopback import LoopbackChannels
 
 _ids = itertools.count()
 
 
-async def serve(handler: BackendHandler, reader: asyncio.StreamReader,
+async def serve(handler: Handler, reader: asyncio.StreamReader,
                 writer: asyncio.StreamWriter) -> None:  # fmt: skip
-    async def one(call: int, method: str, payload: bytes) -> None:
-        data = msgpack.packb([call, await handler(method, payload)])
+    async def one(call: int, epoch: int, method: str, payload: bytes) -> None:
+        data = msgpack.packb([call, await handler(epoch, method, payload)])
         writer.write(struct.pack("!I", len(data)) + data)
 
     tasks = set()
@@ -57,12 +60,12 @@ class SocketControl:
         self._ids = itertools.count()
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def call(self, method: str, payload: bytes) -> bytes:
+    async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
         if self._reading.done():
             raise NodeLost("the control connection is closed")
         call = next(self._ids)
         self._calls[call] = asyncio.get_running_loop().create_future()
-        data = msgpack.packb([call, method, payload])
+        data = msgpack.packb([call, epoch, method, payload])
         self._writer.write(struct.pack("!I", len(data)) + data)
         return await self._calls[call]
 
@@ -91,7 +94,6 @@ def prefill_process(pipe: Connection) -> None:
 
 async def _prefill_process(pipe: Connection) -> None:
     prefill = Prefill(ProcessGroupChannels("gloo", HOST, DEADLINE_S))
-    await prefill.source.start()
     server = await asyncio.start_server(lambda r, w: serve(prefill.handle, r, w), HOST, 0)
     pipe.send(server.sockets[0].getsockname()[1])
     await asyncio.to_thread(pipe.recv)
@@ -121,20 +123,23 @@ class Process:
 
 @dataclass
 class World:
-    """A decode rank, and the prefill rank behind ``control``."""
+    """A decode rank, and the prefill rank that ``handler`` calls."""
 
     decode: Rank
     sink: Sink
-    control: Control
-    backend: str
+    handler: Handler
+    maker: ChannelMaker
+
+    def control(self, epoch: int = EPOCH) -> Control:
+        return InProcessControl(self.handler, epoch)
 
     async def tell(self, order: str, **what: Any) -> Any:
-        return msgpack.unpackb(await self.control.call(f"test.{order}", msgpack.packb(what)))
+        return msgpack.unpackb(await self.control().call(f"test.{order}", msgpack.packb(what)))
 
     def prefill(self, offer: Offer, step: int = 100, delay_s: float = 0.0,
                 seal: bool = True) -> Awaitable[Any]:  # fmt: skip
         return asyncio.create_task(
-            self.tell("run", request_id=offer.request_id, attempt=offer.attempt,
+            self.tell("run", request_id=offer.identity.request_id, attempt=offer.identity.attempt,
                       num_tokens=offer.num_tokens, step=step, delay_s=delay_s, seal=seal)
         )  # fmt: skip
 
@@ -145,7 +150,7 @@ class World:
             lambda: pool.allocate(pool.num_pages_for(offer.num_tokens))
         )
         try:
-            return await self.sink.pull(offer, self.control, pages), pages
+            return await self.sink.pull(offer, self.control(offer.epoch), pages), pages
         except BaseException:
             await self.decode.engine.call(lambda: pool.release(pages))
             raise
@@ -153,7 +158,7 @@ class World:
     async def check_bytes(self, offer: Offer, pages: list[int]) -> None:
         slots = self.decode.slots(pages, 0, offer.num_tokens)
         for layer, cache in enumerate(self.decode.layers()):
-            wanted = values(offer.request_id, layer, offer.num_tokens)
+            wanted = values(offer.identity.request_id, layer, offer.num_tokens)
             assert torch.equal(cache[slots], wanted), f"layer {layer} differs"
         await self.decode.engine.call(lambda: self.decode.pool.release(pages))
 
@@ -168,7 +173,7 @@ class World:
         report: dict[str, Any] = {}
         for _ in range(100):
             report = await self.tell("report")
-            held = {k: report[k] for k in ("keys", "leases", "waiting", "staging", "pages")}
+            held = {k: report[k] for k in ("leases", "waiting", "staging", "pages")}
             if not any(held.values()) and not report["tasks"]:
                 break
             await asyncio.sleep(0.05)
@@ -180,15 +185,15 @@ class World:
 
 def offer(num_tokens: int = 33, **changed: Any) -> Offer:
     fingerprint = LAYOUT.fingerprint()
-    made = Offer(PROTOCOL, "p0", EPOCH, f"r{next(_ids)}", 0, fingerprint, num_tokens)
+    made = Offer(PROTOCOL, "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
     return replace(made, **changed)
 
 
 @asynccontextmanager
-async def world_over(control: Control, maker: Any, backend: str) -> AsyncIterator[World]:
+async def world_over(handler: Handler, maker: ChannelMaker) -> AsyncIterator[World]:
     decode = Rank("decode", page_size=4, num_pages=100)
-    sink = Sink(f"d{next(_ids)}", decode.caches, decode.engine, maker, OPTIONS)
-    yield World(decode, sink, control, backend)
+    sink = Sink(f"d{next(_ids)}", Side(decode.caches, decode.engine, maker, CONFIG, DEADLINES))
+    yield World(decode, sink, handler, maker)
     await sink.close()
     assert not any(sink.counts().values()), sink.counts()
     decode.engine.stop()
@@ -198,7 +203,7 @@ async def world_over(control: Control, maker: Any, backend: str) -> AsyncIterato
 async def over_process(process: Process) -> AsyncIterator[World]:
     control = SocketControl(*await asyncio.open_connection(HOST, process.port))
     maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
-    async with world_over(control, maker, "gloo") as world:
+    async with world_over(control.call, maker) as world:
         yield world
     await control.close()
 
@@ -207,8 +212,7 @@ async def over_process(process: Process) -> AsyncIterator[World]:
 async def over_loopback() -> AsyncIterator[World]:
     maker = LoopbackChannels(DEADLINE_S)
     prefill = Prefill(maker)
-    await prefill.source.start()
-    async with world_over(InProcessControl(prefill.handle), maker, "loopback") as world:
+    async with world_over(prefill.handle, maker) as world:
         yield world
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()

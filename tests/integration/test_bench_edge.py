@@ -15,9 +15,10 @@ from cluster.bench.options import BenchOptions
 from cluster.bench.runner import Generator, Run
 from cluster.bench.stats import Slo, acceptance, measure
 from cluster.bench.workload import Job
-from cluster.client.client import AsyncClient
+from core.answer import Delta, Finished
 from core.errors import NodeLost, Overloaded
-from core.request import Delta, Finished, Request
+from core.request import Request
+from tandem import AsyncClient
 from tests.integration.echo_gateway import EchoGateway, echo_server, until
 from tests.integration.test_cli_edge import serving, tandem
 
@@ -277,7 +278,7 @@ def test_when_every_request_fails_the_code_is_told(address: str) -> None:
         (["--rate", "1", "--concurrency", "1"], "give it or --concurrency, not both"),
         (["--own", "--set", "kv.page=1"], "did you mean 'kv.page_size'?"),
         (["--set", "a=b"], "add --own"),
-        (["--workload", "trace", "--trace", "/no/such/file"], "no such file"),
+        (["--workload", "trace"], "--trace=None: goes with --workload trace"),
     ],
 )
 def test_a_mistake_is_told_on_stderr(args: list[str], message: str) -> None:

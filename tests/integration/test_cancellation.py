@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from core.config import TINY_MODEL
-from decode_node.build import DecodeRank
+from decode_node.node import DecodeNode
 from kv_transfer.pages import PagePool
-from prefill_node.build import PrefillRank
+from prefill_node.node import PrefillNode
 from tests.exact import near_ties
 from tests.gates import until
 from tests.scene import Scene, prompts, scene
@@ -31,24 +31,27 @@ def deadline_s(way: str) -> float | None:
 
 
 async def queued(at: Scene) -> None:
-    """Every row is taken; it waits at the gateway."""
-    await until(lambda: at.cluster.gateway._num_queued)
+    """Every row is taken; it waits at the decode node."""
+    await until(lambda: at.waits(VICTIM), at.answer)
 
 
-async def reserving(at: Scene) -> None:
+async def asking(at: Scene) -> None:
     """It has asked for a row; the decode engine is in the middle of a step."""
-    await until(lambda: VICTIM in at.cluster.decodes[0].node._reserving and at.decode.is_asked)
+    [decode] = at.cluster.decodes
+    await until(lambda: decode._granting and at.decode.is_asked)
 
 
 async def without_decode_pages(at: Scene) -> None:
-    """Refused for want of pages, it asks again and again."""
-    await until(lambda: ("reserve", "Overloaded") in at.to_decode.refused, at.answer)
+    """A row is free, too few pages are: it waits."""
+    await until(lambda: at.waits(VICTIM), at.answer)
+    assert at.cluster.decodes[0].engine.scheduler._free_rows
 
 
 async def without_prefill_pages(at: Scene) -> None:
     """The decode node waits to pull what the prefill node has no pages for yet."""
-    await until(lambda: ("prefill", "Overloaded") in at.to_prefill.refused, at.answer)
-    assert at.on_decode(VICTIM) and not at.on_prefill(VICTIM)
+    scheduler = at.cluster.prefills[0].engine.scheduler
+    await until(lambda: scheduler.num_queued, at.answer)
+    assert at.holds_a_row(VICTIM)
 
 
 async def behind_another(at: Scene) -> None:
@@ -73,16 +76,17 @@ async def amid_its_prompt(at: Scene) -> None:
 
 async def before_the_pull(at: Scene) -> None:
     """The first token is out; the channel is busy with another pull."""
-    [link] = at.cluster.decodes[0].node.sink._links.values()
+    [link] = at.cluster.decodes[0].intake._links.values()
     await link.lock.acquire()
     at.undo.append(link.lock.release)
     await until(lambda: at.streams[VICTIM].tokens, at.prefill_on)
-    await until(lambda: VICTIM in at.cluster.decodes[0].node._arriving)
+    arriving = at.cluster.decodes[0]._arriving
+    await until(lambda: any(identity.request_id == VICTIM for identity in arriving))
 
 
 async def on_the_wire(at: Scene) -> None:
     """Bytes are being sent when the request ends."""
-    [(_, building)] = at.cluster.prefills[0].node.source._channels._accepting.values()
+    [(_, building)] = at.cluster.prefills[0].source._sender.channels._accepting.values()
     channel = building.result()
     transfer, goes_on = channel._transfer, asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -93,8 +97,8 @@ async def on_the_wire(at: Scene) -> None:
 
     channel._transfer = slow
     at.undo.append(goes_on.set)
-    sender = at.cluster.prefills[0].node.source._sender
-    await until(lambda: at.streams[VICTIM].tokens and sender.staging.num_taken, at.prefill_on)
+    staging = at.cluster.prefills[0].source._side.staging
+    await until(lambda: at.streams[VICTIM].tokens and staging.num_taken, at.prefill_on)
 
 
 async def decoding(at: Scene) -> None:
@@ -103,20 +107,17 @@ async def decoding(at: Scene) -> None:
 
 async def preempted(at: Scene) -> None:
     """It made way for the older one and waits to go on, holding nothing."""
-    sequences = at.cluster.decodes[0].engine.scheduler.sequences
 
     def has_run() -> bool:
-        return VICTIM in sequences and len(at.streams[VICTIM].tokens) > 1
+        return at.holds_a_row(VICTIM) and len(at.streams[VICTIM].tokens) > 1
 
     await until(has_run, lambda: at.decode_on(VICTIM))
-    await until(lambda: VICTIM not in sequences, lambda: at.decode_on(VICTIM))
-    num_refused = len(at.to_decode.refused)
-    await until(lambda: len(at.to_decode.refused) > num_refused, at.answer)
+    await until(lambda: at.waits(VICTIM), lambda: at.decode_on(VICTIM))
 
 
 PHASES: list[tuple[Phase, tuple[str, ...]]] = [
     (queued, ("decode.max_rows=1",)),
-    (reserving, ()),
+    (asking, ()),
     (without_decode_pages, ()),
     (without_prefill_pages, ()),
     (behind_another, ("decode.max_rows=3",)),
@@ -146,9 +147,9 @@ async def prepare(at: Scene, phase: Phase) -> None:
         await leave_pages(at, decode, 12)
 
 
-async def leave_pages(at: Scene, rank: PrefillRank | DecodeRank, num_left: int) -> None:
+async def leave_pages(at: Scene, rank: PrefillNode | DecodeNode, num_left: int) -> None:
     """Take all but so many of a rank's free pages until the phase is over."""
-    pool: PagePool = rank.engine.scheduler._pool
+    pool: PagePool = rank.pool
     taken: list[int] = []
     posted = rank.loop.post(lambda: taken.extend(pool.allocate(pool.num_available - num_left)))
     await until(posted.done, at.answer)
@@ -195,9 +196,8 @@ async def test_all_answers_of_an_ended_request_are_gone(way: str) -> None:
     """n = 2: both are on the nodes as requests of their own."""
     async with scene("decode.max_rows=3") as at:
         at.ask(VICTIM, prompts(1, 20)[0], 30, timeout_s=deadline_s(way), num_answers=2)
-        both = [f"{VICTIM} {i}" for i in range(2)]
-        await until(lambda: all(map(at.on_decode, both)), at.prefill_on)
+        await until(lambda: at.on_decode(VICTIM, 2), at.prefill_on)
         await at.end(VICTIM, way)
-        await until(lambda: not any(map(at.is_held, both)), at.prefill_on)
+        await until(lambda: not at.is_held(VICTIM), at.prefill_on)
         await asyncio.wait([at.streams.pop(VICTIM).task])
         await go_on(at)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster.client.client import Client
+from tandem import Client
 from tests.integration.echo_gateway import ByteTokenizer, answer_to, text_of
 
 MAIN = """
@@ -168,7 +168,7 @@ def test_a_second_signal_does_not_wait() -> None:
         assert process.returncode == 130
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "status"])
+@pytest.mark.parametrize("command", ["serve", "generate", "status", "stop"])
 def test_help_teaches_by_example(command: str) -> None:
     done = tandem(command, "--help")
     assert done.returncode == 0 and f"tandem {command}" in done.stdout

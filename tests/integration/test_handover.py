@@ -11,16 +11,24 @@ from typing import Any
 import pytest
 
 from core.errors import HandoverError, LayoutMismatch, NodeLost, StalePages
+from core.identity import Identity
 from kv_transfer.layout import Layout
+from kv_transfer.messages import Offer
+from kv_transfer.side import Side
 from kv_transfer.sink import Sink
 from tests.integration.handover_peer import (
+    CONFIG,
     DEADLINE_S,
+    DEADLINES,
     EPOCH,
     LAYOUT,
-    OPTIONS,
     Rank,
 )
 from tests.integration.handover_world import Process, World, offer, over_loopback, over_process
+
+
+def named(asked: Offer) -> dict[str, Any]:
+    return {"request_id": asked.identity.request_id, "attempt": asked.identity.attempt}
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +54,18 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 async def test_bytes_are_equal_and_counted(world: World) -> None:
     asked = offer(33)
     running = world.prefill(asked)
+    began = time.perf_counter()
     pulled, pages = await world.pull(asked)
+    seconds = time.perf_counter() - began
     await running
     await world.check_bytes(asked, pages)
-    assert pulled.num_bytes == 33 * LAYOUT.bytes_per_token and pulled.backend == world.backend
-    assert pulled.num_chunks == 5 + 2 and 0 < pulled.wire_s < pulled.seconds
+    stats = pulled.stats
+    assert stats.bytes == 33 * LAYOUT.bytes_per_token and stats.backend == world.maker.backend
+    assert 0 < stats.seconds < seconds
     assert (pulled.seal.first_token, pulled.seal.hidden_dtype) == (77, "float32")
     assert pulled.seal.hidden is not None and struct.unpack("4f", pulled.seal.hidden)[3] == 4.0
-    await world.check_clean(channels=1)
+    report = await world.check_clean(channels=1)
+    assert report["asked"].count("send") == 5 + 2
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 20, 21])
@@ -67,7 +79,7 @@ async def test_lengths_around_page_borders(world: World, num_tokens: int) -> Non
 
 async def test_a_pull_follows_a_chunked_prefill(world: World) -> None:
     asked = offer(60)
-    await world.sink.connect("p0", EPOCH, world.control)
+    await world.sink.connect("p0", EPOCH, world.control())
     pulling = asyncio.create_task(world.pull(asked))
     await asyncio.sleep(0.05)
     running = world.prefill(asked, step=10, delay_s=0.1)
@@ -78,7 +90,7 @@ async def test_a_pull_follows_a_chunked_prefill(world: World) -> None:
     pulled, pages = await pulling
     await running
     await world.check_bytes(asked, pages)
-    assert pulled.num_bytes == 60 * LAYOUT.bytes_per_token
+    assert pulled.stats.bytes == 60 * LAYOUT.bytes_per_token
 
 
 async def test_many_pulls_share_one_channel_and_little_staging(world: World) -> None:
@@ -93,7 +105,7 @@ async def test_many_pulls_share_one_channel_and_little_staging(world: World) -> 
 
 async def test_the_lease_lives_while_a_slow_prefill_is_followed(world: World) -> None:
     asked = offer(20)
-    running = world.prefill(asked, step=10, delay_s=OPTIONS.lease_s)
+    running = world.prefill(asked, step=10, delay_s=CONFIG.lease_s)
     _, pages = await world.pull(asked)
     await running
     await world.check_bytes(asked, pages)
@@ -105,7 +117,7 @@ async def test_an_unpulled_offer_expires_and_is_refused_after(world: World) -> N
     asked = offer(20)
     await world.prefill(asked)
     assert (await world.tell("report"))["pages"] == 4
-    await asyncio.sleep(OPTIONS.lease_s * 1.5)
+    await asyncio.sleep(CONFIG.lease_s * 1.5)
     report = await world.check_clean()
     assert report["released"] == before + 1
     with pytest.raises(HandoverError, match="its lease of 1.2 s expired"):
@@ -116,7 +128,7 @@ async def test_an_unpulled_offer_expires_and_is_refused_after(world: World) -> N
 async def test_a_page_that_changed_hands_is_never_served(world: World) -> None:
     asked = offer(20)
     await world.prefill(asked)
-    await world.tell("steal_page", request_id=asked.request_id, attempt=0)
+    await world.tell("steal_page", **named(asked))
     with pytest.raises(StalePages, match="page .*: generation .* noted, .* now"):
         await world.pull(asked)
     await world.check_clean()
@@ -127,13 +139,27 @@ async def test_a_page_that_changed_hands_is_never_served(world: World) -> None:
     await world.check_bytes(after, pages)
 
 
+async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
+    world: World,
+) -> None:
+    """The gather was right at the time, so nothing but the seal can tell."""
+    asked = offer(20)
+    running = world.prefill(asked, step=10, delay_s=0.3)
+    pulling = asyncio.create_task(world.pull(asked))
+    await asyncio.sleep(0.45)
+    assert (await world.tell("report"))["asked"].count("send") == 3, "10 and 9 tokens came"
+    await world.tell("steal_page", **named(asked))
+    with pytest.raises(StalePages, match="pages from 0 on were sent at generations .* and sealed"):
+        await pulling
+    await running
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"epoch": "life-0"}, NodeLost, "epoch 'life-0' was asked for, this is 'life-1'"),
+        ({"epoch": 1}, NodeLost, "epoch 1 was asked for, this is 2"),
         ({"protocol": 9}, LayoutMismatch, "protocol: 1 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
-        ({"attempt": -1}, HandoverError, "attempt -1 was asked for, 0 is open"),
         ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
         ({"num_tokens": 19}, HandoverError, "20, 20. tokens reported.*19 were offered"),
     ],
@@ -145,17 +171,28 @@ async def test_an_offer_that_does_not_fit_is_refused_by_name(
     await world.prefill(asked)
     with pytest.raises(error, match=text):
         await world.pull(replace(asked, **changed))
-    if changed.keys() & {"epoch", "attempt"}:
+    if changed.keys() & {"epoch"}:
         await world.check_bytes(asked, (await world.pull(asked))[1])
     await world.check_clean()
+
+
+async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> None:
+    asked = offer(20)
+    late = replace(asked, identity=Identity(asked.identity.request_id))
+    await world.prefill(asked)
+    pulling = asyncio.create_task(world.pull(late))
+    await asyncio.sleep(0.1)
+    await world.check_bytes(asked, (await world.pull(asked))[1])
+    with pytest.raises(HandoverError, match="nothing new for 4.0 s, .* opened: False"):
+        await pulling
 
 
 async def test_another_layout_is_refused_by_field(world: World) -> None:
     narrow = Layout((LAYOUT.groups[0],), "bfloat16", "tiny")
     rank = Rank("narrow", 4, 10, narrow)
-    sink = Sink("narrow", rank.caches, rank.engine, world.sink._maker, OPTIONS)
+    sink = Sink("narrow", Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
     with pytest.raises(LayoutMismatch) as caught:
-        await sink.connect("p0", EPOCH, world.control)
+        await sink.connect("p0", EPOCH, world.control())
     assert "dtype: 'float32' here, 'bfloat16' there" in str(caught.value)
     assert "groups: ['main', 'mtp'] here, ['main'] there" in str(caught.value)
     await sink.close()
@@ -176,7 +213,7 @@ async def test_cancelling_while_waiting_for_prefill_frees_everything(world: Worl
 
 
 async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world: World) -> None:
-    await world.sink.connect("p0", EPOCH, world.control)
+    await world.sink.connect("p0", EPOCH, world.control())
     await world.tell("slow_gather", delay_s=0.3)
     asked = offer(40)
     running = world.prefill(asked)
@@ -198,7 +235,7 @@ async def test_a_failed_prefill_is_told_by_name(world: World) -> None:
     asked = offer(20)
     pulling = asyncio.create_task(world.pull(asked))
     await world.prefill(asked, seal=False)
-    await world.tell("fail", request_id=asked.request_id, attempt=0)
+    await world.tell("fail", **named(asked))
     with pytest.raises(HandoverError, match="the prompt was refused"):
         await pulling
 
@@ -209,7 +246,7 @@ async def test_a_pull_without_a_prefill_gives_up(world: World) -> None:
 
 
 async def test_two_lives_of_one_owner(world: World) -> None:
-    for epoch, error in ((EPOCH, None), ("life-0", NodeLost), (EPOCH, None)):
+    for epoch, error in ((EPOCH, None), (1, NodeLost), (EPOCH, None)):
         asked = offer(8)
         await world.prefill(asked)
         if error is None:
@@ -218,7 +255,7 @@ async def test_two_lives_of_one_owner(world: World) -> None:
         else:
             with pytest.raises(error):
                 await world.pull(replace(asked, epoch=epoch))
-    await asyncio.sleep(OPTIONS.lease_s)
+    await asyncio.sleep(CONFIG.lease_s)
     await world.check_clean(channels=1)
 
 
@@ -226,7 +263,7 @@ async def test_two_lives_of_one_owner(world: World) -> None:
 async def test_death_of_prefill_in_a_pull_frees_the_decode_side(in_gather: bool) -> None:
     process = Process()
     async with over_process(process) as world:
-        await world.sink.connect("p0", EPOCH, world.control)
+        await world.sink.connect("p0", EPOCH, world.control())
         if in_gather:
             await world.tell("die", in_gather=True)
             await world.prefill(offer_ := offer(40))

@@ -8,8 +8,8 @@ import torch
 
 from core.errors import HandoverError
 from kv_transfer.base import Channel
-from kv_transfer.loopback import LoopbackChannels
 from tests.integration.test_channel import ended, threads
+from tests.loopback import LoopbackChannels
 
 
 def loopback_pair(timeout_s: float = 1.0) -> tuple[Channel, Channel]:

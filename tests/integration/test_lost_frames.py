@@ -1,76 +1,72 @@
 """The connection that a decode node's frames come over breaks; the node itself is well."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from cluster.gateway.gateway import ClusterGateway
-from cluster.gateway.nodes import Frames
 from core.config import TINY_MODEL
 from core.errors import NodeLost
-from runtime.frames import FrameServer, connect
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
-from tests.rig import Rig, rig
+from tests.rig import rig
 
-
-@asynccontextmanager
-async def over_a_socket(cluster: Rig) -> AsyncIterator[FrameServer]:
-    """The cluster's gateway again, its only decode node's frames read over a real socket."""
-    [handle], [decode] = cluster.gateway._decodes.values(), cluster.decodes
-    server = FrameServer("127.0.0.1", decode.node.subscribe)
-    address = await server.listen()
-
-    async def reopen() -> Frames:
-        return (await connect(handle.info.name, address)).frames
-
-    await cluster.gateway.stop()
-    handle.frames, handle.reopen = await reopen(), reopen
-    prefills = list(cluster.gateway._prefills.values())
-    tokenizer = cluster.gateway.tokenizer
-    cluster.gateway = ClusterGateway(cluster.config, tokenizer, prefills, [handle])
-    try:
-        yield server
-    finally:
-        await cluster.gateway.stop()
-        await server.stop()
+SETS = ("kv.num_pages=300", "kv.page_size=16")
 
 
 async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
-    async with (
-        rig(TINY_MODEL, "kv.num_pages=300", "kv.page_size=16") as cluster,
-        over_a_socket(cluster) as server,
-    ):
+    async with rig(TINY_MODEL, *SETS) as cluster:
+        [decode] = cluster.decodes
         asked = [greedy(f"r{i}", ids, 60, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
         for _ in range(2):
-            cut_at = cluster.decodes[0].engine.num_steps + 8
+            cut_at = decode.engine.num_steps + 8
             running = [asyncio.create_task(cluster.complete(request)) for request in asked]
             async with asyncio.timeout(30):
-                while cluster.decodes[0].engine.num_steps < cut_at:
+                while decode.engine.num_steps < cut_at:
                     await asyncio.sleep(0.001)
-            for connection in server._connections:
-                connection.cancel()
+            for writer in decode._server._connections.values():
+                writer.transport.abort()
             for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
                 assert len(ids) == 60
                 assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
-        assert cluster.gateway.is_healthy() and len(server._connections) == 1
+        assert cluster.gateway.is_healthy() and len(decode._server._connections) == 1
         await cluster.check_empty()
 
 
-async def test_a_node_whose_engine_stopped_is_not_read_again() -> None:
-    async with (
-        rig(TINY_MODEL, "kv.num_pages=300", "kv.page_size=16") as cluster,
-        over_a_socket(cluster),
-    ):
+async def test_a_node_whose_engine_stopped_gets_no_requests() -> None:
+    async with rig(TINY_MODEL, *SETS) as cluster:
 
         def step() -> None:
             raise RuntimeError("cosmic ray")
 
-        cluster.decodes[0].engine.step = step  # type: ignore[method-assign]
+        [decode] = cluster.decodes
+        decode.engine.step = step  # type: ignore[method-assign]
         with pytest.raises(NodeLost):
             await cluster.complete(greedy("r", prompts(1, 9)[0], 8))
         await asyncio.sleep(0.5)
         assert not cluster.gateway.is_healthy()
+        [(gang, epoch, _)] = cluster.members.reports
+        assert (gang, epoch) == (decode.spec.gang, decode.spec.epoch)
+
+
+async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere() -> None:
+    """Its heartbeats stop for longer than a lease: the node drops its rows, and the first beat
+    after that tells it, so that the answers go on from what has come."""
+    async with rig(TINY_MODEL, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=4") as cluster:
+        [decode] = cluster.decodes
+        handle = cluster.gateway.fleet.decodes[decode.spec.name]
+        reader = cluster.gateway.fleet._readers[decode.spec.name]
+        asked = [greedy(f"r{i}", ids, 300, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
+        running = [asyncio.create_task(cluster.complete(request)) for request in asked]
+        async with asyncio.timeout(30):
+            while len(decode.engine.scheduler.sequences) < 2 or not decode.engine.num_steps:
+                await asyncio.sleep(0.001)
+        decode.sessions._sessions[cluster.gateway.fleet.session].renewed_at -= 60
+        async with asyncio.timeout(10):
+            while set(handle.granted) == set(decode.sessions.held(cluster.gateway.fleet.session)):
+                await asyncio.sleep(0.001)
+        for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
+            assert len(ids) == 300
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert reader.opened.is_set()
+        await cluster.check_empty()

@@ -6,10 +6,11 @@ import signal
 
 from tokenizers import Tokenizer
 
-from cluster.client.client import AsyncClient, Completion
 from core.config import TINY_MODEL
 from core.control import Control
 from core.errors import NodeLost
+from core.info import NodeStatus
+from tandem import AsyncClient, Completion
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.procs import Serving, actors, serving
@@ -41,7 +42,7 @@ class Cut:
 
 async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
     async with rig(TINY_MODEL, *TWO_PREFILLS) as cluster:
-        handle = cluster.gateway._prefills["prefill-0"]
+        handle = next(iter(cluster.gateway.fleet.prefills.values()))
         handle.control = cut = Cut(handle.control)
 
         async def ask(name: str) -> None:
@@ -58,7 +59,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
         assert set(cut.calls) <= {"status"}
         cut.is_down = False
         async with asyncio.timeout(20):
-            while cluster.gateway._outages.names:
+            while handle.is_out:
                 await asyncio.sleep(0.01)
         await ask("back")
         assert "prefill" in cut.calls
@@ -80,13 +81,24 @@ async def test_a_prefill_node_whose_engine_stopped_is_left_out() -> None:
         assert isinstance(broken.loop.failure, RuntimeError)
         await cluster.complete(greedy("one more", prompts(1, seed=7)[0], 8))
         await cluster.complete(greedy("and one", prompts(1, seed=8)[0], 8))
-        assert cluster.gateway._outages.names == {"prefill-0"}
+        out = [h.info.name for h in cluster.gateway.fleet.handles() if h.is_out]
+        assert out == ["prefill-0"]
         for decode in cluster.decodes:
-            assert not decode.engine.scheduler.sequences and not decode.node.sink.counts()["pulls"]
+            assert not decode.engine.scheduler.sequences and not decode.intake.counts()["pulls"]
 
 
 def num_retries(server: Serving) -> int:
     return sum("trying again" in line for line in server.log)
+
+
+async def all_alive(client: AsyncClient) -> tuple[NodeStatus, ...]:
+    """The three nodes, as soon as all are alive."""
+    async with asyncio.timeout(60):
+        while True:
+            nodes = (await client.status()).nodes
+            if len(nodes) == 3 and all(node.alive for node in nodes):
+                return nodes
+            await asyncio.sleep(0.1)
 
 
 async def test_a_killed_prefill_process_costs_no_answer() -> None:
@@ -95,6 +107,7 @@ async def test_a_killed_prefill_process_costs_no_answer() -> None:
         async with AsyncClient(server.address, max_retries=0) as client:
             gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)
             victim = actors(server.process.pid, "PrefillActor")[0]
+            epochs = {node.epoch for node in await all_alive(client)}
             answered: list[tuple[list[int], Completion]] = []
 
             async def ask(ids: list[int]) -> None:
@@ -113,10 +126,9 @@ async def test_a_killed_prefill_process_costs_no_answer() -> None:
             checked = {tuple(a.token_ids): ids for ids, a in answered}
             for tokens, ids in checked.items():
                 assert not near_ties(TINY_MODEL, ids, list(tokens))
-            nodes = {node.name: node for node in (await client.status()).nodes}
-            assert sorted(node.alive for node in nodes.values()) == [False, True, True]
-            for node in nodes.values():
-                if node.alive:
-                    assert node.num_free_pages == node.num_pages - 1
-                    assert not node.num_active_rows and not node.num_open_leases
+            nodes = await all_alive(client)
+            assert len({node.epoch for node in nodes} - epochs) == 1, "one has a new life"
+            for node in nodes:
+                assert node.num_free_pages == node.num_pages - 1
+                assert not node.num_active_rows and not node.num_open_leases
         assert server.stop() == 0

@@ -6,13 +6,14 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from cluster.client.client import AsyncClient, GenerateOptions
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
+from core.answer import Delta, Finished
 from core.config import TINY_MODEL, load
 from core.errors import Overloaded
-from core.request import Delta, Finished, Request
+from core.request import Request
+from tandem import AsyncClient, GenerateOptions
 from tests.engines import greedy
 from tests.integration.test_preemption import watch
 from tests.integration.test_split import SMALL, prompts, sampled
@@ -37,8 +38,8 @@ async def test_stop_strings_end_answers_and_free_their_rows() -> None:
                     tokens, told, finished = await cluster.complete(request)
                     assert (told, tokens) == (text[: text.index(stop)], whole[:num_tokens])
                     assert finished.finish_reason == "stop"
-                    assert finished.num_completion_tokens == num_tokens
-                    counts = finished.counts
+                    assert finished.usage.completion == num_tokens
+                    counts = finished.speculation
                     assert counts.num_accepted == sum(counts.accepted_per_position)
                     assert num_tokens - 1 - counts.num_steps <= counts.num_accepted < num_tokens
                 again, told, finished = await cluster.complete(
@@ -158,6 +159,7 @@ async def test_preemption_changes_neither_penalties_nor_stops() -> None:
             assert bool(preempted) == (num_pages == 24)
             for ids, _, end in done:
                 assert len(ids) >= 30
-                assert end.counts.num_accepted == sum(end.counts.accepted_per_position) < len(ids)
+                counts = end.speculation
+                assert counts.num_accepted == sum(counts.accepted_per_position) < len(ids)
             await cluster.check_empty()
     assert answers[0] == answers[1]

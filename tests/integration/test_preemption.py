@@ -7,8 +7,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from core.config import TINY_MODEL
-from core.request import PREEMPTED, Request, SamplingParams
+from core.identity import Identity
+from core.request import PREEMPTED
 from decode_node.scheduler import Scheduler
+from decode_node.sequence import Sequence, Size
 from kv_transfer.pages import PagePool
 from tests.engines import greedy
 from tests.exact import near_ties
@@ -27,9 +29,10 @@ def watch(cluster: Rig) -> list[str]:
     for decode in cluster.decodes:
         publish = decode.engine._on_frame
 
-        def noting(frame, publish=publish):
-            preempted.extend(u.request_id for u in frame.updates if u.finish_reason == PREEMPTED)
-            publish(frame)
+        def noting(updates, publish=publish):
+            gone = [u.identity for u in updates if u.finish_reason == PREEMPTED]
+            preempted.extend(identity.request_id for identity in gone)
+            publish(updates)
 
         decode.engine._on_frame = noting
     return preempted
@@ -37,8 +40,7 @@ def watch(cluster: Rig) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
 async def test_preempted_sequences_go_on_exactly(mode: str) -> None:
-    num_pages = 26 if mode == "split" else 50
-    sets = (f"kv.num_pages={num_pages}", "kv.page_size=8", f"mode={mode}", "decode.max_rows=6")
+    sets = ("kv.num_pages=26", "kv.page_size=8", f"mode={mode}", "decode.max_rows=6")
     async with rig(TINY_MODEL, *sets) as cluster:
         preempted = watch(cluster)
         asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
@@ -48,6 +50,24 @@ async def test_preempted_sequences_go_on_exactly(mode: str) -> None:
             assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
             assert text == cluster.gateway.tokenizer.decode(tokens)
         assert preempted, "the pool was meant to be too small"
+        await cluster.check_empty()
+
+
+async def test_two_near_half_sequences_share_one_pool() -> None:
+    """Colocated, each of over 40 % of the pool: preempted and resumed together, neither waits for
+    pages that the other's prompt would have to give up."""
+    sets = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8", "decode.max_rows=4")
+    async with rig(TINY_MODEL, *sets) as cluster:
+        preempted = watch(cluster)
+        asked = [
+            greedy(f"r{i}", ids, 200, ignore_eos=True) for i, ids in enumerate(prompts(3, 190, 200))
+        ]
+        async with asyncio.timeout(120):
+            answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        for request, (tokens, _, _) in zip(asked, answers, strict=True):
+            assert len(tokens) == 200
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+        assert len(preempted) > 1
         await cluster.check_empty()
 
 
@@ -67,20 +87,17 @@ async def test_a_preempted_sample_is_the_sample_it_would_have_been() -> None:
     assert [tokens for tokens, _, _ in crowded] == alone
 
 
-def request(name: str, num_prompt: int, max_tokens: int) -> Request:
-    sampling = SamplingParams(seed=0, max_tokens=max_tokens)
-    return Request(name, tuple(range(num_prompt)), sampling=sampling)
+def enter(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Sequence:
+    identity = Identity(name)
+    scheduler.ask(identity, Size(num_prompt, 0, max_tokens))
+    assert scheduler.grant() == [identity]
+    return scheduler.sequences[identity]
 
 
 def test_the_youngest_makes_way_and_the_oldest_never() -> None:
     pool = PagePool(11, 4)
     scheduler = Scheduler(pool, 4, 1, 1000, ())
-    old, young = (
-        scheduler.admit(
-            request(name, 4, 24),
-        )
-        for name in ("old", "young")
-    )
+    old, young = (enter(scheduler, name, 4, 24) for name in ("old", "young"))
     for sequence in (old, young):
         sequence.active = True
     gone = []
@@ -89,18 +106,18 @@ def test_the_youngest_makes_way_and_the_oldest_never() -> None:
             sequence.num_output = num_output
         gone += scheduler.make_room()
         scheduler.check_integrity()
-        assert old.request.request_id in scheduler.sequences
+        assert old.identity in scheduler.sequences
         assert len(old.pages) * 4 >= min(4 + num_output + 4, 4 + 24)
-    assert gone == [young] and young.request.request_id not in scheduler.sequences
+    assert gone == [young] and young.identity not in scheduler.sequences
 
 
 def test_arriving_sequences_are_not_preempted() -> None:
     pool = PagePool(9, 4)
     scheduler = Scheduler(pool, 4, 1, 1000, ())
-    runs = scheduler.admit(request("runs", 4, 16))
+    runs = enter(scheduler, "runs", 4, 16)
     runs.active = True
-    arrives = scheduler.admit(request("arrives", 6, 4))
+    arrives = enter(scheduler, "arrives", 6, 4)
     runs.num_output = 16
-    assert scheduler.make_room() == [] or "runs" not in scheduler.sequences
-    assert arrives.request.request_id in scheduler.sequences
+    assert scheduler.make_room() == [] or runs.identity not in scheduler.sequences
+    assert arrives.identity in scheduler.sequences
     scheduler.check_integrity()

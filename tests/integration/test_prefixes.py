@@ -28,8 +28,8 @@ async def test_a_shared_beginning_changes_no_token(mode: str) -> None:
             ids = shared + tail[1:]
             tokens, _, finished = await cluster.complete(greedy(f"r{i}", ids, 20, ignore_eos=True))
             assert not near_ties(TINY_MODEL, ids, tokens)
-            assert finished.num_cached_tokens == (0 if i == 0 else 288)
-            assert finished.kv_transfer.num_tokens == len(ids)
+            assert finished.usage.cached == (0 if i == 0 else 288)
+            assert finished.kv_transfer.tokens == len(ids)
         await cluster.check_empty()
 
 
@@ -41,8 +41,8 @@ async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
             first = await cluster.complete(greedy(f"a{i}", ids, 40, ignore_eos=True))
             again = await cluster.complete(greedy(f"b{i}", ids, 40, ignore_eos=True))
             assert again[0] == first[0]
-            assert again[2].counts == first[2].counts
-            assert again[2].num_cached_tokens == (len(ids) - 1) // 16 * 16
+            assert again[2].speculation == first[2].speculation
+            assert again[2].usage.cached == (len(ids) - 1) // 16 * 16
         await cluster.check_empty()
 
 
@@ -66,7 +66,7 @@ async def test_two_prefill_nodes_hit_as_often_as_one() -> None:
             for i, ids in enumerate(prompts(6, 100, 100) * 4):
                 request = greedy(f"r{i}", [*ids, 30 + i], 2, ignore_eos=True)
                 _, _, finished = await cluster.complete(request)
-                cached += finished.num_cached_tokens
+                cached += finished.usage.cached
             hits.append(cached)
             await cluster.check_empty()
             if replicas == 2:

@@ -10,12 +10,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster.client.client import AsyncClient, Delta, Finished
+from cluster.client.stream import StreamPlan
 from cluster.door.server import SERVICE, Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
+from cluster.proto.wire import STREAM_KEY
 from core.config import load
 from core.errors import Overloaded
+from tandem import AsyncClient, Delta, Finished
 from tests.integration.echo_gateway import (
     EchoGateway,
     answer_to,
@@ -63,9 +65,9 @@ async def test_an_answer_streams_in_order_and_whole(
     assert all(isinstance(delta, Delta) for delta in deltas)
     assert isinstance(finished, Finished)
     assert (finished.finish_reason, finished.seed) == ("length", 7)
-    assert (finished.num_prompt_tokens, finished.num_completion_tokens) == (4, 41)
-    assert finished.kv_transfer.num_bytes == 10
-    assert finished.counts.accepted_per_position == (1, 1, 0)
+    assert (finished.usage.prompt, finished.usage.completion) == (4, 41)
+    assert finished.kv_transfer.bytes == 10
+    assert finished.speculation.accepted_per_position == (1, 1, 0)
 
 
 async def test_status_and_model_info(client: AsyncClient, gateway: EchoGateway) -> None:
@@ -84,7 +86,8 @@ async def test_a_wrong_request_is_refused_and_harms_nobody(
         assert next(iter(options)) in error.details
     assert not gateway.requests
     assert (await client.complete("x", max_tokens=3)).finished.finish_reason == "length"
-    for options in ({"max_tokens": 0}, {"resume_token_ids": [1 << 40]}, {"seed": 1 << 63}):
+    wrong = {"max_tokens": 0}, {"resume_token_ids": [1 << 40]}, {"seed": 1 << 63}, {"top_n": 1}
+    for options in wrong:
         with pytest.raises(ValueError):
             client.generate("x", **options)
 
@@ -125,6 +128,42 @@ async def test_a_name_in_use_is_refused(client: AsyncClient, gateway: EchoGatewa
     gateway.go_on.set()
     await first
     await client.complete("abc", request_id="same", max_tokens=2)
+
+
+async def test_a_later_attempt_at_a_stream_ends_the_earlier_one_first(
+    server: Server, gateway: EchoGateway
+) -> None:
+    """As when a connection broke and only the client has noticed."""
+    plan = StreamPlan("abc", {"request_id": "same", "max_tokens": 8}, 0, 0.0)
+    request = plan.next_message()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = rpc.InferenceStub(channel)
+
+        def ask(*metadata: tuple[str, str]) -> "asyncio.Task[list[pb.GenerateResponse]]":
+            return asyncio.create_task(_all(stub.Generate(request, metadata=metadata)))
+
+        gateway.hold_after = 4
+        first = ask(*plan.metadata)
+        await until(lambda: len(gateway.requests) == 1)
+        for other in (((STREAM_KEY, "another"),), ((STREAM_KEY, ""),), ()):
+            with pytest.raises(grpc.aio.AioRpcError, match="request_id='same'.*is running"):
+                await ask(*other)
+        request.resume_token_ids[:] = answer_to(gateway.requests[0].prompt_ids, 4)
+        second = ask(*plan.metadata)
+        await until(lambda: len(gateway.requests) == 2)
+        assert gateway.num_closed == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "a later attempt" in caught.value.details()
+        gateway.go_on.set()
+        pieces = await second
+    assert [len(piece.delta.token_ids) for piece in pieces] == [2, 2, 0]
+    assert pieces[-1].finished.usage.completion == 4
+
+
+async def _all(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
+    return [response async for response in call]
 
 
 async def test_many_streams_at_once_do_not_mix(client: AsyncClient) -> None:

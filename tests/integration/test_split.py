@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from core.answer import Delta, Finished, TransferStats
 from core.config import TINY_MODEL
+from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
-from core.request import Delta, Finished, Request
-from core.schema import decode, pack
-from decode_node.messages import Abort, Done, Reserve
+from core.identity import Identity
+from core.info import NodeStatus
+from core.request import Request
+from core.schema import decode as decode_reply
+from core.schema import pack
+from decode_node.messages import Abort, Grant, Start
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.engines import greedy
@@ -64,13 +69,14 @@ async def test_answers_are_exact(sets: tuple[str, ...]) -> None:
 
 
 def check_figures(cluster: Rig, request: Request, finished: Finished) -> None:
-    counts, transfer = finished.counts, finished.kv_transfer
+    counts, transfer = finished.speculation, finished.kv_transfer
     most = 1 + counts.num_steps + counts.num_accepted
-    assert most - 1 <= finished.num_completion_tokens <= most, "a cut last run has no own token"
+    assert most - 1 <= finished.usage.completion <= most, "a cut last run has no own token"
     assert sum(counts.accepted_per_position) == counts.num_accepted
-    layers = 11 if cluster.decodes[0].info.num_drafts else 10
-    assert transfer.num_tokens == len(request.prompt_ids)
-    assert transfer.num_bytes == len(request.prompt_ids) * layers * 576 * 4
+    layers = 11 if cluster.decodes[0].info.model.num_draft_tokens else 10
+    assert transfer.tokens == len(request.prompt_ids)
+    crossed = 0 if cluster.config.mode == "colocated" else layers * 576 * 4
+    assert transfer.bytes == len(request.prompt_ids) * crossed
     assert finished.timings_ms.total >= finished.timings_ms.first_token > 0
     if not counts.num_drafted:
         assert counts.num_accepted == 0
@@ -113,7 +119,7 @@ async def test_resume_continues_where_an_answer_stopped() -> None:
                 request = replace(make("rest", ids, 24), output_ids=tuple(whole[:cut]))
                 rest, _, finished = await cluster.complete(request)
                 assert whole[:cut] + rest == whole
-                assert finished.num_completion_tokens == len(rest)
+                assert finished.usage.completion == len(rest)
         await cluster.check_empty()
 
 
@@ -122,7 +128,7 @@ async def test_an_answer_of_one_token_needs_no_hand_over() -> None:
     async with rig(TINY_MODEL, *SMALL) as cluster:
         tokens, _, finished = await cluster.complete(greedy("r", ids, 1))
         assert len(tokens) == 1 and finished.finish_reason == "length"
-        assert finished.kv_transfer.num_bytes == 0
+        assert finished.kv_transfer.bytes == 0
         stopped, text, finished = await cluster.complete(
             greedy("s", ids, 9, stop_token_ids=(tokens[0],))
         )
@@ -148,25 +154,67 @@ async def test_closing_the_stream_frees_everything(num_pieces: int) -> None:
         assert not (await cluster.gateway.status()).num_running
 
 
-async def test_an_abort_that_overtakes_a_reservation_wins() -> None:
-    """Both calls are under way at once: no row stays, and nothing is pulled into freed pages."""
+async def test_an_abort_that_overtakes_its_calls_wins() -> None:
+    """Whatever comes after it finds nothing: no row stays, and nothing is pulled into freed
+    pages."""
     [ids] = prompts(1)
     async with rig(TINY_MODEL, *SMALL) as cluster:
-        node, owner = cluster.decodes[0].node, cluster.prefills[0].info
+        [decode], owner = cluster.decodes, cluster.prefills[0]
+        control = InProcessControl(decode.handle, decode.spec.epoch)
+
+        async def call(method: str, message: object, reply: type) -> object:
+            return decode_reply(reply, await control.call(method, pack(message)))
+
         for i in range(5):
-            request = greedy(f"r{i}", ids, 5)
+            identity = Identity(f"r{i}")
+            grant = Grant(identity, 1, len(ids), 0, 5)
             offer = Offer(
-                PROTOCOL, owner.name, str(owner.epoch), f"r{i}", 7, owner.fingerprint, len(ids)
-            )
-            reserving = asyncio.create_task(node.handle("reserve", pack(Reserve(request, offer))))
-            await asyncio.sleep(0)
-            await node.handle("abort", pack(Abort(f"r{i}")))
-            with pytest.raises(HandoverError, match="aborted while it reserved"):
-                decode(Done, await reserving)
-            assert not node._arriving and not node._reserving
+                PROTOCOL, owner.spec.name, owner.spec.epoch, identity, decode.info.fingerprint,
+                len(ids),
+            )  # fmt: skip
+            start = Start(identity, greedy(f"r{i}", ids, 5), offer)
+            if i % 2:
+                asking = asyncio.create_task(call("grant", grant, Done))
+                await asyncio.sleep(0)
+            await call("abort", Abort(identity), Done)
+            if i % 2:
+                with pytest.raises(HandoverError, match="aborted while it waited"):
+                    await asking
+            for message in (("grant", grant, Done), ("start", start, TransferStats)):
+                with pytest.raises(HandoverError, match="aborted before it came"):
+                    await call(*message)
+            assert not decode._arriving and not decode._granting
         tokens, _, _ = await cluster.complete(greedy("next", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await cluster.check_empty()
+
+
+async def test_another_life_of_a_rank_is_not_meant() -> None:
+    async with rig(TINY_MODEL, *SMALL) as cluster:
+        for rank in (*cluster.prefills, *cluster.decodes):
+            control = InProcessControl(rank.handle, rank.spec.epoch - 1)
+            with pytest.raises(NodeLost, match=f"this is {rank.spec.epoch}"):
+                decode_reply(NodeStatus, await control.call("status", b""))
+
+
+async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go() -> None:
+    """By the membership alone; what ran on the rank that left goes on elsewhere."""
+    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2") as cluster:
+        asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4))]
+        running = [asyncio.create_task(cluster.complete(request)) for request in asked]
+        first = cluster.decodes[0]
+        second = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
+        async with asyncio.timeout(30):
+            while len(cluster.gateway.fleet.usable()) < 2:
+                await asyncio.sleep(0.01)
+        cluster.members.remove(first.spec.name)
+        for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
+            assert len(ids) == 80 and not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert list(cluster.gateway.fleet.decodes) == [second.spec.name]
+        assert second.engine.num_steps > 0
+        await cluster.check_empty()
+        await cluster.gateway.stop()
+        await second.stop()
 
 
 async def test_abort_ends_the_stream_with_its_reason() -> None:
@@ -179,7 +227,7 @@ async def test_abort_ends_the_stream_with_its_reason() -> None:
                 assert await cluster.gateway.abort("r")
         assert isinstance(pieces[-1], Finished) and pieces[-1].finish_reason == "abort"
         num_told = sum(len(p.token_ids) for p in pieces if isinstance(p, Delta))
-        assert pieces[-1].num_completion_tokens == num_told < 100
+        assert pieces[-1].usage.completion == num_told < 100
         assert not await cluster.gateway.abort("r")
         await cluster.check_empty()
 
@@ -215,17 +263,29 @@ async def test_nodes_that_cache_unlike_never_exchange_kv() -> None:
         rig(TINY_MODEL, *SMALL, "speculation.drafter=none") as plain,
     ):
         [ids] = prompts(1)
-        mixed = mtp.gateway
-        handle = next(iter(plain.gateway._decodes.values()))
-        own = mixed._decodes.pop(handle.info.name)
-        mixed._decodes["decode-0"] = handle
+        own, other = mtp.decodes[0], plain.decodes[0]
+        mtp.members.remove(own.spec.name)
+        mtp.members.add(other)
+        await asyncio.sleep(0.1)
         with pytest.raises(NodeLost, match="cache alike"):
             await mtp.complete(greedy("routed", ids, 5))
-        disguised = replace(handle.info, fingerprint=own.info.fingerprint)
-        handle.info = disguised
-        with pytest.raises((LayoutMismatch, HandoverError), match="both need the same checkpoint"):
-            await mtp.complete(greedy("forced", ids, 5))
-        mixed._decodes["decode-0"] = own
+        identity, owner = Identity("forced"), mtp.prefills[0]
+        control = mtp.members.controls[other.spec.name]
+        plain.members.controls[owner.spec.name] = InProcessControl(owner.handle, owner.spec.epoch)
+        await control.call("grant", pack(Grant(identity, 1, len(ids), 0, 5)))
+        for fingerprint in (owner.info.fingerprint, other.info.fingerprint):
+            offer = Offer(
+                PROTOCOL, owner.spec.name, owner.spec.epoch, identity, fingerprint, len(ids)
+            )
+            start = pack(Start(identity, greedy("forced", ids, 5), offer))
+            with pytest.raises((LayoutMismatch, HandoverError)):
+                decode_reply(TransferStats, await control.call("start", start))
+        await control.call("abort", pack(Abort(identity)))
+        mtp.members.remove(other.spec.name)
+        mtp.members.add(own)
+        async with asyncio.timeout(20):
+            while not mtp.gateway.is_healthy():
+                await asyncio.sleep(0.01)
         tokens, _, _ = await mtp.complete(greedy("served", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await mtp.check_empty()

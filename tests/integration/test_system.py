@@ -11,8 +11,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.client.client import AsyncClient, Client, Completion, InferenceError
 from core.config import TINY_MODEL
+from tandem import AsyncClient, Client, Completion, InferenceError
 from tests.exact import near_ties
 from tests.procs import Serving, serving, tandem
 from training.corpus import held_out_prompts
@@ -78,15 +78,15 @@ async def test_held_out_prompts_are_answered_exactly(server: Serving, client: As
         key = (*ids, -1, *answer.token_ids)
         if key not in checked:
             checked[key] = near_ties(TINY_MODEL, ids, list(answer.token_ids))
-        counts = answer.finished.counts
+        counts = answer.finished.speculation
         assert len(answer.token_ids) == MAX_TOKENS
         assert counts.num_drafted == sum(counts.drafted_per_position) <= n * counts.num_steps
         assert answer.finished.kv_transfer.backend == "gloo"
-        assert answer.finished.kv_transfer.num_tokens == len(ids)
+        assert answer.finished.kv_transfer.tokens == len(ids)
     most = [
         counts
         for (_, n), answer in zip(jobs, answers, strict=True)
-        if n == 3 and (counts := answer.finished.counts).num_drafted
+        if n == 3 and (counts := answer.finished.speculation).num_drafted
     ]
     assert len(most) > NUM_PROMPTS / 2, "drafts were to pay at this load"
     places = [place for found in checked.values() for place in found]
@@ -137,7 +137,7 @@ def test_text_in_text_out(server: Serving) -> None:
         pieces = list(client.generate("def f(x):\n    return ", max_tokens=20))
         whole = client.complete("def f(x):\n    return ", max_tokens=20)
     assert "".join(piece.text for piece in pieces) == whole.text
-    assert whole.finished.num_completion_tokens == len(whole.token_ids)
+    assert whole.finished.usage.completion == len(whole.token_ids)
 
 
 def test_commands_against_the_server(server: Serving) -> None:

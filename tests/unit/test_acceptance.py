@@ -16,7 +16,7 @@ from core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams
 from model.acceptance import KIND_NUMBERS, KINDS, judge, pick_draft
 from model.acceptance.base import Evidence, Verdict
 from model.think import phase_after, read_think_ids, thinking_at_start, thinking_before
-from tests.markov import evidence
+from tests.markov import evidence, judged_by
 from tests.unit.test_sampling import sampling_rows
 
 BEGIN, END = THINK = (6, 7)
@@ -29,8 +29,8 @@ ENDING = [0.40, 0.20, 0.0, 0.0, 0.0, 0.0, 0.10, 0.30]
 
 
 def verdict_of(kind: str, known: Evidence) -> Verdict:
-    kind_B = torch.full_like(known.limit_B, KIND_NUMBERS[kind])
-    return judge((kind,), kind_B, known)
+    kind_B = torch.full_like(known.acceptance.kind_B, KIND_NUMBERS[kind])
+    return judge((kind,), judged_by(known, kind_B=kind_B))
 
 
 def greedy_evidence(logits_BN1V: Tensor, drafts_BN: Tensor, limit_B: Tensor) -> Evidence:
@@ -54,10 +54,8 @@ def relaxed(
     known = greedy_evidence(
         torch.tensor([places]).log(), torch.tensor([drafts]), torch.tensor([limit])
     )
-    known = replace(
-        known,
-        thinking_B=torch.tensor([thinking]),
-        think_ids=THINK,
+    known = judged_by(
+        replace(known, thinking_B=torch.tensor([thinking]), think_ids=THINK),
         relaxed_top_n_B=torch.tensor([top_n]),
         relaxed_delta_B=torch.tensor([delta]),
     )
@@ -146,12 +144,7 @@ def test_top_1_and_delta_0_are_strict(kind: str) -> None:
     drafts = logits[:, :3].argmax(2)
     drafts = torch.where(torch.rand(3000, 3, generator=g) < 0.3, drafts.flip(0), drafts)
     known = greedy_evidence(logits, drafts, torch.randint(0, 5, (3000,), generator=g))
-    known = replace(
-        known,
-        thinking_B=torch.rand(3000, generator=g) < 0.7,
-        think_ids=THINK,
-        limit_B=known.limit_B,
-    )
+    known = replace(known, thinking_B=torch.rand(3000, generator=g) < 0.7, think_ids=THINK)
     strict, other = verdict_of(STRICT, known), verdict_of(kind, known)
     assert torch.equal(strict.num_accepted_B, other.num_accepted_B)
     assert len(strict.num_accepted_B.unique()) == 4
@@ -211,7 +204,7 @@ def test_a_step_neither_waits_for_the_host_nor_changes_shapes(num_drafts: int) -
             limit_B=ids_B,
             q_BNV=torch.zeros(4, num_drafts, VOCAB),
         )
-        verdict = judge(tuple(KINDS), ids_B, replace(known, think_ids=THINK))
+        verdict = judge(tuple(KINDS), replace(known, think_ids=THINK))
         assert verdict.tokens_BN1.shape == (4, num_drafts + 1)
         assert verdict.num_accepted_B.shape == (4,)
         assert phase_after(ids_B > 0, verdict.tokens_BN1, ids_B, THINK).shape == (4,)

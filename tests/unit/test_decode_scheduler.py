@@ -6,26 +6,31 @@ A rank is played as by its two loops: at most one step is unread when the next i
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core.errors import Overloaded
+from core.errors import HandoverError, Overloaded
+from core.identity import Identity
 from core.request import Request, SamplingParams, Speculation
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence
+from decode_node.sequence import Sequence, Size
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3
 
 
-def ask(name: str, num_prompt: int, max_tokens: int, max_drafts: int | None = None) -> Request:
+def request(name: str, num_prompt: int, max_tokens: int, max_drafts: int | None = None) -> Request:
     sampling = SamplingParams(seed=0, max_tokens=max_tokens)
     prompt = tuple(range(num_prompt))
     return Request(name, prompt, sampling=sampling, speculation=Speculation(max_drafts))
+
+
+def size_of(asked: Request) -> Size:
+    return Size(len(asked.prompt_ids), len(asked.output_ids), asked.sampling.max_tokens)
 
 
 @dataclass
@@ -38,14 +43,28 @@ class Played:
     in_flight: deque[tuple[Sequence, ...]] = field(default_factory=deque)
     preempted: list[Sequence] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    asked: dict[Identity, Request] = field(default_factory=dict)
 
-    def activate(self, name: str) -> None:
-        sequence = self.scheduler.sequences[name]
+    def ask(self, asked: Request) -> Identity:
+        """A new attempt joins the queue. Raises what Scheduler.ask raises."""
+        identity = Identity(asked.request_id)
+        self.scheduler.ask(identity, size_of(asked))
+        self.asked[identity] = asked
+        return identity
+
+    def grant(self) -> list[Identity]:
+        granted = self.scheduler.grant()
+        for identity in granted:
+            self.scheduler.begin(identity, self.asked[identity])
+        return granted
+
+    def activate(self, identity: Identity) -> None:
+        sequence = self.scheduler.sequences[identity]
         sequence.num_output += 1
         sequence.active = True
         if sequence.num_output >= sequence.max_output:
-            self.scheduler.drop(name)
-            self.finished.append(name)
+            self.scheduler.drop(identity)
+            self.finished.append(identity.request_id)
 
     def launch(self) -> None:
         if self.scheduler.must_preempt():
@@ -71,7 +90,7 @@ class Played:
                 continue
             sequence.num_output += min(luck.randint(1, sequence.limit + 1), sequence.num_budget)
             if sequence.num_budget == 0 or luck.random() < 0.02:
-                self.scheduler.drop(sequence.request.request_id)
+                self.scheduler.drop(sequence.identity)
                 self.finished.append(sequence.request.request_id)
 
     def step(self, luck: random.Random) -> None:
@@ -105,30 +124,34 @@ class Life(RuleBasedStateMachine):
     def arrive(self, shapes: list[tuple[int, int, int, bool]]) -> None:
         for num_prompt, max_tokens, drafts, runs_at_once in shapes:
             self.num_asked += 1
-            request = ask(f"r{self.num_asked}", num_prompt, max_tokens, drafts)
+            asked = request(f"r{self.num_asked}", num_prompt, max_tokens, drafts)
             free_before = self.pool.num_free
             try:
-                self.played.scheduler.admit(request)
-            except (Overloaded, ValueError):
+                self.played.ask(asked)
+            except ValueError:
                 assert self.pool.num_free == free_before, "a refusal holds pages"
                 continue
-            if runs_at_once:
-                self.played.activate(request.request_id)
+            for identity in self.played.grant():
+                if runs_at_once:
+                    self.played.activate(identity)
 
     @rule(pick=st.integers(0, 100))
     def activate(self, pick: int) -> None:
         waiting = [s for s in self.played.scheduler.sequences.values() if not s.active]
         assume(waiting)
-        self.played.activate(waiting[pick % len(waiting)].request.request_id)
+        self.played.activate(waiting[pick % len(waiting)].identity)
 
     @precondition(lambda self: self.num_asked % 3 == 0)
     @rule(pick=st.integers(0, 100))
     def abort(self, pick: int) -> None:
-        names = list(self.played.scheduler.sequences)
-        assume(names)
-        name = names[pick % len(names)]
-        assert self.played.scheduler.drop(name) is not None
-        assert self.played.scheduler.drop(name) is None
+        scheduler = self.played.scheduler
+        queued = [*scheduler._begun, *scheduler._fresh]
+        anybody = [*scheduler.sequences, *queued]
+        assume(anybody)
+        identity = anybody[pick % len(anybody)]
+        assert (scheduler.drop(identity) is None) == (identity in queued)
+        assert scheduler.drop(identity) is None
+        assert identity not in {*scheduler.sequences, *scheduler._begun, *scheduler._fresh}
 
     @precondition(lambda self: len(self.played.in_flight) < 2)
     @rule()
@@ -167,8 +190,9 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "played"):
             return
-        for name in list(self.played.scheduler.sequences):
-            self.played.scheduler.drop(name)
+        scheduler = self.played.scheduler
+        for identity in [*scheduler.sequences, *scheduler._begun, *scheduler._fresh]:
+            scheduler.drop(identity)
         while self.played.in_flight:
             self.played.land(self.luck)
         self.played.scheduler.check_integrity()
@@ -195,32 +219,57 @@ def test_every_request_comes_to_its_end(
     pool = PagePool(num_pages, PAGE_SIZE)
     played = Played(Scheduler(pool, max_rows, MAX_DRAFTS, 200, ()), num_left)
     luck = random.Random(seed)
-    line = deque(ask(f"r{i}", *shape) for i, shape in enumerate(shapes))
+    line = [request(f"r{i}", *shape) for i, shape in enumerate(shapes)]
     refused = set()
     num_steps_left = 40 * sum(max_tokens for _, max_tokens in shapes) + 100
     emitted: dict[str, int] = {}
-    while line or played.scheduler.sequences or played.in_flight:
+    while line or played.scheduler.num_waiting or played.scheduler.sequences or played.in_flight:
         num_steps_left -= 1
-        assert num_steps_left > 0, f"somebody starves: {list(line)}"
-        while line:
+        assert num_steps_left > 0, "somebody starves"
+        for asked in line:
             try:
-                played.scheduler.admit(line[0])
-            except Overloaded:
-                break
+                played.ask(asked)
             except ValueError:
-                refused.add(line.popleft().request_id)
-                continue
-            played.activate(line.popleft().request_id)
+                refused.add(asked.request_id)
+        line.clear()
+        for identity in played.grant():
+            played.activate(identity)
         played.step(luck)
         played.scheduler.check_integrity()
         for sequence in played.preempted:
-            request = sequence.request
-            name = request.request_id
+            asked = sequence.request
+            name = asked.request_id
             assert sequence.num_output >= emitted.get(name, 0)
             emitted[name] = sequence.num_output
             given = tuple(range(sequence.num_output))
-            again = Request(name, request.prompt_ids, given, request.sampling, request.speculation)
-            line.append(again)
+            line.append(replace(asked, output_ids=given))
         played.preempted.clear()
     assert sorted([*played.finished, *refused]) == sorted(f"r{i}" for i in range(len(shapes)))
     assert pool.num_free == pool.num_pages - 1
+
+
+def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, MAX_DRAFTS, 200, ())
+    names = {name: Identity(name) for name in ("runs", "large", "small", "begun")}
+    scheduler.ask(names["runs"], Size(4, 0, 4))
+    assert scheduler.grant() == [names["runs"]]
+    scheduler.ask(names["large"], Size(40, 0, 4))
+    scheduler.ask(names["small"], Size(4, 0, 4))
+    scheduler.ask(names["begun"], Size(20, 7, 20))
+    for turn in ("begun", "large", "small"):
+        assert scheduler.grant() == [], "there is but one row"
+        scheduler.drop(next(iter(scheduler.sequences)))
+        assert scheduler.grant() == [names[turn]]
+    with pytest.raises(HandoverError, match="holds no row"):
+        scheduler.begin(names["runs"], request("runs", 4, 4))
+
+
+def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.scheduler.MAX_WAITING", 2)
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, MAX_DRAFTS, 200, ())
+    for _ in range(2):
+        scheduler.ask(Identity("r"), Size(4, 0, 4))
+    with pytest.raises(Overloaded):
+        scheduler.ask(Identity("r"), Size(4, 0, 4))
+    scheduler.ask(Identity("r"), Size(4, 1, 4))
+    scheduler.check_integrity()

@@ -8,19 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_node.draft_length import FixedLength, LengthByLoad, Shares
+from decode_node.buckets import Buckets
+from decode_node.draft_length import most_wanted, no_costs, recorded
+from decode_node.plan import Proposal, Report, StepKey, report_of
+from decode_node.planner import LocalPlanner
 from model.drafters.base import Drafts, DraftState
 from tests import tiny
-from tests.engines import Bench, greedy, load
+from tests.engines import Bench, IdleFirst, greedy, load
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
+
+BUCKETS = Buckets(tuple(range(1, 65)))
+
+
+def local_planner() -> LocalPlanner:
+    return LocalPlanner(1, BUCKETS, 3, "by_load")
 
 
 class Server:
     """Steps that cost ``base + slope * rows * (drafts + 1)`` and drafts of acceptance ``a``."""
 
-    def __init__(self, policy: LengthByLoad, a: float, base: float, slope: float) -> None:
-        self.policy, self.a, self.base, self.slope = policy, a, base, slope
+    def __init__(self, planner: LocalPlanner, a: float, base: float, slope: float) -> None:
+        self.planner, self.a, self.base, self.slope = planner, a, base, slope
         self.random = random.Random(1)
+        self.report: Report | None = None
 
     def cost(self, num_rows: int, num_drafts: int) -> float:
         return self.base + self.slope * num_rows * (num_drafts + 1)
@@ -35,7 +45,10 @@ class Server:
     def run(self, limits: Sequence[int], num_steps: int) -> list[int]:
         lengths = []
         for _ in range(num_steps):
-            n = self.policy.choose(limits)
+            wanted = tuple(limits.count(k) for k in range(4))
+            key = self.planner.plan(Proposal(wanted, 1, True, self.report)).key
+            assert key is not None
+            n = key.num_drafts
             lengths.append(n)
             accepted = []
             for limit in limits:
@@ -44,7 +57,7 @@ class Server:
                     k += 1
                 accepted.append((limit, k))
             step_s = self.cost(len(limits), n) * self.random.uniform(0.97, 1.03)
-            self.policy.record(n, step_s, accepted)
+            self.report = report_of(key, step_s, accepted)
         return lengths
 
 
@@ -53,7 +66,7 @@ class Server:
 def test_the_length_that_pays_is_found_for_each_batch_size(
     a: float, base: float, slope: float
 ) -> None:
-    server = Server(LengthByLoad(3), a, base, slope)
+    server = Server(local_planner(), a, base, slope)
     for num_rows in (1, 8, 32):
         lengths = server.run([3] * num_rows, 600)[300:]
         rates = [server.tokens(n) / server.cost(num_rows, n) for n in lengths]
@@ -63,7 +76,7 @@ def test_the_length_that_pays_is_found_for_each_batch_size(
 
 
 def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None:
-    server = Server(LengthByLoad(3), 0.6, 1.0, 0.2)
+    server = Server(local_planner(), 0.6, 1.0, 0.2)
     assert server.run([3] * 2, 300)[-20:].count(0) == 0
     busy = server.run([3] * 64, 300)[-128:]
     assert busy.count(0) >= 120 and any(busy)
@@ -71,40 +84,26 @@ def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None
 
 
 def test_acceptance_that_rises_is_noticed_at_length_zero() -> None:
-    server = Server(LengthByLoad(3), 0.05, 1.0, 0.1)
+    server = Server(local_planner(), 0.05, 1.0, 0.1)
     assert server.run([3] * 4, 400)[-100:].count(0) >= 90
     server.a = 0.95
     assert server.run([3] * 4, 4000)[-100:].count(3) >= 90
 
 
 def test_limits_of_requests_are_kept() -> None:
-    policy = LengthByLoad(3)
-    server = Server(policy, 0.9, 1.0, 0.0)
+    server = Server(local_planner(), 0.9, 1.0, 0.0)
     assert set(server.run([0, 0], 100)) == {0}
     assert set(server.run([1, 0], 100)) <= {0, 1}
-    assert FixedLength().choose([0, 2, 1]) == 2
+    assert most_wanted(no_costs(3), [], 3, (1, 1, 1, 0))[0] == 2
 
 
 def test_shares_count_only_rows_that_came_so_far() -> None:
-    shares = Shares(2)
+    costs = no_costs(2)
+    report = report_of(StepKey(4, 2, 3), 1.0, [(2, 2), (2, 0), (1, 1), (0, 0)])
     for _ in range(2000):
-        shares.record(2, [(2, 2), (2, 0), (1, 1), (0, 0)])
-    assert shares.expected_tokens(1) == pytest.approx(1 + 2 / 3, abs=0.02)
-    assert shares.expected_tokens(2) == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
-
-
-class Switched:
-    """No drafts for ``num_idle`` steps, then all."""
-
-    def __init__(self, num_idle: int, most: int) -> None:
-        self.num_idle, self.most = num_idle, most
-
-    def choose(self, limits: Sequence[int]) -> int:
-        self.num_idle -= 1
-        return 0 if self.num_idle >= 0 else self.most
-
-    def record(self, *_: object) -> None:
-        return
+        costs = recorded(costs, [report])
+    assert costs.expected_tokens(1) == pytest.approx(1 + 2 / 3, abs=0.02)
+    assert costs.expected_tokens(2) == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 
 
 @pytest.mark.parametrize("num_idle", [1, 2, 20])
@@ -116,8 +115,7 @@ def test_drafts_after_steps_without_are_those_of_a_warm_cache(
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
     spy = Spy(loaded.drafter)
-    bench = Bench(replace(loaded, drafter=spy), num_drafts=3)
-    bench.decode._draft_length = Switched(num_idle, 3)
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=3, planner=IdleFirst(num_idle, 3))
     ids = prompt(13)
     first, _ = bench.start(greedy("r", ids, num_idle + 24, ignore_eos=True))
     known, num_checked = [*ids, first], 0
@@ -140,12 +138,11 @@ def test_a_cold_cache_would_be_noticed(tmp_path: Path) -> None:
 
         def draft(self, state: DraftState, num_drafts: int, caches) -> Drafts:
             if num_drafts == 0:
-                return Drafts(state.tokens_BM[:, :0], ())
+                return Drafts(state.tokens_BM[:, :0])
             return super().draft(state, num_drafts, caches)
 
     spy = Lazy(loaded.drafter)
-    bench = Bench(replace(loaded, drafter=spy), num_drafts=3)
-    bench.decode._draft_length = Switched(20, 3)
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=3, planner=IdleFirst(20, 3))
     ids = prompt(13)
     first, _ = bench.start(greedy("r", ids, 60, ignore_eos=True))
     known, num_wrong = [*ids, first], 0

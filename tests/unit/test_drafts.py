@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from core.request import Request
-from decode_node.step import StepShape, decode_step, draft_state
-from model.batch import Batch, physical_slots
+from decode_node.plan import StepKey
+from decode_node.step import decode_step, draft_state
+from model.batch import Batch, Segment, pack
 from model.cache import MAIN, MTP, Caches
-from model.drafters.base import Drafts, DraftState, chain
+from model.drafters.base import Drafts, DraftState
 from model.loaded import LoadedModel
 from tests import tiny
 from tests.engines import Bench, greedy, load
@@ -33,15 +34,10 @@ def prompt(length: int, seed: int = 3) -> list[int]:
 
 
 def fresh_rows(ids: list[int], page_size: int, position_offset: int) -> tuple[Batch, int]:
-    slots = torch.arange(len(ids)).unsqueeze(0)
     num_pages = -(-len(ids) // page_size)
-    table = torch.arange(1, num_pages + 1).unsqueeze(0)
-    keep = torch.ones_like(slots, dtype=torch.bool)
-    write = physical_slots(table, slots, keep, page_size)
-    batch = Batch(
-        torch.tensor([ids]), slots + position_offset, write, slots + 1, table, expanded=True
-    )
-    return batch, num_pages + 1
+    segment = Segment(ids, 0, list(range(1, num_pages + 1)))
+    batch = pack([segment], page_size, torch.device("cpu"))
+    return replace(batch, positions_BQ=batch.positions_BQ + position_offset), num_pages + 1
 
 
 def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
@@ -52,7 +48,7 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
     ids, drafts = tokens[1:], []
     for _ in range(num_drafts):
         batch, num_pages = fresh_rows(ids, 8, 1)
-        output = loaded.network.forward_mtp(batch, hidden, loaded.allocate(num_pages + 4, 8))
+        output = loaded.drafter.forward(batch, hidden, loaded.allocate(num_pages + 4, 8))
         drafts.append(int(loaded.network.logits(output[:, -1]).argmax()))
         ids, hidden = [*ids, drafts[-1]], torch.cat((hidden, output[:, -1:]), 1)
     return drafts
@@ -111,7 +107,7 @@ class Scripted:
         done = int(state.num_known_B[0]) - self.num_prompt
         right = (self._answer[done : done + num_drafts] + [0] * num_drafts)[:num_drafts]
         wrong = [t if i < num_right else (t + 1) % 90 for i, t in enumerate(right)]
-        return Drafts(torch.tensor([wrong]), chain(num_drafts))
+        return Drafts(torch.tensor([wrong]))
 
     num_prompt = 0
 
@@ -122,7 +118,7 @@ def test_forced_rejection_at_every_position(loaded: LoadedModel, pattern: list[i
     [(answer, _)] = Bench(loaded, num_drafts=0).generate(greedy("r", ids, 33, ignore_eos=True))
     drafter = Scripted(answer, pattern)
     drafter.num_prompt = len(ids)
-    bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+    bench = Bench(replace(loaded, drafter=drafter), num_drafts=3)
     [(tokens, _)] = bench.generate(greedy("r", ids, 33, ignore_eos=True))
     assert tokens == answer
     emitted = [len(frame.updates[0].token_ids) for frame in bench.frames]
@@ -140,7 +136,7 @@ def test_zero_hidden_leaves_pulled_draft_slots_untouched(
     bench.start(greedy("old", prompt(11), 30, ignore_eos=True))
     bench.decode.step()
     bench.start(greedy("new", prompt(21, seed=9), 30, ignore_eos=True))
-    new, old = (bench.decode.scheduler.sequences[name] for name in ("new", "old"))
+    new, old = (bench.sequence(name) for name in ("new", "old"))
     before = slots_of(bench, new.pages, 21)
     old_length = 11 + old.num_output
     old_before = slots_of(
@@ -161,17 +157,17 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
     """The test above can fail: a first row that is not marked rewrites slot L-2 with garbage."""
     bench = Bench(loaded, num_drafts=1, ship_hidden=False)
     bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
-    pages = bench.decode.scheduler.sequences["r"].pages
+    pages = bench.sequence("r").pages
     before = slots_of(bench, pages, 12)
     state = bench.decode._rows.select(torch.tensor([0]), 3)
-    state.first_B[:] = False
+    state.state.first_B[:] = False
     with torch.inference_mode():
         decode_step(
             loaded.network,
             loaded.drafter,
             bench.caches,
             state,
-            StepShape(1, 2, all_greedy=True),
+            StepKey(1, 1, 2),
         )
     after = slots_of(bench, pages, 12)
     assert torch.equal(after[:-1], before[:-1]) and not torch.equal(after[-1], before[-1])
@@ -184,15 +180,14 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
         bench = Bench(loaded, num_drafts=3)
         bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
         state = bench.decode._rows.select(torch.tensor([0]), 3)
-        state.hidden_BMD[:, 1:] = poison
+        state.state.hidden_BMD[:, 1:] = poison
         for cache in bench.all_caches():
             cache[0] = poison
         with torch.inference_mode():
-            sampling = state.sampling(all_greedy=True)
-            shape = StepShape(3, 4, all_greedy=True)
-            drafts = loaded.drafter.draft(draft_state(state, sampling, shape), 3, bench.caches)
-            output = decode_step(loaded.network, loaded.drafter, bench.caches, state, shape)
-        outputs.append((drafts.tokens_BN.tolist(), output.verdict, output.rows.hidden_BMD))
+            key = StepKey(1, 3, 4)
+            drafts = loaded.drafter.draft(draft_state(state, 4), 3, bench.caches)
+            output = decode_step(loaded.network, loaded.drafter, bench.caches, state, key)
+        outputs.append((drafts.tokens_BN.tolist(), output.verdict, output.state.hidden_BMD))
     for drafts, verdict, hidden in outputs[1:]:
         assert drafts == outputs[0][0]
         assert torch.equal(verdict.tokens_BN1, outputs[0][1].tokens_BN1)
@@ -208,7 +203,7 @@ def test_stop_inside_an_accepted_run(loaded: LoadedModel) -> None:
         expected = answer[: answer.index(stop) + 1]
         drafter = Scripted(answer, [3])
         drafter.num_prompt = len(ids)
-        bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+        bench = Bench(replace(loaded, drafter=drafter), num_drafts=3)
         request: Request = greedy("r", ids, 33, ignore_eos=True, stop_token_ids=(stop,))
         [(tokens, reason)] = bench.generate(request)
         assert (tokens, reason) == (expected, "stop")
@@ -246,5 +241,5 @@ def test_main_cache_is_the_one_that_is_read(loaded: LoadedModel) -> None:
     bench = Bench(loaded)
     bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
     assert bench.caches[MAIN][0].abs().sum() > 0
-    bench.decode.drop("r")
+    bench.drop("r")
     bench.check_empty()

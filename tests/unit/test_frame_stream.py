@@ -14,17 +14,20 @@ from runtime.frames import Frame, FrameServer, FrameStream, connect
 
 
 class Board:
-    """Stands for a decode node: whoever subscribed gets what is published."""
+    """Stands for a decode node: every session gets what is published, and its beats answered."""
 
     def __init__(self) -> None:
-        self.readers: set[Callable[[Frame], None]] = set()
+        self.readers: dict[int, Callable[[Frame], None]] = {}
 
-    def subscribe(self, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        self.readers.add(reader)
-        return lambda: self.readers.discard(reader)
+    def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        self.readers[session] = reader
+        return lambda: self.readers.pop(session)  # type: ignore[return-value]
+
+    def beat(self, session: int) -> None:
+        self.readers[session](b"beat of %d" % session)
 
     def publish(self, frame: Frame) -> None:
-        for reader in self.readers:
+        for reader in self.readers.values():
             reader(frame)
 
     async def unread(self) -> None:
@@ -37,7 +40,7 @@ class Board:
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Board, FrameServer]]:
     board = Board()
-    server = FrameServer("127.0.0.1", board.subscribe)
+    server = FrameServer("127.0.0.1", board)
     try:
         yield board, server
     finally:
@@ -51,7 +54,7 @@ async def read_all(stream: FrameStream) -> list[bytes]:
 
 async def test_every_frame_after_connect_arrives_in_order() -> None:
     async with served() as (board, server):
-        streams = [await connect("d", await server.listen()) for _ in range(2)]
+        streams = [await connect("d", await server.listen(), session) for session in range(2)]
         sent = [secrets.token_bytes(1 + 997 * i) for i in range(200)]
         for frame in sent:
             board.publish(frame)
@@ -62,12 +65,26 @@ async def test_every_frame_after_connect_arrives_in_order() -> None:
         await board.unread()
 
 
+async def test_a_heartbeat_is_answered_in_order_and_to_its_session_alone() -> None:
+    async with served() as (board, server):
+        one, other = [await connect("d", await server.listen(), session) for session in (2**53, 5)]
+        board.publish(b"before")
+        one.beat()
+        frames, others = one.frames(), other.frames()
+        assert [await anext(frames) for _ in range(2)] == [b"before", b"beat of %d" % 2**53]
+        board.publish(b"after")
+        assert [await anext(others) for _ in range(2)] == [b"before", b"after"]
+        await frames.aclose()
+        await others.aclose()
+        await board.unread()
+
+
 async def test_nobody_reads_without_the_token() -> None:
     async with served() as (board, server):
         address = await server.listen()
         assert address.host == "127.0.0.1"
         with pytest.raises(NodeLost, match=r"127\.0\.0\.1"):
-            await connect("d", replace(address, token=bytes(32)))
+            await connect("d", replace(address, token=bytes(32)), 1)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"x" * 5)
         writer.write_eof()
@@ -77,7 +94,7 @@ async def test_nobody_reads_without_the_token() -> None:
 
 async def test_the_end_of_the_engine_is_told() -> None:
     async with served() as (board, server):
-        stream = await connect("d", await server.listen())
+        stream = await connect("d", await server.listen(), 7)
         board.publish(b"last")
         board.publish(RuntimeError("out of memory"))
         frames = stream.frames()
@@ -89,7 +106,7 @@ async def test_the_end_of_the_engine_is_told() -> None:
 
 async def test_a_node_that_closes_is_lost() -> None:
     async with served() as (_, server):
-        stream = await connect("decode-3", await server.listen())
+        stream = await connect("decode-3", await server.listen(), 7)
         await server.stop()
         with pytest.raises(NodeLost, match="decode-3"):
             await read_all(stream)
@@ -98,7 +115,7 @@ async def test_a_node_that_closes_is_lost() -> None:
 async def test_a_reader_far_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_stream, "MAX_UNREAD_BYTES", 1 << 16)
     async with served() as (board, server):
-        stream = await connect("d", await server.listen())
+        stream = await connect("d", await server.listen(), 7)
         for _ in range(400):
             board.publish(bytes(1 << 16))
             await asyncio.sleep(0)
@@ -110,6 +127,6 @@ async def test_a_reader_far_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_host_of_another_machine_is_explained() -> None:
-    server = FrameServer("192.0.2.1", Board().subscribe)
+    server = FrameServer("192.0.2.1", Board())
     with pytest.raises(ValueError, match=r"kv_transfer\.host='192\.0\.2\.1'"):
         await server.listen()

@@ -2,19 +2,20 @@ from dataclasses import replace
 
 import pytest
 
+from core.control import Done, check_epoch
 from core.errors import LayoutMismatch, NodeLost, StalePages
 from core.schema import WireError, decode, encode_failure, pack, unpack
 from kv_transfer.layout import Group, Layout, check_same
-from kv_transfer.messages import Ack, Ready, Seal, check_epoch
+from kv_transfer.messages import Ready, Seal
 
 LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3")
 
 
 def test_bytes_and_groups() -> None:
     assert LAYOUT.bytes_per_token == 5 * 1152
-    assert LAYOUT.group("mtp") == Group("mtp", 1, 1152)
+    assert LAYOUT.index("mtp") == 1
     with pytest.raises(LayoutMismatch, match="'eagle'.*main.*mtp"):
-        LAYOUT.group("eagle")
+        LAYOUT.index("eagle")
 
 
 def test_equal_layouts_agree_and_survive_the_wire() -> None:
@@ -63,17 +64,17 @@ def test_a_layout_without_sense_is_refused() -> None:
 def test_errors_survive_the_trip() -> None:
     for error in (StalePages("page 3"), LayoutMismatch("dtype"), NodeLost("gone")):
         with pytest.raises(type(error), match=str(error)):
-            decode(Ack, encode_failure(error))
+            decode(Done, encode_failure(error))
 
 
 def test_replies_are_checked() -> None:
     ready = Ready(True, (3, 2), Seal(7, b"\0\1", "float32", (3, 2), (1, 1)))
     assert decode(Ready, pack(ready)) == ready
-    with pytest.raises(WireError, match="expected message Ack, got 'Ready'"):
-        decode(Ack, pack(ready))
+    with pytest.raises(WireError, match="expected message Done, got 'Ready'"):
+        decode(Done, pack(ready))
 
 
 def test_another_epoch_is_a_lost_node_with_both_values() -> None:
-    check_epoch("a", "a")
-    with pytest.raises(NodeLost, match="epoch 'old' was asked for, this is 'new'"):
-        check_epoch("new", "old")
+    check_epoch(1, 1)
+    with pytest.raises(NodeLost, match="epoch 6 was asked for, this is 7"):
+        check_epoch(7, 6)

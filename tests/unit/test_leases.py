@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import load
 from core.errors import HandoverError
-from kv_transfer.leases import LeaseTable
+from core.identity import Identity
 from kv_transfer.messages import Seal
-from kv_transfer.offered import OfferBook, Offered
+from kv_transfer.offered import Computed, OfferBook
 
-KEY = ("r", 0)
+KEY, OTHER = Identity("r"), Identity("r")
 
 
 class Clock:
@@ -20,80 +21,92 @@ class Clock:
         return self.now
 
 
+def nothing() -> None:
+    pass
+
+
 def test_a_lease_expires_once_and_only_when_not_renewed() -> None:
     clock = Clock()
-    leases = LeaseTable(30.0, clock)
-    leases.grant(KEY)
+    book = OfferBook(1, 30.0, clock)
+    book.open(KEY, nothing)
     clock.now += 29
-    assert leases.sweep() == [] and leases.renew(KEY)
+    assert not book.sweep()
+    book.renew(KEY)
     clock.now += 29
-    assert leases.sweep() == []
+    assert not book.sweep()
     clock.now += 1
-    assert leases.sweep() == [KEY] and leases.sweep() == [] and len(leases) == 0
+    assert list(book.sweep()) == [KEY] and not book.sweep() and not book.open_ones()
 
 
 def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
     clock = Clock()
-    leases = LeaseTable(1.0, clock)
-    leases.grant(KEY)
+    book = OfferBook(1, 1.0, clock)
+    book.open(KEY, nothing)
     clock.now += 1
-    assert not leases.renew(KEY) and leases.sweep() == [KEY]
+    with pytest.raises(HandoverError, match="its lease of 1.0 s ran out"):
+        book.renew(KEY)
+    assert list(book.sweep()) == [KEY]
 
 
-def test_release_is_idempotent_and_grant_is_not() -> None:
-    leases = LeaseTable(1.0, Clock())
-    leases.grant(KEY)
-    with pytest.raises(AssertionError, match="has a lease already"):
-        leases.grant(KEY)
-    assert leases.release(KEY) and not leases.release(KEY) and KEY not in leases
+def test_release_is_idempotent_and_opening_is_not() -> None:
+    book = OfferBook(1, 1.0, Clock())
+    book.open(KEY, nothing)
+    with pytest.raises(AssertionError, match="was opened twice"):
+        book.open(KEY, nothing)
+    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
 
 
 def test_no_lease_without_a_length() -> None:
     with pytest.raises(ValueError, match="lease_s"):
-        LeaseTable(0.0)
+        load(None, ["kv_transfer.lease_s=0.0"])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("gnrst"), st.integers(0, 4)), max_size=80))
 def test_random_use_agrees_with_a_model(operations: list[tuple[str, int]]) -> None:
     clock = Clock()
-    leases = LeaseTable(3.0, clock)
-    ends: dict[tuple[str, int], float] = {}
+    book = OfferBook(1, 3.0, clock)
+    keys = [Identity("r") for _ in range(5)]
+    ends: dict[Identity, float] = {}
     for operation, number in operations:
-        key = ("r", number)
+        key = keys[number]
         if operation == "g" and key not in ends:
-            leases.grant(key)
+            keys[number] = key = Identity("r")
+            assert book.open(key, nothing)
             ends[key] = clock.now + 3.0
-        elif operation == "n":
-            alive = ends.get(key, 0.0) > clock.now
-            assert leases.renew(key) == alive
-            ends.update({key: clock.now + 3.0} if alive else {})
+        elif operation == "n" and key in ends:
+            if ends[key] > clock.now:
+                book.renew(key)
+                ends[key] = clock.now + 3.0
+            else:
+                with pytest.raises(HandoverError):
+                    book.renew(key)
         elif operation == "r":
-            assert leases.release(key) == (ends.pop(key, None) is not None)
+            assert (book.end(key, "done") is not None) == (ends.pop(key, None) is not None)
         elif operation == "t":
             clock.now += number
         elif operation == "s":
             expired = {k for k, end in ends.items() if end <= clock.now}
-            assert set(leases.sweep()) == expired
+            assert set(book.sweep()) == expired
             ends = {k: end for k, end in ends.items() if k not in expired}
-        assert leases.keys() == ends.keys()
+        assert set(book.open_ones()) == ends.keys()
 
 
 async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     book = OfferBook(2, 30.0)
     waiting = asyncio.create_task(book.wait(KEY, (0, 0), 5.0))
     await asyncio.sleep(0)
-    assert book.num_waiting == 1 and book.open(KEY)
+    assert book.num_waiting == 1 and book.open(KEY, nothing)
     await asyncio.sleep(0.01)
     assert not waiting.done(), "opened, but nothing is computed yet"
-    book.advance(KEY, Offered(KEY, (3, 2), (1,), (1,)))
+    book.advance(KEY, Computed((3, 2), (1,), (1,)))
     entry = await waiting
-    assert entry is not None and entry.num_tokens == (3, 2) and book.num_waiting == 0
+    assert entry is not None and entry.computed.num_tokens == (3, 2) and book.num_waiting == 0
     assert await book.wait(KEY, (3, 2), 0.01) is entry
-    book.seal(KEY, lambda e: Seal(5, None, "", e.num_tokens, e.generations))
+    book.seal(KEY, lambda e: Seal(5, None, "", e.computed.num_tokens, e.generations_now))
     sealed = await book.wait(KEY, (3, 2), 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
-    assert book.end(KEY, "done") and not book.end(KEY, "again") and len(book.leases) == 0
+    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
 
 
 async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
@@ -102,26 +115,39 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     assert await book.wait(KEY, (0,), 0.01) is None
     with pytest.raises(HandoverError, match="not offered here"):
         book.need(KEY)
-    book.open(("r", 2))
-    with pytest.raises(HandoverError, match="attempt 0 was asked for, 2 is open"):
+    book.open(OTHER, nothing)
+    with pytest.raises(HandoverError, match="not offered here"):
         book.need(KEY)
-    waiting = asyncio.create_task(book.wait(("r", 2), (0,), 5.0))
+    waiting = asyncio.create_task(book.wait(OTHER, (0,), 5.0))
     await asyncio.sleep(0)
     clock.now += 2
-    assert book.sweep() == [("r", 2)]
+    assert list(book.sweep()) == [OTHER]
     with pytest.raises(HandoverError, match="its lease of 2.0 s expired"):
         await waiting
     with pytest.raises(HandoverError, match="expired"):
-        book.renew(("r", 2))
-    assert book.num_open == 0 and book.num_waiting == 0
+        book.renew(OTHER)
+    assert not book.open_ones() and book.num_waiting == 0
 
 
 async def test_a_release_that_comes_first_keeps_the_key_shut() -> None:
     clock = Clock()
     book = OfferBook(1, 2.0, clock)
     assert not book.end(KEY, "cancelled")
-    assert not book.open(KEY) and book.num_open == 0 and len(book.leases) == 0
+    assert not book.open(KEY, nothing) and not book.open_ones()
     clock.now += 10_000
     book.sweep()
-    assert book.open(KEY), "ended keys are not remembered for ever"
+    assert book.open(KEY, nothing), "ended keys are not remembered for ever"
+    book.end(KEY, "done")
+
+
+async def test_a_page_keeps_the_generation_it_came_with() -> None:
+    """What a page's next owner has is not what was offered: its generation must not look right."""
+    book = OfferBook(1, 30.0)
+    book.open(KEY, nothing)
+    book.advance(KEY, Computed((4,), (1,), (1,)))
+    book.advance(KEY, Computed((8,), (1, 2), (3, 5)))
+    entry = book.need(KEY)
+    assert entry.computed.generations == (1, 5) and entry.generations_now == (3, 5)
+    with pytest.raises(AssertionError, match="pages were exchanged"):
+        book.advance(KEY, Computed((9,), (2, 1), (5, 3)))
     book.end(KEY, "done")

@@ -9,7 +9,8 @@ import torch
 
 from core.request import PREEMPTED, Request
 from decode_node.buckets import Buckets
-from decode_node.step import StepShape, decode_step
+from decode_node.plan import Extras, StepKey
+from decode_node.step import decode_step
 from model.latent_attention import WAYS
 from model.loaded import LoadedModel
 from tests import tiny
@@ -65,11 +66,14 @@ def answers_of(bench: Bench, requests: list[Request]) -> Answers:
         pass
     answers: Answers = {}
     for update in bench.updates():
-        ids, reason = answers.get(update.request_id, ([], None))
-        assert reason is None, f"{update.request_id} went on after its end"
-        wants = next(r for r in requests if r.request_id == update.request_id).sampling.logprobs
+        name = update.identity.request_id
+        ids, reason = answers.get(name, ([], None))
+        assert reason is None, f"{name} went on after its end"
+        wants = next(
+            r for r in requests if r.request_id == update.identity.request_id
+        ).sampling.logprobs
         assert len(update.logprobs) == (0 if wants is None else len(update.token_ids))
-        answers[update.request_id] = (ids + list(update.token_ids), update.finish_reason)
+        answers[update.identity.request_id] = (ids + list(update.token_ids), update.finish_reason)
     bench.check_empty()
     return answers
 
@@ -96,10 +100,10 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
     while bench.decode.has_work():
         bench.decode.step()
         bench.decode.scheduler.check_integrity()
-    preempted = [u.request_id for u in bench.updates() if u.finish_reason == PREEMPTED]
+    preempted = [u.identity.request_id for u in bench.updates() if u.finish_reason == PREEMPTED]
     assert preempted
     for name, (ids, _) in whole.items():
-        told = [t for u in bench.updates() if u.request_id == name for t in u.token_ids]
+        told = [t for u in bench.updates() if u.identity.request_id == name for t in u.token_ids]
         assert told == ids[: len(told)] and (name in preempted or told == ids)
     bench.check_empty()
 
@@ -109,7 +113,7 @@ def test_pages_stay_while_a_step_may_touch_them(loaded: LoadedModel) -> None:
     bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
     bench.decode.step()
     held = bench.num_pages - 1 - bench.pool.num_available
-    assert bench.decode.drop("r") and not bench.decode.drop("r")
+    assert bench.drop("r") and not bench.drop("r")
     assert bench.num_pages - 1 - bench.pool.num_available == held > 0
     bench.decode.scheduler.check_integrity()
     assert bench.decode.has_work()
@@ -159,7 +163,7 @@ def test_default_buckets_of_a_gpu(max_rows: int) -> None:
 def test_every_way_of_attending_gives_the_same(folder: Path, monkeypatch) -> None:
     answers = []
     for way in WAYS:
-        monkeypatch.setattr("model.mla.latent_attention", lambda _, way=way: WAYS[way]())
+        monkeypatch.setattr("model.mla.latent_attention", lambda _, way=way: WAYS[way])
         loaded = load(folder)
         answers.append(answers_of(Bench(loaded), mixed_requests(loaded)))
     assert answers[0] == answers[1]
@@ -175,12 +179,12 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
-    rows = bench.decode._rows.select(torch.arange(3), 5)
-    rules = bench.decode._rows.rules(torch.arange(3))
-    shape = StepShape(num_drafts, num_drafts + 1, has_rules=True, num_logprobs=2)
+    key = StepKey(3, num_drafts, num_drafts + 1)
+    extras = Extras(all_greedy=False, has_rules=True, num_logprobs=2)
+    rows = bench.decode._rows.select(torch.arange(3), 5, extras)
 
     def program() -> torch.Tensor:
-        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, shape, rules)
+        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, key, extras)
         return output.verdict.tokens_BN1
 
     with torch.inference_mode():

@@ -9,6 +9,7 @@ import torch
 
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
+from model.drafters.mtp import MtpLayer
 from tests.tiny import BASE
 
 V3 = BASE | {
@@ -58,7 +59,7 @@ def test_v3_as_published() -> None:
     assert config.latent_dim == 576 and config.qk_head_dim == 192
     assert config.softmax_scale == pytest.approx(0.135234, abs=1e-6)
     assert [config.is_moe_layer(i) for i in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
-    assert config.quantization is not None and config.quantization.block_size == (128, 128)
+    assert config.quantization is not None and config.quantization.weight_block_size == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,10 @@ def test_v3_has_as_many_parameters_as_published() -> None:
     """671.026e9 in the main model; 11.61e9 of the MTP layer's own (spec §2)."""
     config = make()
     with torch.device("meta"):
-        counts = [
-            sum(p.numel() for p in DeepseekV3(config, with_mtp=with_mtp).parameters())
-            for with_mtp in (False, True)
-        ]
+        built = DeepseekV3(config), MtpLayer(config)
+    counts = [sum(p.numel() for p in module.parameters()) for module in built]
     assert counts[0] == pytest.approx(671.026e9, abs=1e6)
-    assert counts[1] - counts[0] == pytest.approx(11.61e9, abs=1e7)
+    assert counts[1] == pytest.approx(11.61e9, abs=1e7)
 
 
 def test_null_and_zero_mean_no_query_compression() -> None:
@@ -127,12 +126,21 @@ def test_identity_follows_what_shapes_the_cache() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"scoring_func": "sqrtsoftplus"}, "scoring_func"),
         ({"topk_method": "nearest"}, "topk_method"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope scaling"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope_scaling"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
         ({"n_group": 7}, "n_group"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 129}, r"num_experts_per_tok = 129: must be <= 128"),
+        ({"topk_group": 9}, r"topk_group = 9: must be <= n_group = 8"),
+        ({"eos_token_id": [1, 129280]}, r"eos_token_id.*129280.*vocab_size = 129280"),
+        ({"rope_scaling": "yarn"}, "rope_scaling.*must be an object"),
+        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor is missing"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
+            r"config\.json: quantization_config\.weight_block_size\.1 = 0",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.identity import Identity
 from core.request import Request, SamplingParams
+from decode_node.plan import StepKey
 from decode_node.rows import Rows
-from decode_node.step import StepShape, decode_step
+from decode_node.sequence import Sequence
+from decode_node.step import decode_step, verify_slots
 from kv_transfer.pages import PagePool
 from model.batch import Batch
 from model.cache import MAIN, MTP
 from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import first_pass, later_pass, verify_slots
+from model.drafters.mtp_rows import first_pass, later_pass
 from prefill_node.engine import PrefillEngine, Progress
 
 TABLES = json.loads((Path(__file__).parents[1] / "data" / "mtp_tables.json").read_text())
@@ -57,9 +60,11 @@ def physical(slot: int | str) -> int | str:
 
 
 class Recorder:
-    """Stands where the network stands; keeps every pass, answers from a script."""
+    """Stands where network and MTP layer stand; keeps every pass, answers from a script."""
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
+    model = SimpleNamespace(embed_tokens=lambda ids: ids)
+    rope = None
 
     def __init__(self, draft_tokens: list[str], target_tokens: list[str]) -> None:
         self.mtp_passes: list[tuple[Batch, torch.Tensor]] = []
@@ -71,12 +76,18 @@ class Recorder:
         self.main_passes.append(batch)
         return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
 
-    def forward_mtp(self, batch: Batch, hidden: torch.Tensor, caches: object) -> torch.Tensor:
+    def predict(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch, cache: object, rope: object
+    ) -> torch.Tensor:
+        """As the MTP layer; an embedding is its token."""
+        assert torch.equal(tokens, batch.token_ids_BQ)
         self.mtp_passes.append((batch, hidden))
         names = [f"mtp({token_name(int(t))})" for t in batch.token_ids_BQ[0]]
         return torch.stack([tag(name) for name in names]).unsqueeze(0)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):
+            return torch.zeros(0, NUM_VOCAB)
         if hidden.dim() == 2 and tag_name(hidden[0]).startswith("mtp("):
             return one_hot([next(self._draft_tokens)])
         if hidden.dim() == 2:
@@ -102,18 +113,20 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     """One decode step from the state that the case describes."""
     drafts = [d if len(d) == 1 else "z" for d in (p["output_token"] for p in case["mtp"])]
     network = Recorder(drafts, case["target"].get("output_token", ["x"] * 3))
-    rows = Rows(1, 3, len(PAGES), NUM_WIDTH, torch.float32, torch.device("cpu"))
-    rows.begin(
-        0,
-        first_token=0,
-        hidden_D=None,
-        num_known=case["L"],
-        num_output=1,
-        limit=2,
-        pages=PAGES,
-        sampling=SamplingParams(seed=0),
+    loaded = SimpleNamespace(
+        config=SimpleNamespace(hidden_size=NUM_WIDTH, vocab_size=NUM_VOCAB),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        think_ids=None,
     )
-    state = rows.select(torch.tensor([0]), len(PAGES))
+    rows = Rows(loaded, 1, 3, len(PAGES))
+    request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
+    num_prompt = len(request.prompt_ids)
+    sequence = Sequence(Identity("r"), 0, PAGES, len(PAGES), num_prompt, 0, max_output=9)
+    sequence.begin(request, frozenset(), 2)
+    rows.begin(sequence, 0, None)
+    chosen = rows.select(torch.tensor([0]), len(PAGES))
+    state = chosen.state
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
@@ -121,9 +134,8 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         state.hidden_BMD[0, i] = tag(name)
     state.num_emitted_B[0] = len(emitted)
     state.first_B[0] = first
-    output = decode_step(
-        network, MtpDrafter(network), caches(), state, StepShape(2, 3, all_greedy=True)
-    )
+    drafter = MtpDrafter(network, network)
+    output = decode_step(network, drafter, caches(), chosen, StepKey(1, 2, 3))
     return network, output
 
 
@@ -165,7 +177,7 @@ def test_decode_rows(name: str) -> None:
 
 
 def check_commit(case: dict, output: object) -> None:
-    rows, num_emitted = output.rows, len(case["emitted"])
+    rows, num_emitted = output.state, len(case["emitted"])
     assert int(rows.num_emitted_B[0]) == num_emitted
     assert int(rows.num_known_B[0]) == case["L"] + num_emitted
     emitted = [token_name(t) for t in rows.tokens_BM[0, :num_emitted].tolist()]
@@ -186,15 +198,21 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     network = Recorder([], case["target"]["output_token"])
     progress: list[Progress] = []
     loaded = SimpleNamespace(
-        network=network, drafter=MtpDrafter(network), device=torch.device("cpu")
+        network=network, drafter=MtpDrafter(network, network), device=torch.device("cpu")
     )
     pool = PagePool(9, PAGE_SIZE)
     engine = PrefillEngine(
-        loaded, pool, caches(), max_batch_tokens=max_batch_tokens, on_progress=progress.append
+        loaded,
+        pool,
+        caches(),
+        epoch=1,
+        max_batch_tokens=max_batch_tokens,
+        on_progress=progress.append,
     )
     prompt = tuple(token_id(t) for t in TABLES["prompt"])
     request = Request("r", prompt, sampling=SamplingParams(seed=0))
-    page = engine.submit(request, 0).pages[0]
+    sequence = engine.submit(Identity(request.request_id), request)
+    page = sequence.pages[0]
     while engine.has_work():
         engine.step()
     target, [mtp] = case["target"], case["mtp"]
@@ -211,7 +229,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     assert hidden == mtp["hidden"]
     assert token_name(progress[-1].first_token) == case["emitted"][0]
     assert [tag_name(progress[-1].hidden_D)] == case["saved_hidden"]
-    engine.drop(("r", 0))
+    engine.drop(sequence.identity)
     engine.scheduler.check_integrity()
     assert pool.num_available == 8
 
@@ -232,6 +250,7 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     rows = first_pass(num_known, num_emitted, first, 3)
     assert rows.slots_BQ.tolist() == [[3, 4, 5], [4, 5, 6], [5, 6, 7]]
     assert rows.keep_BQ.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    assert rows.real_BQ.tolist() == [[True, False, False]] * 2 + [[True] * 3]
     assert rows.head_B.tolist() == [0, 0, 2]
     for n in (2, 3):
         later = later_pass(num_known, n)

@@ -3,13 +3,14 @@
 fp32; logits to 1e-4, MTP hidden states and first drafts, greedy tokens exactly for n = 0..3.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model.batch import Batch, physical_slots
+from model.batch import Batch, Segment, pack, physical_slots
 from model.cache import MAIN, MTP
 from model.drafters.mtp import MtpDrafter
 from tests import tiny
@@ -51,7 +52,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(5, 90, (length,), generator=generator).tolist()
 
 
-def rows(ids: list[int], lo: int, hi: int, page_size: int, *, expanded: bool) -> Batch:
+def rows(ids: list[int], lo: int, hi: int, page_size: int, *, packed: bool) -> Batch:
+    if packed:
+        return pack([Segment(ids[lo:hi], lo, PAGES)], page_size, torch.device("cpu"))
     slots = torch.arange(lo, hi).unsqueeze(0)
     table = torch.tensor([PAGES])
     keep = torch.ones_like(slots, dtype=torch.bool)
@@ -61,12 +64,11 @@ def rows(ids: list[int], lo: int, hi: int, page_size: int, *, expanded: bool) ->
         physical_slots(table, slots, keep, page_size),
         slots + 1,
         table,
-        expanded,
     )
 
 
 def test_logits(checkpoint: Path) -> None:
-    """Expanded and absorbed, in pieces, over scattered pages with a poisoned dummy page."""
+    """Packed and absorbed, in pieces, over scattered pages with a poisoned dummy page."""
     loaded = load(checkpoint)
     caches = loaded.allocate(10, 8)
     for cache in caches[MAIN]:
@@ -75,8 +77,7 @@ def test_logits(checkpoint: Path) -> None:
     pieces = [(0, 17, True), (17, 20, False), (20, 21, False), (21, 33, True), (33, 40, False)]
     with torch.inference_mode():
         hidden = [
-            loaded.network(rows(ids, lo, hi, 8, expanded=expanded), caches)
-            for lo, hi, expanded in pieces
+            loaded.network(rows(ids, lo, hi, 8, packed=packed), caches) for lo, hi, packed in pieces
         ]
         logits = loaded.network.logits(torch.cat(hidden, 1))[0]
     reference = tiny.reference_logits(checkpoint, ids)
@@ -84,25 +85,18 @@ def test_logits(checkpoint: Path) -> None:
 
 
 def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
-    """The drafter's rows against transformers' own MTP path, expanded and absorbed."""
+    """The drafter's rows against transformers' own MTP path, packed and absorbed."""
     loaded = load(checkpoint)
     assert isinstance(loaded.drafter, MtpDrafter)
     ids = prompt(30, seed=1)
     reference_hidden, reference_logits = tiny.reference_mtp(checkpoint, ids)
-    for expanded in (True, False):
+    for packed in (True, False):
         caches = loaded.allocate(10, 8)
         with torch.inference_mode():
-            hidden = loaded.network(rows(ids, 0, len(ids), 8, expanded=True), caches)
-            shifted = rows(ids[1:], 0, len(ids) - 1, 8, expanded=expanded)
-            batch = Batch(
-                shifted.token_ids_BQ,
-                shifted.positions_BQ + 1,
-                shifted.write_slots_BQ,
-                shifted.context_lens_BQ,
-                shifted.page_table_BP,
-                expanded,
-            )
-            mtp = loaded.network.forward_mtp(batch, hidden[:, :-1], caches)[0]
+            hidden = loaded.network(rows(ids, 0, len(ids), 8, packed=True), caches)
+            batch = rows(ids[1:], 0, len(ids) - 1, 8, packed=packed)
+            batch = replace(batch, positions_BQ=batch.positions_BQ + 1)
+            mtp = loaded.drafter.forward(batch, hidden[:, :-1], caches)[0]
             logits = loaded.network.logits(mtp)
         num = len(ids) - 1
         torch.testing.assert_close(mtp, reference_hidden[:num].float(), atol=1e-4, rtol=0)
@@ -137,7 +131,7 @@ def reference_greedy(checkpoint: Path, ids: tuple[int, ...]) -> list[int]:
 def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) -> None:
     tiny.write_tiny(tmp_path, seed=7, with_mtp=False)
     loaded = load(tmp_path)
-    assert not loaded.network.has_mtp and loaded.drafter.name == "none"
+    assert not loaded.has_mtp and loaded.drafter.name == "none"
     assert MTP not in [group.name for group in loaded.groups]
     bench = Bench(loaded)
     ids = prompt(9)

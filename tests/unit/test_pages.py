@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import StalePages
-from kv_transfer.pages import DUMMY_PAGE, OutOfPages, PagePool
+from kv_transfer.pages import DUMMY_PAGE, PagePool
 
 
 def test_allocation_is_all_or_nothing_and_never_gives_the_dummy_page() -> None:
     pool = PagePool(num_pages=5, page_size=4)
-    with pytest.raises(OutOfPages, match="5 pages wanted, 4 free"):
+    with pytest.raises(AssertionError, match="5 pages of 4 free"):
         pool.allocate(5)
     assert pool.num_free == 4
     pages = pool.allocate(4)
@@ -73,7 +73,7 @@ def test_random_use_never_breaks_integrity(operations: list[tuple[str, int]]) ->
     for operation, number in operations:
         if operation == "a":
             if number > pool.num_free:
-                with pytest.raises(OutOfPages):
+                with pytest.raises(AssertionError):
                     pool.allocate(number)
             else:
                 held.append(pool.allocate(number))
@@ -98,6 +98,6 @@ def test_random_use_never_breaks_integrity(operations: list[tuple[str, int]]) ->
 
 
 def test_bookkeeping_imports_without_torch() -> None:
-    modules = "kv_transfer.pages, kv_transfer.layout, kv_transfer.leases, kv_transfer.messages"
+    modules = "kv_transfer.pages, kv_transfer.layout, kv_transfer.offered, kv_transfer.messages"
     code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -120,9 +120,11 @@ def test_logprobs_are_of_raw_logits(loaded: LoadedModel, folder: Path, temperatu
     ]
     answers = bench.generate(*asked)
     for request, (tokens, _) in zip(asked, answers, strict=True):
-        told = [p.logprobs for p in bench.progress if p.key[0] == request.request_id][-1]
+        told = [p.logprobs for p in bench.progress if p.identity.request_id == request.request_id][
+            -1
+        ]
         for update in bench.updates():
-            if update.request_id == request.request_id:
+            if update.identity.request_id == request.request_id:
                 told += update.logprobs
         num_top = request.sampling.logprobs
         if num_top is None:
@@ -174,7 +176,7 @@ def test_penalties_see_the_drafts_before_each_place(
         assert len(answer) == (9 if ends else 30)
         drafter = Scripted(answer, pattern)
         drafter.num_prompt = len(request.prompt_ids)
-        bench = Bench(replace(loaded, drafter=drafter, groups=loaded.groups[:1]), num_drafts=3)
+        bench = Bench(replace(loaded, drafter=drafter), num_drafts=3)
         assert bench.generate(request) == [(answer, reason)]
         runs = [len(update.token_ids) for update in bench.updates()][:-1]
         assert runs == [pattern[k % len(pattern)] + 1 for k in range(len(runs))]

@@ -18,7 +18,7 @@ from core.request import (
 from model.acceptance import KIND_NUMBERS, KINDS, rejection
 from model.acceptance.base import Evidence
 from model.sampling import COIN, DRAFT, RESIDUAL, gumbel, uniform
-from tests.markov import VOCAB, World, check_tokens, evidence, one_step, tell
+from tests.markov import VOCAB, World, check_tokens, evidence, judged_by, one_step, tell
 from tests.unit.test_sampling import sampling_rows
 
 NUM_ROWS = 30_000
@@ -95,7 +95,7 @@ def without_drafts(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def residual_at_the_limit(known: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
-    unlimited = replace(known, limit_B=torch.full_like(known.limit_B, 9))
+    unlimited = judged_by(known, limit_B=torch.full_like(known.acceptance.limit_B, 9))
     return right_last_token(unlimited, p_BN1V, place_B)
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_rule_is_found_out(
 def test_drafts_that_were_not_drawn_from_q_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter's best tokens, judged as if they had been drawn."""
     wrong = replace(rejection.REJECTION, pick=_best_with_q)
-    monkeypatch.setitem(KINDS, REJECTION, lambda: wrong)
+    monkeypatch.setitem(KINDS, REJECTION, wrong)
     told = tell(WORLD, PLAIN, (REJECTION,), limits(2), num_drafts=2, num_tokens=3)
     with pytest.raises(AssertionError):
         check_tokens(told, WORLD, PLAIN)

@@ -1,33 +1,35 @@
 """Requests from the wire: what is accepted, and that nothing wrong or unknown gets through."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
 from cluster.client.options import GenerateOptions, build_request
-from cluster.door.request_mapping import ended_already, to_request
-from cluster.info import ModelInfo
+from cluster.door.request_mapping import bounds, to_request
+from cluster.gateway.answer import Answer
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.mapping import (
-    finished_fields,
-    model_info_from_proto,
-    model_info_to_proto,
+    from_proto,
     piece_from_proto,
     piece_to_proto,
+    to_proto,
 )
-from core.request import (
+from core.answer import (
     Delta,
     Finished,
-    Request,
-    SamplingParams,
     SpeculationCounts,
     Timings,
-    TokenBias,
     TokenLogprobs,
     TransferStats,
+    Usage,
 )
+from core.config import TINY_MODEL
+from core.info import ModelInfo, NodeStatus, ServerStatus
+from core.request import Request, SamplingParams, TokenBias
+from model.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
 THINKER = replace(MODEL, think_token_ids=(8, 9))
@@ -195,19 +197,63 @@ def test_fields_of_a_newer_client_are_refused() -> None:
         mapped(newer)
 
 
-def test_resumed_tokens_may_be_a_whole_answer() -> None:
-    assert ended_already(mapped(make()), MODEL) is None
-    assert ended_already(mapped(make(resume_token_ids=[5, 2])), MODEL) == "stop"
-    assert ended_already(mapped(make(resume_token_ids=[5] * 29)), MODEL) == "length"
-    limited = make(resume_token_ids=[5, 5], sampling=pb.Sampling(max_tokens=2))
-    assert ended_already(mapped(limited), MODEL) == "length"
-    ignoring = make(resume_token_ids=[5, 2, 5], sampling=pb.Sampling(ignore_eos=True))
-    assert ended_already(mapped(ignoring), MODEL) is None
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"resume_token_ids": [5, 2]}, "stop"),
+        ({"resume_token_ids": [5] * 29}, "length"),
+        ({"resume_token_ids": [5, 5], "sampling": pb.Sampling(max_tokens=2)}, "length"),
+        ({"resume_token_ids": [5, 2, 5], "sampling": pb.Sampling(ignore_eos=True)}, None),
+    ],
+)
+def test_resumed_tokens_may_be_a_whole_answer(fields: dict[str, Any], reason: str | None) -> None:
+    request = mapped(make(**fields))
+    request = replace(request, sampling=replace(request.sampling, seed=7))
+    text = TextStream(Tokenizer(TINY_MODEL))
+    answer = Answer(request, text, MODEL.eos_token_ids, MODEL.max_model_len)
+    assert answer.finish_reason == reason
+    if reason is not None:
+        finished = answer.finished()
+        assert finished.usage == Usage(prompt=3), "resumed tokens are not counted again"
+        assert (finished.finish_reason, finished.seed) == (reason, 7)
+
+
+def test_every_number_of_a_request_has_bounds() -> None:
+    kinds = {FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_BOOL}
+    table = bounds(make(), MODEL)
+    for prefix, message in (("sampling.", pb.Sampling), ("speculation.", pb.Speculation)):
+        for field in message.DESCRIPTOR.fields:
+            if not field.is_repeated and field.cpp_type not in kinds:
+                assert prefix + field.name in table
+
+
+@pytest.mark.parametrize(
+    ("noun", "message"),
+    [
+        (Finished, pb.Finished),
+        (Usage, pb.Usage),
+        (SpeculationCounts, pb.SpeculationStats),
+        (Timings, pb.TimingsMs),
+        (TransferStats, pb.KvTransferStats),
+        (ModelInfo, pb.ModelInfo),
+        (NodeStatus, pb.NodeStatus),
+        (ServerStatus, pb.Status),
+    ],
+)
+def test_a_noun_and_its_message_have_the_same_fields(noun: Any, message: Any) -> None:
+    assert {field.name for field in fields(noun)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_a_status_survives_the_wire() -> None:
+    node = NodeStatus("decode-0", "decode", 1, False, num_steps=2**62 + 1, step_s=0.1)
+    status = ServerStatus("DRAINING", "split", 3, (node, node))
+    assert from_proto(ServerStatus, to_proto(pb.Status, status)) == status
 
 
 def test_what_a_model_is_survives_the_wire() -> None:
     for model in (MODEL, THINKER):
-        assert model_info_from_proto(model_info_to_proto(model)) == model
+        assert from_proto(ModelInfo, to_proto(pb.ModelInfo, model)) == model
 
 
 def test_pieces_survive_the_wire() -> None:
@@ -217,18 +263,15 @@ def test_pieces_survive_the_wire() -> None:
     finished = Finished(
         index=0,
         finish_reason="error",
-        num_prompt_tokens=3,
-        num_cached_tokens=1,
-        num_completion_tokens=6,
-        counts=SpeculationCounts(2, 6, 3, (2, 1, 0), 1),
+        usage=Usage(3, 1, 6),
+        speculation=SpeculationCounts(2, 6, 3, (2, 1, 0), 1),
         timings_ms=Timings(0.5, 1.5, 2.5, 3.5, 4.5),
         kv_transfer=TransferStats(2**40, 3, "gloo", 0.25),
         seed=2**63 - 1,
         error="it broke",
     )
     again = piece_from_proto(piece_to_proto(finished))
-    assert isinstance(again, Finished)
-    assert finished_fields(again) == finished_fields(finished)
+    assert again == finished and isinstance(again, Finished)
     assert (again.text, again.token_ids) == ("", ())
 
 

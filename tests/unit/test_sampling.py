@@ -11,6 +11,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from core.request import Request, SamplingParams, TokenBias
 from model.adjust import adjust, count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows, choose, gumbel
+from model.tensors import select
 from tests import tiny
 
 EOS = tiny.BASE["eos_token_id"]
@@ -79,7 +80,7 @@ def test_draws_follow_the_exact_distribution(
     if rules.adjusts_logits:
         table = no_rules(1, VOCAB, torch.device("cpu"))
         set_rules(table, 0, Request("r", tuple(prompt), sampling=s), tuple(output), frozenset())
-        rows = replace(rows, rules=table.select(torch.zeros_like(count)))
+        rows = replace(rows, rules=select(table, torch.zeros_like(count)))
     drawn = choose(
         logits.expand(NUM_DRAWS, -1), rows, num_output, torch.tensor([drafts]).expand(NUM_DRAWS, -1)
     )

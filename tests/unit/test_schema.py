@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import NodeLost, Overloaded
-from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
+from core.identity import Identity
+from core.request import Beat, Request, SamplingParams, SequenceUpdate, TokenFrame
 from core.schema import WireError, decode, encode_failure, pack, unpack
 
 
@@ -37,7 +38,8 @@ def test_round_trip(number, ratio, maybe, names, table) -> None:
 def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
-    frame = TokenFrame(1, 3, 1, 9, (SequenceUpdate("r", (5,)),))
+    identity = Identity("r", 2)
+    frame = TokenFrame((SequenceUpdate(identity, (5,)),), Beat(1, 2, 3, 4, (identity,)))
     assert unpack(TokenFrame, pack(frame)) == frame
 
 

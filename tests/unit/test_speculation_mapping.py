@@ -8,13 +8,7 @@ import pytest
 from cluster.client.options import GenerateOptions, build_request
 from cluster.door.request_mapping import to_request
 from cluster.proto import tandem_pb2 as pb
-from core.request import (
-    REJECTION,
-    REJECTION_GREEDY,
-    RELAXED,
-    RELAXED_LOG_PROBS,
-    Speculation,
-)
+from core.request import REJECTION, REJECTION_GREEDY, RELAXED, RELAXED_LOG_PROBS, Speculation
 from tests.unit.test_request_mapping import THINKER, Bytes, make, mapped
 
 

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from cluster.gateway.answer import Answer
 from cluster.gateway.stop_text import AnswerText, StopText
+from core.answer import SpeculationCounts, TokenLogprobs
 from core.config import TINY_MODEL
-from core.request import Request, SamplingParams, SequenceUpdate, SpeculationCounts, TokenLogprobs
+from core.request import Request, SamplingParams, SequenceUpdate
 from model.tokenizer import TextStream, Tokenizer
 from prefill_node.messages import Prefilled
 
@@ -104,7 +105,7 @@ def test_a_cut_run_counts_what_was_kept() -> None:
     assert (delta.token_ids, delta.text) == (ids[5:7], "f")
     assert delta.logprobs == logprobs[:2]
     finished = answer.finished()
-    assert (finished.finish_reason, finished.num_completion_tokens) == ("stop", 7)
-    assert finished.counts == SpeculationCounts(2, 6, 5, (2, 2, 1), 3)
+    assert (finished.finish_reason, finished.usage.completion) == ("stop", 7)
+    assert finished.speculation == SpeculationCounts(2, 6, 5, (2, 2, 1), 3)
     first = SpeculationCounts(1, 3, 3, (1, 1, 1), 3)
     assert first.cut(SpeculationCounts(), 1) == SpeculationCounts(1, 3, 1, (1, 0, 0), 1)

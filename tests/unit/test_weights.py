@@ -9,11 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from core.config import load as load_config
+from core.info import DECODE
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
-from model.weights import has_mtp, load_weights
+from model.drafters.mtp import MtpDrafter, MtpLayer
+from model.loaded import load_model, load_network
+from model.weights import Checkpoint
 from tests import tiny
+from tests.engines import Bench, greedy, load
 
 
 @pytest.fixture
@@ -27,11 +32,22 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def network(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3:
-    config = ModelConfig.from_dir(folder)
-    with torch.device("meta"):
-        built = DeepseekV3(config, with_mtp=has_mtp(folder, config))
-    load_weights(built, folder, dtype=dtype, device=torch.device("cpu"))
-    return built
+    with CheckpointFiles(folder) as files:
+        config, device = ModelConfig.from_dir(folder), torch.device("cpu")
+        return load_network(Checkpoint(files, config, dtype, device))
+
+
+def mtp_layer(folder: Path) -> MtpLayer:
+    """Of the drafter that the factory makes."""
+    drafter = load(folder, "speculation.drafter=mtp").drafter
+    assert isinstance(drafter, MtpDrafter)
+    return drafter._layer
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    """Of network and MTP layer, by their names in the checkpoint."""
+    own = {f"model.layers.3.{n}": p for n, p in mtp_layer(folder).named_parameters()}
+    return dict(network(folder).named_parameters()) | own
 
 
 def shard(folder: Path, pieces: list[dict[str, Tensor]]) -> None:
@@ -59,12 +75,13 @@ def test_every_tensor_arrives(folder: Path) -> None:
 
 
 def test_shards_split_anywhere(folder: Path) -> None:
-    whole, stored = network(folder), tensors(folder)
+    whole, stored = parameters(folder), tensors(folder)
     names = sorted(stored)
     shard(folder, [{n: stored[n] for n in names[i::3]} for i in range(3)])
-    sharded = network(folder)
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, sharded.get_parameter(name)), name
+    sharded = parameters(folder)
+    assert whole.keys() == sharded.keys()
+    for name, parameter in whole.items():
+        assert torch.equal(parameter, sharded[name]), name
 
 
 def test_bf16_keeps_the_routing_bias_in_fp32(folder: Path) -> None:
@@ -100,10 +117,10 @@ def test_fp8_blocks_with_scales_in_another_shard(tmp_path: Path) -> None:
         else:
             weights[name] = tensor
     shard(tmp_path, [weights, scales])
-    built = network(tmp_path)
+    built = parameters(tmp_path)
     assert expected
     for name, tensor in expected.items():
-        assert torch.equal(built.get_parameter(name), tensor), name
+        assert torch.equal(built[name], tensor), name
     ragged = torch.ones(20, 17, dtype=torch.float8_e4m3fn)
     dense = dequantise(ragged, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (16, 16))
     assert dense[15, 15] == 1 and dense[15, 16] == 2 and dense[16, 0] == 3 and dense[19, 16] == 4
@@ -120,7 +137,57 @@ def test_copies_of_embedding_and_head_in_the_mtp_layer_are_tolerated(folder: Pat
     stored["model.layers.3.shared_head.head.weight"] = stored["lm_head.weight"].clone()
     stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(stored, folder / "model.safetensors")
-    assert network(folder).has_mtp
+    assert load(folder).drafter.name == "mtp"
+
+
+def test_the_drafter_has_the_weights_of_its_layer(folder: Path) -> None:
+    layer, stored = mtp_layer(folder), tensors(folder)
+    prefix = "model.layers.3."
+    assert torch.equal(layer.eh_proj.weight, stored[prefix + "eh_proj.weight"])
+    assert torch.equal(layer.shared_head["norm"].weight, stored[prefix + "shared_head.norm.weight"])
+    down = stored[prefix + "mlp.experts.5.down_proj.weight"]
+    assert torch.equal(layer.mlp.experts.down_proj[5], down)
+    assert not any(p.is_meta for p in [*layer.parameters(), *layer.buffers()])
+
+
+@pytest.mark.parametrize("broken", ["shape", "missing"])
+def test_without_a_drafter_its_weights_are_not_read(
+    folder: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken ones are in nobody's way, and are named where they are wanted."""
+    stored = tensors(folder)
+    name = "model.layers.3.hnorm.weight"
+    if broken == "shape":
+        stored[name] = torch.ones(5)
+    else:
+        del stored[name]
+    save_file(stored, folder / "model.safetensors")
+    read, names = CheckpointFiles.read, []
+
+    def watched(self: CheckpointFiles, name: str) -> Tensor:
+        names.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(CheckpointFiles, "read", watched)
+    loaded = load(folder, "speculation.drafter=none")
+    assert names and not [name for name in names if name.startswith("model.layers.3.")]
+    assert loaded.has_mtp and loaded.drafter.name == "none"
+    [(tokens, _)] = Bench(loaded).generate(greedy("r", [5, 6, 7], 6, ignore_eos=True))
+    assert tokens == tiny.reference_greedy(folder, [5, 6, 7], 6)
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.hnorm\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp"])
+def test_loading_tells_how_far_it_is(folder: Path, drafter: str) -> None:
+    shares: list[float] = []
+    config = load_config(None, [f"model.path={folder}", f"speculation.drafter={drafter}"])
+    load_model(config, DECODE, on_loaded=shares.append)
+    assert shares == sorted(shares) and 0 < shares[0] < 0.1 and shares[-1] == 1
+    stored = tensors(folder)
+    of_layer = sum(t.nbytes for n, t in stored.items() if n.startswith("model.layers.3."))
+    share = 1 - (of_layer if drafter == "none" else 0) / sum(t.nbytes for t in stored.values())
+    assert shares[-2] == pytest.approx(share, abs=0.1)
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
@@ -162,7 +229,7 @@ def edited(folder: Path, edit: str) -> None:
     ("edit", "expected"),
     [
         ("missing", r"missing.*layers\.1\.self_attn\.o_proj"),
-        ("missing expert", r"missing.*layers\.1\.mlp\.experts\.gate_up_proj"),
+        ("missing expert", r"missing.*layers\.1\.mlp\.experts\.3\.up_proj"),
         ("unknown", r"unknown tensor model\.layers\.1\.self_attn\.extra"),
         ("surplus expert", r"unknown tensor model\.layers\.1\.mlp\.experts\.8"),
         ("integer", r"model\.safetensors: .*o_proj\.weight is 2-d torch\.int8"),
@@ -211,5 +278,5 @@ def test_one_tensor_is_in_memory_beside_the_weights(
         return tensor
 
     monkeypatch.setattr(CheckpointFiles, "read", watched)
-    network(folder)
+    load(folder)
     assert len(alive) == len(tensors(folder))

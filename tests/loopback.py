@@ -1,4 +1,4 @@
-"""Channels inside one process, for mode colocated: the wire is a copy."""
+"""Channels inside one process: a hand-over whose wire is a copy in memory, for tests."""
 
 import threading
 from collections.abc import Callable

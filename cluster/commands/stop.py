@@ -1,0 +1,35 @@
+"""``tandem stop``: ends a cluster that ``tandem serve --ray-address`` began."""
+
+import json
+
+import typer
+
+from cluster.commands.common import Json, RayAddress, fail, run
+
+
+def stop(
+    ray_address: RayAddress = "auto",
+    deadline_s: float = typer.Option(10.0, min=0.1, help="Seconds that ranks get to stop."),
+    as_json: Json = False,
+) -> None:
+    """Stop the cluster in a Ray: every rank, and what it took of the machines.
+
+    Servers that are attached to it go on listening, but refuse requests.
+
+    \b
+    Examples:
+      tandem stop
+      tandem stop --ray-address 10.0.0.7:6379
+    """
+    run(_stop(ray_address or "auto", deadline_s, as_json))
+
+
+async def _stop(ray_address: str, deadline_s: float, as_json: bool) -> None:
+    from cluster.control.members import stop_cluster
+    from cluster.control.ray_session import ray_session
+
+    async with ray_session(ray_address):
+        names = await stop_cluster(deadline_s)
+    if not names:
+        fail("NOT_FOUND", f"no cluster runs in the Ray at {ray_address}")
+    print(json.dumps({"stopped": names}) if as_json else f"stopped {', '.join(names)}")

@@ -1,0 +1,116 @@
+"""Ranks as Ray actors: detached, one placement group per gang and life, found again by name."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.control.colocated_actor import ColocatedActor
+from cluster.control.plan import GangPlan, hosts_of
+from core.config import TandemConfig
+from core.errors import NodeLost, Overloaded
+from core.info import COLOCATED, DECODE, PREFILL
+from core.membership import RankSpec, RankState
+from core.schema import pack, unpack
+from decode_node.actor import NAMESPACE, DecodeActor
+from prefill_node.actor import PrefillActor
+
+CONTROLLER = "controller"
+ROOM_TIMEOUT_S = 60.0
+GROUPS = "tandem:"
+ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}
+DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 10_000}
+
+
+class RayRank:
+    """A rank's actor as its keeper holds it, building itself at the latest from now on."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+        actor.start.remote()
+
+    async def who(self, incarnation: int, epoch: int) -> RankState:
+        try:
+            return unpack(RankState, await self._actor.who.remote(incarnation, epoch))
+        except ActorUnavailableError as error:
+            raise TimeoutError(str(error)) from error
+        except RayError as error:
+            raise NodeLost(f"{self.name}: {error}") from error
+
+    async def stop(self) -> None:
+        await self._actor.stop.remote()
+
+    def kill(self) -> None:
+        """Also ends a stopped process: its raylet does it after five seconds."""
+        ray.kill(self._actor)
+
+
+class RayMachines:
+    """Room from Ray for every rank of a gang at once, on as few machines as may be."""
+
+    async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> list[RayRank]:
+        bundles = [dict(plan.resources)] * plan.num_ranks
+        name = _group_name(plan.name, epoch)
+        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        # Group.ready() would start a worker process of its own just to tell.
+        if not await asyncio.to_thread(group.wait, ROOM_TIMEOUT_S):
+            raise Overloaded(f"{plan.name}: Ray has no room for {bundles}")
+        hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
+        return [
+            _create(spec, plan.resources, group, config.model_dump_json())
+            for spec in plan.specs(epoch, hosts)
+        ]
+
+    async def clear(self, gang: str, epoch: int) -> None:
+        await asyncio.to_thread(_remove_group, _group_name(gang, epoch))
+
+
+def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: str) -> RayRank:
+    actor: Any = ray.remote(ACTORS[spec.kind]).options(
+        name=spec.name,
+        num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU", 0),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, spec.rank),
+        **DETACHED,
+    )
+    return RayRank(spec.name, actor.remote(pack(spec), config))
+
+
+def _hosts(group: Any, host: str) -> list[str]:
+    placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    machines = [machine for machine in ray.nodes() if machine["Alive"]]
+    addresses = {machine["NodeID"]: machine["NodeManagerAddress"] for machine in machines}
+    return hosts_of(host, [placed[index] for index in range(len(placed))], addresses)
+
+
+def find_ranks() -> list[RayRank]:
+    """Every rank that Ray knows of, of whatever life. Blocks."""
+    found = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == NAMESPACE and named["name"] != CONTROLLER:
+            with suppress(ValueError):  # it died meanwhile
+                found.append(RayRank(named["name"], ray.get_actor(named["name"], NAMESPACE)))
+    return found
+
+
+def remove_groups(kept: Sequence[RankSpec] = ()) -> None:
+    """Give back the room of every life but those of the ranks that are kept. Blocks."""
+    names = {_group_name(spec.gang, spec.epoch) for spec in kept}
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(GROUPS) and group["name"] not in names:
+            _remove_group(group["name"])
+
+
+def _group_name(gang: str, epoch: int) -> str:
+    return f"{GROUPS}{gang}.{epoch}"
+
+
+def _remove_group(name: str) -> None:
+    with suppress(ValueError):  # there is none, or it is gone already
+        remove_placement_group(get_placement_group(name))

@@ -1,0 +1,115 @@
+"""A gateway's end of the controller: the latest snapshot, and ways to the ranks in it."""
+
+import asyncio
+import logging
+from typing import Any, Self
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from cluster.control.controller import Controller
+from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
+from core.config import TandemConfig
+from core.control import Control
+from core.errors import TandemError
+from core.membership import Member, Membership
+from core.schema import decode
+from decode_node.actor import NAMESPACE, RayControl
+
+WAIT_S = 30.0
+GRACE_S = 5.0
+RETRY_S = 0.5
+log = logging.getLogger(__name__)
+
+
+class RayMembers:
+    """Made by ``attach``. ``membership`` is the latest snapshot: it stays as it is while the
+    controller restarts, and for good once the cluster was stopped."""
+
+    def __init__(self, config: TandemConfig, controller: Any, membership: Membership) -> None:
+        self.membership = membership
+        self._config_json = config.model_dump_json()
+        self._controller = controller
+        self._news = asyncio.Event()
+        self._follower = asyncio.create_task(self._follow(), name="membership")
+
+    @classmethod
+    async def attach(cls, config: TandemConfig) -> Self:
+        """Join the cluster of this Ray, or create it if there is none.
+
+        Raises ValueError naming every key in which the cluster's config differs.
+        """
+        controller = await asyncio.to_thread(_create_controller)
+        data = await controller.attach.remote(config.model_dump_json())
+        return cls(config, controller, decode(Membership, data))
+
+    async def changed(self, after_version: tuple[int, int]) -> Membership:
+        """The first snapshot known here that is later than ``after_version``."""
+        while self.membership.version <= after_version:
+            await self._news.wait()
+        return self.membership
+
+    def control(self, member: Member) -> Control:
+        """Calls to this life of a rank, and to no other."""
+        return RayControl(member.spec.name, member.spec.epoch)
+
+    def report(self, gang: str, epoch: int, reason: str) -> None:
+        """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""
+        self._controller.report.remote(gang, epoch, reason)
+
+    async def close(self) -> None:
+        """Leave; the cluster goes on."""
+        self._follower.cancel()
+        await asyncio.gather(self._follower, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                version = self.membership.version
+                data = await self._controller.membership.remote(*version, WAIT_S)
+                snapshot = decode(Membership, data)
+                if snapshot.version[0] > version[0]:
+                    # A controller that found no rank alive knows of no config but ours.
+                    data = await self._controller.attach.remote(self._config_json)
+                    snapshot = decode(Membership, data)
+                if snapshot.version > version:
+                    self._take(snapshot)
+            except ActorDiedError:
+                # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
+                log.error("the cluster was stopped")
+                return
+            except (RayError, TandemError, ValueError) as error:
+                log.warning("no news of the membership: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _take(self, snapshot: Membership) -> None:
+        self.membership = snapshot
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _create_controller() -> Any:
+    lasting = {"max_restarts": -1, "max_task_retries": -1}  # calls wait for its next life
+    options = {"get_if_exists": True, "num_cpus": 0, **lasting, **DETACHED}
+    return ray.remote(Controller).options(name=CONTROLLER, **options).remote()
+
+
+async def stop_cluster(deadline_s: float) -> list[str]:
+    """End the cluster of this Ray, whoever began it: the names of the ranks that were there.
+
+    Ranks have ``deadline_s`` seconds to stop by themselves; what is left then is killed.
+    """
+    ranks = await asyncio.to_thread(find_ranks)
+    try:
+        controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                await controller.stop.remote(deadline_s)
+        finally:
+            ray.kill(controller)
+    except (ValueError, TimeoutError, RayError) as error:
+        log.warning("no controller stops the ranks: %s", error)
+    for rank in await asyncio.to_thread(find_ranks):
+        rank.kill()
+    await asyncio.to_thread(remove_groups)
+    return [rank.name for rank in ranks]

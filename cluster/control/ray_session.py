@@ -1,0 +1,77 @@
+"""A Ray of one's own that ends with this process, or one that is there already."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+
+from cluster.control import reaper
+from decode_node.actor import NAMESPACE
+
+OBJECT_STORE_BYTES = 128 << 20
+REAPER_S = 10.0
+COMMON = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
+
+
+@asynccontextmanager
+async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[None]:
+    """Connected to the Ray at ``address`` ("auto": the one on this machine), which is only left.
+
+    None is a Ray of one's own that listens on the loopback interface only: none of its processes
+    outlives the block, nor this process, even if that is killed.
+    Raises ValueError when there is no Ray at ``address`` or it does not let us in.
+    """
+    watcher: subprocess.Popen[bytes] | None = None
+    try:
+        if address is not None:
+            await asyncio.to_thread(_join, address)
+        else:
+            before = reaper.children(os.getpid())
+            await asyncio.to_thread(_start, num_cpus)
+            watcher = _watch(set(reaper.children(os.getpid())) - set(before))
+        yield
+    finally:
+        try:
+            await asyncio.to_thread(ray.shutdown)
+        finally:
+            if watcher is not None:
+                watcher.communicate(timeout=REAPER_S)
+
+
+def _watch(roots: set[int]) -> "subprocess.Popen[bytes]":
+    null = subprocess.DEVNULL
+    command = [sys.executable, "-S", reaper.__file__, *map(str, roots)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": null, "stderr": null}
+    return subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+def _join(address: str) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray does this by itself only where it was given no address.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, **COMMON)
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(
+            f"--ray-address={address!r}: cannot join Ray there ({error}); give the address that "
+            "`ray start --head` printed, and its token in ~/.ray/auth_token if it asks for one"
+        ) from error
+
+
+def _start(num_cpus: int) -> None:
+    # Ray replaces a loopback address by an outer one unless it is told that there is no cluster:
+    # this process reads the constant, those that it starts the variable.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
+    ray.init(address="local", include_dashboard=False, **sizes, **COMMON)

@@ -1,0 +1,129 @@
+"""What a user is told: the pieces of an answer, with the names of their fields on the wire."""
+
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of raw logits: of the token, and of the likeliest, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer. ``text`` never ends inside a character; ``logprobs`` has an entry
+    per token if they were asked for."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens: of the prompt, those of it found in a cache, and those that this call gave."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
+    ``drafted_per_position[i]`` the steps that had that draft.
+
+    Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
+    node is not in it.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    first_step_accepted: int = 0
+    drafted_per_position: tuple[int, ...] = ()
+
+    def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
+        """These counts had the run of the last step (``before``: the counts then) been cut to
+        ``num_kept`` tokens: what is cut off does not count as accepted."""
+        num_run = self.num_accepted - before.num_accepted
+        num_last = min(num_run, num_kept)
+        return replace(
+            self,
+            num_accepted=before.num_accepted + num_last,
+            accepted_per_position=tuple(
+                num - (num_last <= i < num_run) for i, num in enumerate(self.accepted_per_position)
+            ),
+            first_step_accepted=num_last if self.num_steps == 1 else self.first_step_accepted,
+        )
+
+    def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
+        return SpeculationCounts(
+            num_steps=self.num_steps + other.num_steps,
+            num_drafted=self.num_drafted + other.num_drafted,
+            num_accepted=self.num_accepted + other.num_accepted,
+            accepted_per_position=_add(self.accepted_per_position, other.accepted_per_position),
+            first_step_accepted=self.first_step_accepted + other.first_step_accepted,
+            drafted_per_position=_add(self.drafted_per_position, other.drafted_per_position),
+        )
+
+
+def _add(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(ones, others, fillvalue=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds. ``transfer`` is the part still visible after prefill ended."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What crossed from prefill to decode; ``bytes`` 0 when nothing had to. ``seconds`` is the
+    time the wire was in use."""
+
+    bytes: int = 0
+    tokens: int = 0
+    backend: str = ""
+    seconds: float = 0.0
+
+    def __add__(self, later: "TransferStats") -> "TransferStats":
+        return TransferStats(
+            self.bytes + later.bytes,
+            self.tokens + later.tokens,
+            later.backend,
+            self.seconds + later.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last piece of an answer: how it ended, and what it took.
+
+    It has the text and tokens of an empty ``Delta``, so that a loop may read those of every piece.
+    """
+
+    index: int
+    finish_reason: str
+    usage: Usage
+    speculation: SpeculationCounts
+    timings_ms: Timings
+    kv_transfer: TransferStats
+    seed: int
+    error: str | None = None
+
+    text: ClassVar[str] = ""
+    token_ids: ClassVar[tuple[int, ...]] = ()

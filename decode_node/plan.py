@@ -1,0 +1,103 @@
+"""What a step shall be. Every rank of a gang makes a Proposal, one planner answers all of them with
+one Plan, and what a rank then launches derives from the plan alone (design.md, Parallelism).
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from core.request import STRICT
+from decode_node.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """What fixes every shape of a step's program that ranks share.
+
+    ``num_rows`` is the bucket, padding included; ``width`` how many tokens a row of pass 1
+    catches up with. In a ``plain`` step no row of any rank asks for Extras.
+    """
+
+    num_rows: int
+    num_drafts: int
+    width: int
+    plain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What rows of one rank ask for that is not plain. It shapes nothing that ranks share.
+
+    ``has_rules``: some row adjusts its logits. ``num_logprobs`` is the most that any row asks
+    for, None if none does. ``kinds`` are the kinds of acceptance of its rows, sorted.
+    """
+
+    all_greedy: bool = True
+    has_rules: bool = False
+    num_logprobs: int | None = None
+    kinds: tuple[str, ...] = (STRICT,)
+
+
+PLAIN = Extras()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A step that was read: how long its program ran on this rank, how many of the rank's rows
+    tried draft k + 1 (those before it were accepted), and how many of these accepted it."""
+
+    key: StepKey
+    program_s: float
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a rank wants of the next step. ``num_rows_by_limit[k]`` of its rows use at most k
+    drafts, up to n_max; ``num_emitted_most`` bounds what a row emitted last round. ``report`` is
+    of the step read last, None if it was told already."""
+
+    num_rows_by_limit: tuple[int, ...]
+    num_emitted_most: int
+    plain: bool
+    report: Report | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.num_rows_by_limit)
+
+
+def propose(sequences: Items[Sequence], max_drafts: int, report: Report | None) -> Proposal:
+    """A step of ``sequences``, which may be none."""
+    num_rows_by_limit = [0] * (max_drafts + 1)
+    for sequence in sequences:
+        num_rows_by_limit[sequence.limit] += 1
+    return Proposal(
+        num_rows_by_limit=tuple(num_rows_by_limit),
+        num_emitted_most=1 + max((s.num_last_drafts for s in sequences), default=0),
+        plain=extras_of(sequences) == PLAIN,
+        report=report,
+    )
+
+
+def extras_of(sequences: Items[Sequence]) -> Extras:
+    settings = [sequence.request.sampling for sequence in sequences]
+    asked = [one.logprobs for one in settings if one.logprobs is not None]
+    kinds = {sequence.request.speculation.acceptance for sequence in sequences}
+    return Extras(
+        all_greedy=all(one.temperature == 0 for one in settings),
+        has_rules=any(one.adjusts_logits for one in settings),
+        num_logprobs=max(asked, default=None),
+        kinds=tuple(sorted(kinds)) or PLAIN.kinds,
+    )
+
+
+def report_of(key: StepKey, program_s: float, rows: Items[tuple[int, int]]) -> Report:
+    """``rows`` are each row's limit and how many drafts it accepted."""
+    places = range(key.num_drafts)
+    return Report(
+        key,
+        program_s,
+        tried=tuple(sum(limit > k and num >= k for limit, num in rows) for k in places),
+        accepted=tuple(sum(num > k for _, num in rows) for k in places),
+    )

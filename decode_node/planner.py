@@ -1,0 +1,45 @@
+"""Who answers proposals with a plan. The decision is a pure function of all proposals and of the
+cost table, which only the planner keeps."""
+
+from collections.abc import Sequence
+
+from decode_node.buckets import Buckets
+from decode_node.draft_length import LENGTHS, Costs, DraftLength, no_costs
+from decode_node.plan import Proposal, StepKey
+from runtime import lockstep
+
+
+class LocalPlanner(lockstep.LocalPlanner[Proposal, StepKey]):
+    """Of a gang of one rank. ``draft_length`` is a name (draft_length.py)."""
+
+    def __init__(self, epoch: int, buckets: Buckets, max_drafts: int, draft_length: str) -> None:
+        super().__init__(epoch)
+        self._buckets = buckets
+        self._length = LENGTHS[draft_length]
+        self._costs = no_costs(max_drafts)
+
+    def decide(self, proposals: Sequence[Proposal]) -> StepKey | None:
+        key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
+        return key
+
+
+def plan_step(
+    proposals: Sequence[Proposal], costs: Costs, buckets: Buckets, length: DraftLength
+) -> tuple[StepKey | None, Costs]:
+    """The step that suits all ranks, None if none has work; and the costs as known by now.
+
+    Pass 1 is as wide as the drafts, or takes all n_max + 1 tokens after drafts fell.
+    """
+    reports = [proposal.report for proposal in proposals if proposal.report is not None]
+    most = max(proposal.num_rows for proposal in proposals)
+    if most == 0:
+        return None, costs
+    columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
+    wanted = tuple(map(sum, columns))
+    num_rows = buckets.rows(most)
+    num_drafts, costs = length(costs, reports, num_rows, wanted)
+    width = num_drafts + 1
+    if max(proposal.num_emitted_most for proposal in proposals) > width:
+        width = len(wanted)
+    plain = all(proposal.plain for proposal in proposals)
+    return StepKey(num_rows, num_drafts, width, plain), costs

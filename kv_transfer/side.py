@@ -1,0 +1,58 @@
+"""What either end of hand-overs works with: a rank's KV, its engine thread, staging and wire."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from core.config import KvTransferConfig
+from core.tasks import Tasks
+from kv_transfer.base import ChannelMaker
+from kv_transfer.caches import Caches, check_chunks
+from kv_transfer.staging import StagingPool
+
+Result = TypeVar("Result")
+
+
+class EngineThread(Protocol):
+    """Runs posted functions one after the other, between two steps (runtime/engine_loop.py)."""
+
+    def post(self, function: Callable[[], Result]) -> "Future[Result]": ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """A long poll is answered within ``wait_s``; any call within ``call_s`` more. A pull fails
+    once nothing new was computed for ``progress_s``; waiting for prefill to begin is no part
+    of it as soon as prefill knows of the prompt."""
+
+    wait_s: float = 5.0
+    call_s: float = 10.0
+    progress_s: float = 120.0
+
+
+class Side:
+    """One end's parts; belongs to one Source or Sink. ``tasks`` outlive the calls that began
+    them, and ``staging`` is all that the wire touches."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        engine: EngineThread,
+        maker: ChannelMaker,
+        config: KvTransferConfig,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        check_chunks(caches.layout, config.chunk_bytes)
+        self.caches = caches
+        self.engine = engine
+        self.maker = maker
+        self.config = config
+        self.deadlines = deadlines or Deadlines()
+        self.tasks = Tasks()
+        self.staging = StagingPool(
+            config.staging_bytes,
+            config.chunk_bytes,
+            pin=caches.device.type == "cuda" and maker.device == "cpu",
+            device=maker.device,
+        )

@@ -1,0 +1,78 @@
+"""Rows held as dataclasses of tensors, nested ones too: pick some, write some, copy them between
+host and device. The first axis of every tensor is the row; what is no tensor stays as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Rows = TypeVar("Rows")
+_ALIGNMENT = 8
+
+
+def each(function: Callable[..., Tensor], rows: Any, *others: Any) -> Any:
+    """``rows`` with every tensor replaced by ``function`` of it and of those in its place in
+    ``others``."""
+    if isinstance(rows, Tensor):
+        return function(rows, *others)
+    if not is_dataclass(rows):
+        return rows
+    made: Any = type(rows)
+    names = [field.name for field in fields(rows)]
+    trees = (rows, *others)
+    return made(*(each(function, *(getattr(tree, name) for tree in trees)) for name in names))
+
+
+def select(rows: Rows, index_B: Tensor) -> Rows:
+    """The rows of ``index_B``, in its order."""
+    chosen: Rows = each(lambda tensor: tensor.index_select(0, index_B), rows)
+    return chosen
+
+
+def write(table: Rows, index_B: Tensor, rows: Rows) -> None:
+    """Put ``rows`` at ``index_B`` of ``table``, in place."""
+    each(lambda held, new: held.index_copy_(0, index_B, new), table, rows)
+
+
+def upload(rows: Rows, device: torch.device) -> Rows:
+    """Host tensors on ``device``, in one copy from pinned memory: for any other the host would
+    wait for all that was launched before. Tensors of the device stay."""
+    if device.type == "cpu":
+        return rows
+    waiting = [tensor for tensor in _tensors(rows) if tensor.device.type == "cpu"]
+    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in waiting)
+    starts = list(accumulate(sizes, initial=0))
+    packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
+    for start, one in zip(starts, waiting, strict=True):
+        packed[start : start + one.nbytes] = one.contiguous().flatten().view(torch.uint8)
+    packed = packed.to(device, non_blocking=True)
+    parts = (
+        packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
+        for start, one in zip(starts, waiting, strict=True)
+    )
+    moved: Rows = each(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
+    return moved
+
+
+def download(rows: Rows) -> Rows:
+    """A copy on the host, complete once the device has come this far."""
+    moved: Rows = each(_to_host, rows)
+    return moved
+
+
+def _tensors(rows: object) -> list[Tensor]:
+    if isinstance(rows, Tensor):
+        return [rows]
+    parts = [getattr(rows, field.name) for field in fields(rows)] if is_dataclass(rows) else []
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

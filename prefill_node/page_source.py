@@ -1,0 +1,76 @@
+"""Where a prompt's pages come from: the rank's pool, or a decode row of the same process."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from core.identity import Identity
+from kv_transfer.pages import PagePool
+from prefill_node.prefix_cache import PrefixCache
+
+
+class PageSource(Protocol):
+    """Owned by the engine thread, like the pool behind it. ``prefixes`` are what is known."""
+
+    pool: PagePool
+    prefixes: PrefixCache
+
+    def check(self, identity: Identity, num_tokens: int) -> None:
+        """Raises ValueError for what can never be placed, HandoverError for what is gone."""
+        ...
+
+    def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int] | None:
+        """Pages for all of ``token_ids`` with a reference each for the caller, and how many of
+        the first are known already; None while too few are free."""
+        ...
+
+
+class PooledPages:
+    """From the pool, behind what the prefix cache knows."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.prefixes = PrefixCache(pool)
+
+    def check(self, identity: Identity, num_tokens: int) -> None:
+        num_pages, most = self.pool.num_pages_for(num_tokens), self.pool.num_pages - 1
+        if num_pages > most:
+            raise ValueError(
+                f"prompt: needs {num_pages} pages of this node's {most}; shorten it or raise "
+                "kv.num_pages"
+            )
+
+    def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int] | None:
+        known = self.prefixes.take(token_ids)
+        num_own = self.pool.num_pages_for(len(token_ids)) - len(known)
+        if num_own > self.pool.num_available:
+            self.pool.release(known)
+            return None
+        return known + self.pool.allocate(num_own), len(known)
+
+
+class AdoptedPages:
+    """Pages that decode rows of this process hold: a prompt is computed where it is decoded.
+
+    ``find_row(identity)`` gives the row's own list of pages, enough for the prompt, and raises
+    HandoverError when there is no such row. Known pages take the place of its first ones there:
+    nothing is copied, and what they replace goes back to the pool. The caller's references are
+    its own, so neither frees a page that the other still needs.
+    """
+
+    def __init__(self, pool: PagePool, find_row: Callable[[Identity], list[int]]) -> None:
+        self.pool = pool
+        self.prefixes = PrefixCache(pool)
+        self._find_row = find_row
+
+    def check(self, identity: Identity, num_tokens: int) -> None:
+        num_held, num_pages = len(self._find_row(identity)), self.pool.num_pages_for(num_tokens)
+        assert num_held >= num_pages, f"{identity}: {num_pages} pages needed, {num_held} held"
+
+    def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int]:
+        row = self._find_row(identity)
+        known = self.prefixes.take(token_ids)
+        self.pool.release(row[: len(known)])
+        row[: len(known)] = known
+        pages = row[: self.pool.num_pages_for(len(token_ids))]
+        self.pool.retain(pages)
+        return pages, len(known)

@@ -1,0 +1,52 @@
+"""A cluster of one's own ends with its serve, however that ends, and is reached from here only."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.procs import Serving, actors, descendants, serving, wait_gone
+
+SETS = ("mode=colocated", "kv.num_pages=200")
+
+
+def frozen_rank(server: Serving) -> int:
+    [rank] = actors(server.process.pid, "ColocatedActor")
+    os.kill(rank, signal.SIGSTOP)
+    return rank
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="it takes ss to list open ports")
+def test_only_the_loopback_interface_is_listened_on_and_a_kill_leaves_nothing() -> None:
+    with serving(*SETS) as server:
+        tree = {server.process.pid, *descendants(server.process.pid)}
+        ports = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout
+        ours = [line for line in ports.splitlines() if any(f"pid={pid}," in line for pid in tree)]
+        assert len(ours) > 4, ports
+        assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in ours), ours
+        frozen_rank(server)
+        server.process.kill()
+        wait_gone(tree, timeout_s=10.0)
+
+
+def test_two_signals_end_it_in_time_while_a_rank_is_frozen() -> None:
+    with serving(*SETS, "control.stop_s=3") as server:
+        tree = descendants(server.process.pid)
+        frozen_rank(server)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(30)
+        assert time.monotonic() - began < 20
+        wait_gone(tree, timeout_s=2.0)
+
+
+@pytest.mark.slow
+def test_one_signal_is_enough_when_a_rank_is_frozen() -> None:
+    with serving(*SETS, "control.stop_s=2") as server:
+        frozen_rank(server)
+        assert server.stop(timeout_s=30) == 0

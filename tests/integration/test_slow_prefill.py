@@ -1,0 +1,42 @@
+"""A prompt may wait longer than a lease for its turn: whoever waits for it keeps it alive."""
+
+import asyncio
+import time
+
+import pytest
+
+from core.config import TINY_MODEL
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.rig import rig
+from tests.scene import prompts
+
+LEASE_S, STEP_S = 0.6, 0.04
+SETS = (
+    "kv.num_pages=200", "kv.page_size=16", f"kv_transfer.lease_s={LEASE_S}",
+    "prefill.max_batch_tokens=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+async def test_the_lease_of_a_waiting_prompt_is_kept(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [first], [second] = prompts(1, 40), prompts(1, 5)
+    async with rig(TINY_MODEL, *SETS, f"mode={mode}") as cluster:
+        engine = cluster.prefills[0].engine
+        step = engine.step
+
+        def slow_step() -> None:
+            time.sleep(STEP_S)
+            step()
+
+        engine.step = slow_step  # type: ignore[method-assign]
+        began = time.monotonic()
+        asked = [greedy(str(i), ids, 5, ignore_eos=True) for i, ids in enumerate((first, second))]
+        answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
+        assert time.monotonic() - began > 2 * LEASE_S
+        for request, (tokens, _, _) in zip(asked, answers, strict=True):
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+        assert "lease of" not in caplog.text and "trying again" not in caplog.text
+        await cluster.check_empty()

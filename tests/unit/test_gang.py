@@ -1,0 +1,227 @@
+"""A gang from life to life, over ranks that do as they are told."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.control import gang as gang_module
+from cluster.control.gang import GangKeeper, RankHandle
+from cluster.control.plan import GangPlan, plan_gangs
+from core.config import TandemConfig, load
+from core.errors import NodeLost, Overloaded
+from core.info import ModelInfo, NodeInfo
+from core.membership import DOWN, LOST, READY, STARTING, Gang, RankSpec, RankState
+from core.schema import Failure
+
+MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
+INFO = NodeInfo("prefill-0", "prefill", 1, "f", MODEL, 1, 9, 9, 9)
+
+
+class FakeRank:
+    def __init__(self, spec: RankSpec, log_path: str = "") -> None:
+        self.state = RankState(spec, "{}", 1, log_path, (0, 0))
+        self.told = (0, 0)
+        self.death: Exception | None = None
+        self.is_frozen = self.is_killed = self.is_stopped = False
+
+    async def who(self, incarnation: int, epoch: int) -> RankState:
+        self.told = incarnation, epoch
+        if self.is_frozen:
+            await asyncio.sleep(3600)
+        if self.death is not None:
+            raise self.death
+        return self.state
+
+    async def stop(self) -> None:
+        if self.is_frozen:
+            await asyncio.sleep(3600)
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def become(self, progress: float = 1.0, info: NodeInfo | None = INFO) -> None:
+        spec, path = self.state.spec, self.state.log_path
+        self.state = RankState(spec, "{}", 1, path, (0, 0), progress, info)
+
+
+class FakeMachines:
+    """``on_begin`` shapes each new rank; ``lives`` has them by epoch."""
+
+    def __init__(self, on_begin: Callable[[FakeRank], None] = lambda rank: None) -> None:
+        self.lives: dict[int, FakeRank] = {}
+        self.cleared: list[int] = []
+        self.refusal: Exception | None = None
+        self.log_path = ""
+        self.seen = (7, 100)
+        self._on_begin = on_begin
+
+    def next_epoch(self) -> int:
+        self.seen = self.seen[0], self.seen[1] + 1
+        return self.seen[1]
+
+    async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> Sequence[RankHandle]:
+        if self.refusal is not None:
+            raise self.refusal
+        [spec] = plan.specs(epoch, ["127.0.0.1"])
+        self.lives[epoch] = rank = FakeRank(spec, self.log_path)
+        self._on_begin(rank)
+        return [rank]
+
+    async def clear(self, gang: str, epoch: int) -> None:
+        self.cleared.append(epoch)
+
+
+@pytest.fixture(autouse=True)
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
+        monkeypatch.setattr(gang_module, name, 0.005)
+    monkeypatch.setattr(gang_module, "SILENCE_S", 0.1)
+
+
+@asynccontextmanager
+async def kept(machines: FakeMachines, *sets: str) -> AsyncIterator[tuple[GangKeeper, list[Gang]]]:
+    """A keeper and every value that its gang has had."""
+    config, seen = load(None, list(sets)), list[Gang]()
+    keeper = GangKeeper(
+        plan_gangs(config)[0], config, machines, machines, lambda: seen.append(keeper.gang)
+    )
+    keeper.start()
+    try:
+        yield keeper, seen
+    finally:
+        await keeper.stop(0.05)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_start_is_told_until_it_is_ready() -> None:
+    machines = FakeMachines()
+    async with kept(machines) as (keeper, seen):
+        await until(lambda: machines.lives)
+        rank = machines.lives[101]
+        rank.become(0.5, None)
+        await until(lambda: keeper.gang.progress == 0.5)
+        assert keeper.gang.state == STARTING and not keeper.gang.note
+        rank.become()
+        await until(lambda: keeper.gang.state == READY)
+        [member] = keeper.gang.members
+        assert (member.spec.epoch, member.info, rank.told) == (101, INFO, (7, 101))
+        assert len(set(map(repr, seen))) == len(seen), "a change is told once"
+    assert rank.is_stopped and rank.is_killed and machines.cleared == [101]
+
+
+async def test_a_dead_rank_gets_a_new_life_with_a_later_epoch(tmp_path: Path) -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    machines.log_path = str(tmp_path / "err")
+    Path(machines.log_path).write_text("x" * 5000 + "\nSegmentation fault")
+    async with kept(machines) as (keeper, seen):
+        await until(lambda: keeper.gang.state == READY)
+        machines.lives[101].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.lives[101].is_killed and machines.cleared == [101]
+        [lost] = [gang for gang in seen if gang.state == LOST]
+        assert not lost.members and lost.epoch == 101
+        assert "connection reset" in lost.note and lost.note.endswith("Segmentation fault")
+        assert len(lost.note) < 2100
+
+
+@pytest.mark.parametrize(("service_s", "num_lives"), [(60, 3), (0, None)])
+async def test_who_keeps_dying_early_is_left_down(service_s: int, num_lives: int | None) -> None:
+    def doomed(rank: FakeRank) -> None:
+        rank.become()
+        asyncio.get_running_loop().call_later(
+            0.02, lambda: setattr(rank, "death", NodeLost("again"))
+        )
+
+    machines = FakeMachines(doomed)
+    async with kept(machines, f"control.min_service_s={service_s}") as (keeper, _):
+        if num_lives is None:
+            await until(lambda: len(machines.lives) > 4)
+            return
+        await until(lambda: keeper.gang.state == DOWN)
+        assert len(machines.lives) == num_lives and "again" in keeper.gang.note
+        await asyncio.sleep(0.05)
+        assert len(machines.lives) == num_lives
+        keeper.start()
+        await until(lambda: keeper.gang.state == DOWN)
+        assert len(machines.lives) == 2 * num_lives, "whoever attaches has it tried again"
+
+
+async def test_the_users_mistake_leaves_it_down_at_once() -> None:
+    def wrong(rank: FakeRank) -> None:
+        spec = rank.state.spec
+        failure = Failure("ValueError", "model.path: there is no such folder")
+        rank.state = RankState(spec, "{}", 1, "", (0, 0), failure=failure)
+
+    machines = FakeMachines(wrong)
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == DOWN)
+        assert keeper.gang.failure == Failure("ValueError", "model.path: there is no such folder")
+        assert len(machines.lives) == 1 and machines.lives[101].is_killed
+
+
+async def test_want_of_room_is_final_only_for_who_never_served() -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    machines.refusal = Overloaded("no room")
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == DOWN)
+        assert keeper.gang.note == "no room"
+        machines.refusal = None
+        keeper.start()
+        await until(lambda: keeper.gang.state == READY)
+        machines.refusal = Overloaded("no room")
+        machines.lives[max(machines.lives)].death = NodeLost("its machine is gone")
+        await until(lambda: machines.seen[1] > 106)
+        assert keeper.gang.state != DOWN
+        machines.refusal = None
+        await until(lambda: keeper.gang.state == READY)
+
+
+async def test_a_silent_rank_is_ended_only_when_somebody_suspects_it() -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == READY)
+        machines.lives[101].is_frozen = True
+        keeper.report(100, "of an earlier life")
+        await asyncio.sleep(0.3)
+        assert (keeper.gang.state, keeper.gang.epoch) == (READY, 101)
+        keeper.report(101, "its frames have stopped")
+        await until(lambda: keeper.gang.epoch == 102)
+        assert "its frames have stopped" in keeper.gang.note and machines.lives[101].is_killed
+
+
+async def test_a_suspect_that_answers_is_left_alone() -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == READY)
+        keeper.report(101, "slow")
+        await asyncio.sleep(0.05)
+        machines.lives[101].is_frozen = True
+        await asyncio.sleep(0.3)
+        assert (keeper.gang.state, keeper.gang.epoch) == (READY, 101)
+
+
+async def test_an_adopted_life_goes_on_and_a_frozen_rank_stops_in_time() -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    config = load()
+    plan = plan_gangs(config)[0]
+    keeper = GangKeeper(plan, config, machines, machines, lambda: None)
+    rank = FakeRank(plan.specs(55, ["127.0.0.1"])[0])
+    rank.become()
+    keeper.start([rank], 55)
+    await until(lambda: keeper.gang.state == READY)
+    assert keeper.gang.epoch == 55 and not machines.lives
+    rank.is_frozen = True
+    began = time.monotonic()
+    await keeper.stop(0.1)
+    assert time.monotonic() - began < 1.0
+    assert rank.is_killed and not rank.is_stopped and machines.cleared == [55]

@@ -1,0 +1,140 @@
+"""What is adopted, what differs between two configs, and what a rank's shell says of itself."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.control.plan import plan_gangs, whole_gangs
+from core.config import TandemConfig, differences, load
+from core.errors import NodeLost
+from core.info import FrameAddress, ModelInfo, NodeInfo
+from core.membership import Gang, Member, Membership, RankSpec, RankState
+from core.schema import Failure, decode, pack, unpack
+from runtime.shell import RankShell
+
+MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
+INFO = NodeInfo("decode-0", "decode", 5, "f", MODEL, 1, 9, 9, 9, FrameAddress("h", 1, b"secret"))
+
+
+def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: Any) -> RankState:
+    spec = RankSpec(gang, gang.partition("-")[0], epoch, rank, num_ranks)
+    return RankState(spec, fields.pop("config", "{}"), 1, "", (0, epoch), **fields)
+
+
+def names(states: list[RankState]) -> list[list[str]]:
+    return [[state.spec.name for state in gang] for gang in whole_gangs(states).values()]
+
+
+def test_whole_gangs_are_adopted_in_the_order_of_their_ranks() -> None:
+    found = [state("decode-0", 4, 1, 2), state("prefill-0", 3), state("decode-0", 4, 0, 2)]
+    assert names(found) == [["prefill-0.3.0"], ["decode-0.4.0", "decode-0.4.1"]]
+
+
+def test_what_is_not_whole_is_not_adopted() -> None:
+    assert names([state("decode-0", 4, 1, 2), state("prefill-0", 3)]) == [["prefill-0.3.0"]]
+    assert names([state("prefill-0", 3, failure=Failure("ValueError", "no"))]) == []
+    assert names([]) == []
+
+
+def test_the_later_life_and_the_latest_config_count() -> None:
+    assert names([state("decode-0", 9), state("decode-0", 4)]) == [["decode-0.9.0"]]
+    stale = state("prefill-0", 3, config='{"mode": "split"}')
+    assert names([stale, state("decode-0", 4)]) == [["decode-0.4.0"]]
+
+
+def test_a_config_asks_for_its_gangs() -> None:
+    plans = plan_gangs(load(None, ["prefill.replicas=2", "decode.num_threads=3"]))
+    assert [(plan.name, plan.resources["CPU"]) for plan in plans] == [
+        ("prefill-0", 1), ("prefill-1", 1), ("decode-0", 3),
+    ]  # fmt: skip
+    plans = plan_gangs(load(None, ["mode=colocated", "decode.replicas=2"]))
+    assert [(plan.name, plan.kind) for plan in plans] == [
+        ("colocated-0", "colocated"), ("colocated-1", "colocated"),
+    ]  # fmt: skip
+
+
+def test_differing_keys_are_named_with_both_values() -> None:
+    mine = load(None, ["decode.max_rows=4", "server.max_queued=9"])
+    assert differences(mine, load(None, ["decode.max_rows=4"])) == []
+    found = differences(mine, load(None, ["kv.page_size=16"]))
+    assert found == ["decode.max_rows is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
+
+
+def test_a_snapshot_travels_whole() -> None:
+    member = Member(RankSpec("decode-0", "decode", 5), INFO)
+    gangs = (
+        Gang("decode-0", "decode", 5, "ready", (member,), 1.0),
+        Gang("prefill-0", "prefill", 6, "down", failure=Failure("NodeLost", "it died")),
+    )
+    sent = Membership((3, 4), gangs)
+    got = unpack(Membership, pack(sent))
+    assert got == sent and got.ready() == got.ready("decode") == [member]
+    assert got.gangs[1].note == "it died" and not got.ready("prefill")
+
+
+class FakeShell(RankShell):
+    """``made`` is its rank, or why there is none."""
+
+    made: Any = None
+
+    async def build(self, spec: RankSpec, config: TandemConfig) -> Any:
+        self._on_loaded(0.25)
+        await asyncio.sleep(0.01)
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+def shell(made: Any) -> FakeShell:
+    made_shell = FakeShell(pack(RankSpec("decode-0", "decode", 5)), load().model_dump_json())
+    made_shell.made = made
+    return made_shell
+
+
+async def ended(one: RankShell, *numbers: int) -> RankState:
+    async with asyncio.timeout(5):
+        while True:
+            found = unpack(RankState, await one.who(*numbers))
+            if found.info or found.failure:
+                return found
+            assert found.progress in (0.0, 0.25)
+            await asyncio.sleep(0.002)
+
+
+async def test_a_shell_answers_from_the_start() -> None:
+    stops = []
+
+    async def handle(epoch: int, method: str, payload: bytes) -> bytes:
+        return f"{epoch} {method}".encode() + payload
+
+    async def stop() -> None:
+        stops.append("stopped")
+
+    loop = SimpleNamespace(failure=None)
+    one = shell(SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop))
+    first = unpack(RankState, await one.who())
+    assert first.info is None and first.seen == (0, 5) and first.spec.name == "decode-0.5.0"
+    await asyncio.gather(one.start(), one.start())
+    with pytest.raises(NodeLost, match=r"decode-0\.5\.0 is not ready"):
+        decode(Failure, await one.call(5, "status", b""))
+    ready = await ended(one, 8, 3)
+    assert (ready.seen, ready.info, ready.failure) == ((8, 5), INFO, None)
+    assert "secret" not in repr(ready)
+    assert await one.call(4, "status", b"!") == b"4 status!", "the rank checks the epoch"
+    loop.failure = ValueError("cosmic ray")
+    failed = unpack(RankState, await one.who())
+    assert failed.failure == Failure("NodeLost", "the engine stopped: ValueError('cosmic ray')")
+    await one.stop()
+    assert stops == ["stopped"]
+    assert unpack(RankState, await one.who(2, 99)).seen == (8, 99)
+
+
+async def test_a_shell_tells_why_it_failed() -> None:
+    one = shell(ValueError("model.path: no such folder"))
+    await one.start()
+    found = await ended(one)
+    assert found.failure == Failure("ValueError", "model.path: no such folder")
+    assert found.info is None
+    await one.stop()

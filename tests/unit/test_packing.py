@@ -1,0 +1,185 @@
+"""Prefill packs all chunks of a step into one row: none sees another, padding leaves no trace."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.identity import Identity
+from model.batch import Segment, pack
+from model.cache import MAIN, MTP, Caches
+from model.drafters.base import UNKNOWN
+from model.loaded import LoadedModel
+from prefill_node.planner import LocalPlanner, Proposal, StepKey, plan_step
+from runtime.lockstep import Plan
+from tests import tiny
+from tests.engines import POISON, Bench, greedy, load
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+TABLES = [[3, 8, 1, 6], [2, 9, 5], [7, 4]]
+LENGTHS = [(9, 14), (0, 11), (4, 5)]
+"""Tokens [lo, hi) that the step computes of each sequence."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("packing")
+    tiny.write_tiny(folder, seed=21)
+    return load(folder)
+
+
+def ids_of(sequence: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sequence)
+    return torch.randint(5, 90, (LENGTHS[sequence][1],), generator=generator).tolist()
+
+
+def segment(sequence: int, lo: int, hi: int) -> Segment:
+    return Segment(ids_of(sequence)[lo:hi], lo, TABLES[sequence])
+
+
+def caches_before(loaded: LoadedModel, poison: float = 0.0) -> Caches:
+    """What earlier steps computed of the sequences, each on its own."""
+    caches = loaded.allocate(10, PAGE_SIZE)
+    for cache in caches[MAIN] + caches[MTP]:
+        cache[0] = poison
+    for sequence, (lo, _) in enumerate(LENGTHS):
+        if lo > 0:
+            loaded.network(pack([segment(sequence, 0, lo)], PAGE_SIZE, CPU), caches)
+    return caches
+
+
+def packed(loaded: LoadedModel, caches: Caches, num_rows: int | None = None) -> Tensor:
+    """Hidden states [T, D] of all sequences' tokens in one forward."""
+    segments = [segment(i, lo, hi) for i, (lo, hi) in enumerate(LENGTHS)]
+    return loaded.network(pack(segments, PAGE_SIZE, CPU, num_rows), caches)[0]
+
+
+@torch.inference_mode()
+def test_segments_do_not_see_each_other(loaded: LoadedModel) -> None:
+    alone_caches, packed_caches = caches_before(loaded), caches_before(loaded)
+    alone = [
+        loaded.network(pack([segment(i, lo, hi)], PAGE_SIZE, CPU), alone_caches)[0]
+        for i, (lo, hi) in enumerate(LENGTHS)
+    ]
+    torch.testing.assert_close(
+        packed(loaded, packed_caches), torch.cat(alone), atol=1e-5, rtol=1e-5
+    )
+    for one, other in zip(alone_caches[MAIN], packed_caches[MAIN], strict=True):
+        torch.testing.assert_close(one[1:], other[1:], atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_padding_writes_to_the_dummy_page_and_changes_nothing(loaded: LoadedModel) -> None:
+    plain_caches = caches_before(loaded)
+    plain = packed(loaded, plain_caches)
+    for poison in (POISON, -POISON):
+        caches = caches_before(loaded, poison)
+        padded = packed(loaded, caches, 32)
+        torch.testing.assert_close(padded[: len(plain)], plain, atol=1e-5, rtol=1e-5)
+        assert padded.isfinite().all()
+        for one, other in zip(plain_caches[MAIN], caches[MAIN], strict=True):
+            torch.testing.assert_close(one[1:], other[1:], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_only_fill_up_are_marked() -> None:
+    segments = [segment(1, 0, 11), segment(2, 4, 5)]
+    assert pack(segments, PAGE_SIZE, CPU).real_BQ is None
+    batch = pack(segments, PAGE_SIZE, CPU, 16)
+    assert batch.real_BQ is not None and batch.real_BQ.tolist() == [[True] * 12 + [False] * 4]
+    assert (batch.write_slots_BQ[0, 12:] < PAGE_SIZE).all()
+
+
+@torch.inference_mode()
+def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> None:
+    """The others are those of a step that knew all tokens."""
+    batch = pack([segment(1, 0, 11), segment(2, 0, 5)], PAGE_SIZE, CPU)
+    known, unknown = caches_before(loaded), caches_before(loaded)
+    hidden = loaded.network(batch, known)
+    loaded.drafter.prefill(batch, torch.tensor([17, 18]), hidden, known)
+    loaded.drafter.prefill(batch, torch.tensor([17, UNKNOWN]), hidden, unknown)
+    slot = (TABLES[2][1], 0)
+    assert known[MTP][0][slot].any() and not unknown[MTP][0][slot].any()
+    unknown[MTP][0][slot] = known[MTP][0][slot]
+    assert torch.equal(known[MTP][0][1:], unknown[MTP][0][1:])
+
+
+class Counted:
+    """The network, with its forwards and heads counted."""
+
+    def __init__(self, network: object) -> None:
+        self._network = network
+        self.forwards: list[int] = []
+        self.heads: list[int] = []
+
+    def __call__(self, batch, caches):  # type: ignore[no-untyped-def]
+        self.forwards.append(batch.token_ids_BQ.numel())
+        return self._network(batch, caches)  # type: ignore[operator]
+
+    def logits(self, hidden):  # type: ignore[no-untyped-def]
+        self.heads.append(len(hidden))
+        return self._network.logits(hidden)  # type: ignore[attr-defined]
+
+
+def test_a_step_is_one_forward_and_one_head_over_real_tokens(loaded: LoadedModel) -> None:
+    """Also with sampling, penalties and log probabilities; each answer is that of its prompt
+    alone."""
+    asked = [
+        greedy("a", ids_of(0), 4, logprobs=2),
+        greedy("b", ids_of(1), 4, repetition_penalty=1.5),
+        greedy("c", ids_of(2), 4, temperature=1.0),
+        greedy("d", ids_of(1)[:3], 4, logprobs=0),
+    ]
+    network = Counted(loaded.network)
+    together = Bench(replace(loaded, network=network))
+    for request in asked:
+        together.prefill.submit(Identity(request.request_id), request)
+    together.prefill.step()
+    assert network.forwards == [14 + 11 + 5 + 3] and network.heads == [4]
+    assert not together.prefill.has_work()
+    told = {progress.identity.request_id: progress for progress in together.progress}
+    for request in asked:
+        progress, alone = told[request.request_id], Bench(loaded)
+        first, _ = alone.start(request)
+        assert progress.first_token == first
+        assert len(progress.logprobs) == (request.sampling.logprobs is not None)
+        for one, other in zip(progress.logprobs, alone.progress[-1].logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert one.top_ids == other.top_ids
+        assert progress.hidden_D is not None and alone.progress[-1].hidden_D is not None
+        torch.testing.assert_close(progress.hidden_D, alone.progress[-1].hidden_D)
+
+
+class Fuller:
+    """The planner of a gang whose other rank always has more tokens."""
+
+    def __init__(self, num_more: int) -> None:
+        self.proposals: list[Proposal] = []
+        self._num_more = num_more
+
+    def plan(self, proposal: Proposal) -> Plan[StepKey]:
+        self.proposals.append(proposal)
+        return Plan(1, len(self.proposals), StepKey(proposal.num_tokens + self._num_more))
+
+
+def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedModel) -> None:
+    """Padding, and a whole dummy step, change no slot but the dummy page's, and no answer."""
+    network = Counted(loaded.network)
+    padded, alone = Bench(replace(loaded, network=network)), Bench(loaded)
+    padded.prefill._planner = planner = Fuller(5)
+    before = [cache[1:].clone() for cache in padded.all_caches()]
+    padded.prefill.step()
+    assert network.forwards == [5] and not padded.progress
+    for cache, known in zip(padded.all_caches(), before, strict=True):
+        torch.testing.assert_close(cache[1:], known, rtol=0, atol=0)
+    request = greedy("a", ids_of(0), 4)
+    assert padded.start(request)[0] == alone.start(request)[0]
+    assert network.forwards == [5, len(ids_of(0)) + 5]
+    assert [proposal.num_tokens for proposal in planner.proposals] == [0, len(ids_of(0))]
+
+
+def test_the_fullest_rank_decides_and_without_work_there_is_no_step() -> None:
+    assert plan_step([Proposal(3), Proposal(0), Proposal(7)]) == StepKey(7)
+    assert plan_step([Proposal(0), Proposal(0)]) is None
+    assert LocalPlanner(4).plan(Proposal(2)) == Plan(4, 1, StepKey(2))

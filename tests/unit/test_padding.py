@@ -1,0 +1,183 @@
+"""Steps that are planned wider than a rank's own rows, down to none: padding computes everything,
+emits nothing, and touches nobody."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.request import Request
+from decode_node.buckets import Buckets
+from decode_node.plan import Proposal, StepKey
+from decode_node.planner import LocalPlanner
+from model.batch import Batch
+from model.cache import Caches
+from model.drafters.base import Drafts, DraftState
+from model.drafters.mtp import MtpDrafter
+from model.loaded import LoadedModel
+from model.tensors import each, select
+from runtime.lockstep import Plan
+from tests import tiny
+from tests.engines import Bench, greedy, load
+from tests.unit.test_drafts import Spy
+
+NUM_ROWS, NUM_DRAFTS = 4, 2
+KEY = StepKey(NUM_ROWS, NUM_DRAFTS, NUM_DRAFTS + 1)
+BUCKETS = Buckets((NUM_ROWS,))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("padding")
+    tiny.write_tiny(folder, seed=21)
+    return load(folder)
+
+
+class BusyGang:
+    """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
+
+    def __init__(self, *, is_busy: bool = True) -> None:
+        self.is_busy = is_busy
+        self._local = LocalPlanner(1, BUCKETS, NUM_DRAFTS, "fixed")
+
+    def plan(self, proposal: Proposal) -> Plan:
+        plan = self._local.plan(proposal)
+        return replace(plan, key=KEY) if plan.key is None and self.is_busy else plan
+
+
+class Witness(Spy):
+    """Keeps which rows the drafter was told to be real."""
+
+    def __init__(self, inner: object) -> None:
+        super().__init__(inner)
+        self.real: list[list[bool]] = []
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        assert state.real_B is not None
+        self.real.append(state.real_B.tolist())
+        return super().draft(state, num_drafts, caches)
+
+
+def requests() -> list[Request]:
+    """With rules, noise and greed; the last row is over first."""
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 30 - 8 * i, ignore_eos=True) for i in range(3)]
+    hot = replace(asked[0].sampling, temperature=0.8, seed=5, presence_penalty=0.5)
+    return [replace(asked[0], sampling=hot), *asked[1:]]
+
+
+def bench_of(loaded: LoadedModel, **more: object) -> Bench:
+    return Bench(loaded, num_drafts=NUM_DRAFTS, max_rows=NUM_ROWS, **more)  # type: ignore[arg-type]
+
+
+def pages_of(bench: Bench) -> list[Tensor]:
+    """All that is in the caches but for the dummy page."""
+    return [cache[1:].clone() for cache in bench.all_caches()]
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
+    loaded: LoadedModel, loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass, at the planned shape; and its caches, rows and pages are as before."""
+    spy, batches, passes = Witness(loaded.drafter), [], []
+    forward, forward_pass = type(loaded.network).forward, MtpDrafter.forward
+
+    def recording(network: object, batch: Batch, caches: Caches) -> Tensor:
+        batches.append(batch)
+        return forward(network, batch, caches)
+
+    def recording_pass(drafter: object, batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
+        passes.append(batch)
+        return forward_pass(drafter, batch, hidden, caches)
+
+    monkeypatch.setattr(type(loaded.network), "forward", recording)
+    monkeypatch.setattr(MtpDrafter, "forward", recording_pass)
+    bench = bench_of(replace(loaded, drafter=spy), loop=loop, planner=BusyGang())
+    everyone = torch.arange(NUM_ROWS + 1)
+    rows = each(Tensor.clone, select(bench.decode._rows._table, everyone))
+    before = pages_of(bench)
+    for _ in range(5):
+        bench.decode.step()
+    assert len(batches) == len(spy.drafts) == 5
+    for batch, drafts, real in zip(batches, spy.drafts, spy.real, strict=True):
+        assert batch.token_ids_BQ.shape == (NUM_ROWS, NUM_DRAFTS + 1)
+        assert batch.real_BQ is not None and not batch.real_BQ.any() and not any(real)
+        assert torch.tensor(drafts).shape == (NUM_ROWS, NUM_DRAFTS)
+    widths = [batch.token_ids_BQ.shape for batch in passes]
+    assert widths == [(NUM_ROWS, NUM_DRAFTS + 1), (NUM_ROWS, 1)] * 5
+    assert not any(batch.real_BQ.any() for batch in passes)
+    assert len(bench.frames) == 5 and not bench.updates()
+    assert all(map(torch.equal, before, pages_of(bench)))
+    check_equal(rows, select(bench.decode._rows._table, everyone))
+    bench.decode.scheduler.check_integrity()
+    assert bench.decode.program_s > 0
+
+
+def check_equal(rows: object, others: object) -> None:
+    def check(one: Tensor, other: Tensor) -> Tensor:
+        assert torch.equal(one, other)
+        return one
+
+    each(check, rows, others)
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
+    loaded: LoadedModel, loop: str
+) -> None:
+    alone = bench_of(loaded).generate(*requests())
+    gang = BusyGang()
+    bench = bench_of(loaded, loop=loop, planner=gang)
+    for _ in range(2):
+        gang.is_busy = True
+        for _ in range(7):
+            bench.decode.step()
+        gang.is_busy = False
+        assert bench.generate(*requests()) == alone
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("poison", [1e4, -1e4])
+def test_whatever_padding_holds_no_real_row_changes(loaded: LoadedModel, poison: float) -> None:
+    alone = bench_of(loaded).generate(*requests())
+    spy = Witness(loaded.drafter)
+    bench = bench_of(replace(loaded, drafter=spy), planner=BusyGang(is_busy=False))
+    state = bench.decode._rows._table.state
+    state.hidden_BMD[NUM_ROWS:] = poison
+    state.tokens_BM[NUM_ROWS:] = 77
+    assert bench.generate(*requests()) == alone
+    assert sorted(set(map(sum, spy.real))) == [1, 2, 3]
+    assert all(real == sorted(real, reverse=True) for real in spy.real)
+
+
+def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) -> None:
+    bench = bench_of(loaded, planner=BusyGang(is_busy=False))
+    table, padding = bench.decode._rows._table, torch.tensor([NUM_ROWS])
+    before = each(Tensor.clone, select(table, padding))
+    bench.generate(*requests())
+    check_equal(before, select(table, padding))
+    assert int(before.state.num_known_B) == 2 and not before.real_B.any()
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
+    loaded: LoadedModel, loop: str
+) -> None:
+    """The plan stands; the others do not notice."""
+    alone = bench_of(loaded).generate(*requests())
+
+    class Cut(LocalPlanner):
+        def plan(self, proposal: Proposal) -> Plan:
+            plan = super().plan(proposal)
+            if plan.step == 4:
+                assert plan.key == StepKey(3, NUM_DRAFTS, NUM_DRAFTS + 1)
+                assert bench.drop("r1")
+            return plan
+
+    planner = Cut(1, Buckets((1, 2, 3, 4)), NUM_DRAFTS, "fixed")
+    bench = bench_of(loaded, loop=loop, planner=planner)
+    answers = bench.generate(*requests())
+    assert answers[0] == alone[0] and answers[2] == alone[2]
+    assert answers[1][1] is None and answers[1][0] == alone[1][0][: len(answers[1][0])]
+    bench.check_empty()

@@ -1,0 +1,71 @@
+"""One plan for all ranks, as a pure function of what they propose."""
+
+import pytest
+
+from decode_node.buckets import Buckets
+from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
+from decode_node.plan import Proposal, Report, StepKey, propose
+from decode_node.planner import LocalPlanner, plan_step
+
+BUCKETS = Buckets((1, 2, 4, 8))
+IDLE = propose([], 3, None)
+
+
+def rows(*limits: int, num_emitted_most: int = 1, plain: bool = True) -> Proposal:
+    return Proposal(tuple(limits.count(k) for k in range(4)), num_emitted_most, plain)
+
+
+def planned(*proposals: Proposal) -> StepKey | None:
+    key, _ = plan_step(proposals, no_costs(3), BUCKETS, most_wanted)
+    return key
+
+
+def test_nobody_launches_if_nobody_has_work() -> None:
+    assert planned(IDLE) is None and planned(IDLE, IDLE) is None
+
+
+def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
+    key = planned(IDLE, rows(3, 1, 0), rows(2))
+    assert key == StepKey(num_rows=4, num_drafts=3, width=4, plain=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_emitted_most", "width"),
+    [(3, 1, 4), (3, 4, 4), (2, 3, 3), (2, 4, 4), (1, 3, 4), (0, 1, 1), (0, 2, 4)],
+)
+def test_pass_one_is_as_wide_as_the_drafts_or_takes_all_after_they_fell(
+    limit: int, num_emitted_most: int, width: int
+) -> None:
+    key = planned(IDLE, rows(limit, num_emitted_most=num_emitted_most))
+    assert key is not None and (key.num_drafts, key.width) == (limit, width)
+
+
+def test_one_rank_that_is_not_plain_makes_the_step_full() -> None:
+    key = planned(rows(3), rows(3, plain=False), IDLE)
+    assert key is not None and not key.plain
+
+
+def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:
+    key = StepKey(4, 2, 3)
+    reports = [Report(key, 0.1, (4, 3), (3, 1)), Report(key, 0.3, (2, 0), (0, 0))]
+    together = recorded(no_costs(3), [Report(key, 0.3, (6, 3), (3, 1))])
+    assert recorded(no_costs(3), reports) == together
+    assert together.of_size(4).step_s[2] == 0.3 and together.of_size(8).step_s[2] == 0.0
+
+
+def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
+    """The costs given are not touched, so planning twice gives the same."""
+    costs = no_costs(3)
+    report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
+    proposals = (Proposal((0, 0, 0, 2), 4, True, report), IDLE)
+    for _ in range(200):
+        first = plan_step(proposals, costs, BUCKETS, by_load)
+        assert plan_step(proposals, costs, BUCKETS, by_load) == first
+        _, costs = first
+
+
+def test_steps_of_a_life_are_numbered() -> None:
+    planner = LocalPlanner(7, BUCKETS, 3, "fixed")
+    plans = [planner.plan(proposal) for proposal in (rows(1), IDLE, rows(1))]
+    assert [(plan.epoch, plan.step) for plan in plans] == [(7, 1), (7, 2), (7, 3)]
+    assert plans[1].key is None and plans[0].key == plans[2].key

@@ -1,0 +1,252 @@
+"""Prompts wait for pages in order; whatever happens, nobody starves and nothing leaks."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from core.errors import HandoverError
+from core.identity import Identity
+from core.request import Request, SamplingParams
+from kv_transfer.pages import PagePool
+from prefill_node.page_source import AdoptedPages, PageSource, PooledPages
+from prefill_node.scheduler import SHORT_SHARE, Scheduler
+from prefill_node.sequence import Sequence
+
+SIZE, BUDGET = 4, 7
+
+
+def request(prompt: tuple[int, ...], output: tuple[int, ...] = ()) -> Request:
+    return Request("r", prompt, output, SamplingParams(seed=0))
+
+
+def compute(scheduler: Scheduler, first_token: int = 5) -> None:
+    for chunk in scheduler.next_chunks():
+        scheduler.advance(chunk, first_token if chunk.is_last else None)
+
+
+def tokens(num: int, start: int = 0) -> tuple[int, ...]:
+    return tuple(range(start, start + num))
+
+
+def admit(scheduler: Scheduler, num: int, *output: int) -> Sequence:
+    """A prompt of ``num`` tokens that begins like no other."""
+    start = 1000 * (len(scheduler.sequences) + 1)
+    return scheduler.admit(Identity("r"), request(tokens(num, start), output))
+
+
+def test_prompts_wait_for_pages_in_order_and_begun_ones_first() -> None:
+    scheduler = Scheduler(PooledPages(PagePool(6, SIZE)), 100)
+    first = admit(scheduler, 12)
+    wide = admit(scheduler, 13)
+    narrow = admit(scheduler, 1)
+    begun = admit(scheduler, 15, 7)
+    assert first.pages and not (wide.pages or narrow.pages or begun.pages)
+    assert (scheduler.num_waiting, scheduler.num_queued) == (1, 3)
+    compute(scheduler)
+    assert not scheduler.next_chunks(), "computed, yet without pages"
+    scheduler.drop(first.identity)
+    assert len(begun.pages) == 4 and not wide.pages and not narrow.pages, "nobody passes"
+    scheduler.drop(begun.identity)
+    assert len(wide.pages) == 4 and len(narrow.pages) == 1
+    assert scheduler.num_queued == 0
+
+
+def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
+    scheduler = Scheduler(PooledPages(PagePool(6, SIZE)), 100)
+    first, wide, narrow = (admit(scheduler, num) for num in (12, 16, 4))
+    scheduler.drop(wide.identity)
+    assert narrow.pages and scheduler.num_queued == 0
+    for one in (first, narrow, wide):
+        scheduler.drop(one.identity)
+    assert not scheduler.sequences and scheduler.num_waiting == 0
+
+
+def test_what_can_never_fit_or_is_here_is_refused_and_leaves_nothing() -> None:
+    pool = PagePool(4, SIZE)
+    scheduler = Scheduler(PooledPages(pool), 100)
+    with pytest.raises(ValueError, match="prompt: needs 4 pages of this node's 3"):
+        admit(scheduler, 13)
+    one = admit(scheduler, 12)
+    with pytest.raises(HandoverError, match="is here already"):
+        scheduler.admit(one.identity, one.request)
+    scheduler.drop(one.identity)
+    assert pool.num_used == 0 and not scheduler.sequences
+
+
+class Traffic(RuleBasedStateMachine):
+    """Prompts that share beginnings, admitted, computed in pieces and dropped in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(12, SIZE)
+        self.scheduler = Scheduler(self.source(), BUDGET)
+        self.queue: list[Sequence] = []
+
+    def source(self) -> PageSource:
+        return PooledPages(self.pool)
+
+    @rule(
+        shared=st.integers(0, 28),
+        own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        is_begun=st.booleans(),
+    )
+    def admit(self, shared: int, own: list[int], is_begun: bool) -> None:
+        asked = request((*range(100, 100 + shared), *own), (3,) if is_begun else ())
+        sequence = self.scheduler.admit(Identity("r"), asked)
+        if is_begun:
+            num_begun = sum(bool(one.request.output_ids) for one in self.queue)
+            self.queue.insert(num_begun, sequence)
+        else:
+            self.queue.append(sequence)
+
+    @rule()
+    def step(self) -> None:
+        before = self.scheduler.num_waiting
+        chunks = self.scheduler.next_chunks()
+        assert bool(chunks) == bool(before)
+        assert sum(chunk.num_tokens for chunk in chunks) <= BUDGET
+        if chunks:
+            first, share = self.scheduler._waiting[0], BUDGET - BUDGET // SHORT_SHARE
+            assert chunks[0].sequence is first, "the first is passed"
+            assert chunks[0].num_tokens >= min(first.num_left, share)
+        for chunk in chunks:
+            self.scheduler.advance(chunk, 5 if chunk.is_last else None)
+
+    @precondition(lambda self: self.scheduler.sequences)
+    @rule(number=st.integers(0, 99))
+    def drop(self, number: int) -> None:
+        sequences = list(self.scheduler.sequences.values())
+        gone = sequences[number % len(sequences)]
+        self.scheduler.drop(gone.identity)
+        if gone in self.queue:
+            self.queue.remove(gone)
+
+    @invariant()
+    def placed_in_order(self) -> None:
+        while self.queue and self.queue[0].pages:
+            placed = self.queue.pop(0)
+            assert placed.num_cached < len(placed.token_ids) and placed.num_cached % SIZE == 0
+        assert not any(one.pages for one in self.queue), "somebody was passed"
+        assert self.scheduler.num_queued == len(self.queue)
+        if self.queue:
+            num_pages = self.pool.num_pages_for(len(self.queue[0].token_ids))
+            assert num_pages > self.pool.num_available, "there was room for the first"
+
+    @invariant()
+    def sound(self) -> None:
+        self.scheduler.check_integrity()
+        held = {page for s in self.scheduler.sequences.values() for page in s.pages}
+        assert self.pool.num_available == self.pool.num_pages - 1 - len(held)
+
+    def teardown(self) -> None:
+        """Whoever is left is computed, as soon as those before it are dropped."""
+        while self.scheduler.sequences:
+            while self.scheduler.num_waiting:
+                self.step()
+            done = [s for s in self.scheduler.sequences.values() if s.pages]
+            assert done and not any(s.num_left for s in done), "somebody starves"
+            self.scheduler.drop(done[0].identity)
+            self.placed_in_order()
+            self.sound()
+        self.scheduler._pages.prefixes.clear()
+        assert self.pool.num_used == 0
+
+
+class AdoptingTraffic(RuleBasedStateMachine):
+    """Prompts computed in the pages of decode rows; row and prompt end in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(30, SIZE)
+        self.rows: dict[Identity, list[int]] = {}
+        self.scheduler = Scheduler(AdoptedPages(self.pool, self.find_row), BUDGET)
+
+    def find_row(self, identity: Identity) -> list[int]:
+        return self.rows[identity]
+
+    @rule(shared=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12))
+    def admit(self, shared: int, own: list[int]) -> None:
+        asked = request((*range(100, 100 + shared), *own))
+        num_pages = self.pool.num_pages_for(len(asked.prompt_ids)) + 1
+        if num_pages > self.pool.num_available:
+            return
+        identity = Identity("r")
+        row = self.rows[identity] = self.pool.allocate(num_pages)
+        before = list(row)
+        sequence = self.scheduler.admit(identity, asked)
+        num_known = sequence.num_cached // SIZE
+        assert sequence.pages == row[:-1] and row[num_known:] == before[num_known:]
+        assert not set(before[:num_known]) & set(row), "known pages take their place"
+
+    @rule()
+    def step(self) -> None:
+        compute(self.scheduler)
+
+    @precondition(lambda self: self.scheduler.sequences)
+    @rule(number=st.integers(0, 99))
+    def drop_prompt(self, number: int) -> None:
+        identities = list(self.scheduler.sequences)
+        self.scheduler.drop(identities[number % len(identities)])
+
+    @precondition(lambda self: self.rows)
+    @rule(number=st.integers(0, 99))
+    def drop_row(self, number: int) -> None:
+        identity = list(self.rows)[number % len(self.rows)]
+        self.pool.release(self.rows.pop(identity))
+
+    @invariant()
+    def sound(self) -> None:
+        self.scheduler.check_integrity()
+        prompts = [sequence.pages for sequence in self.scheduler.sequences.values()]
+        held = {page for pages in (*prompts, *self.rows.values()) for page in pages}
+        assert self.pool.num_available == self.pool.num_pages - 1 - len(held)
+        assert self.scheduler.num_queued == 0
+
+    def teardown(self) -> None:
+        while self.rows:
+            self.drop_row(0)
+        while self.scheduler.sequences:
+            self.drop_prompt(0)
+        self.sound()
+        self.scheduler._pages.prefixes.clear()
+        assert self.pool.num_used == 0
+
+
+TestTraffic, TestAdoptingTraffic = Traffic.TestCase, AdoptingTraffic.TestCase
+for case in (TestTraffic, TestAdoptingTraffic):
+    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_prompt_is_computed_in_its_rows_pages() -> None:
+    pool = PagePool(20, SIZE)
+    rows: dict[Identity, list[int]] = {}
+    scheduler = Scheduler(AdoptedPages(pool, rows.__getitem__), 100)
+    a, b = Identity("a"), Identity("b")
+    rows[a], rows[b] = pool.allocate(5), pool.allocate(5)
+    scheduler.admit(a, request(tokens(14)))
+    compute(scheduler)
+    scheduler.drop(a)
+    assert pool.num_available == 9, "the row keeps its pages"
+    own = list(rows[b])
+    again = scheduler.admit(b, request(tokens(14)))
+    assert (again.num_cached, again.num_left) == (12, 2)
+    assert rows[b] == rows[a][:3] + own[3:] and again.pages == rows[b][:4]
+    assert pool.num_available == 12, "what the known pages replaced is free again"
+    for identity in (b, a):
+        pool.release(rows.pop(identity))
+    assert pool.num_available == 15, "the prompt still holds what it writes to"
+    scheduler.drop(b)
+    pool.check_integrity()
+    assert pool.num_available == 19
+
+
+def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
+    def find_row(identity: Identity) -> list[int]:
+        raise HandoverError(f"{identity} has no row here")
+
+    pool = PagePool(20, SIZE)
+    scheduler = Scheduler(AdoptedPages(pool, find_row), 100)
+    with pytest.raises(HandoverError, match="has no row here"):
+        scheduler.admit(Identity("a"), request(tokens(5)))
+    assert not scheduler.sequences and scheduler.num_queued == 0 and pool.num_used == 0

@@ -1,0 +1,74 @@
+"""Sessions of gateways: what is not renewed is dropped, once, and nothing else is."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.identity import Identity
+from decode_node.sessions import Sessions
+
+LEASE_S = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_a_silent_gateway_holds_is_dropped_and_no_more() -> None:
+    clock = Clock()
+    sessions = Sessions(LEASE_S, clock)
+    a, b, c = (Identity(name) for name in "abc")
+    sessions.hold(1, a)
+    sessions.hold(1, b)
+    sessions.hold(2, c)
+    clock.now += LEASE_S - 1
+    sessions.renew(2)
+    assert sessions.sweep() == []
+    clock.now += 1
+    assert set(sessions.sweep()) == {a, b}
+    assert sessions.sweep() == [] and sessions.held(1) == () and sessions.held(2) == (c,)
+    assert sessions.owner(a) is None and sessions.owner(c) == 2
+    sessions.renew(1)
+    assert sessions.held(1) == (), "a gateway that was stopped too long finds nothing"
+    sessions.let_go(c)
+    sessions.let_go(c)
+    assert len(sessions) == 0
+    sessions.check_integrity()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("rhlst"), st.integers(1, 3), st.integers(0, 9))))
+def test_random_lives(operations: list[tuple[str, int, int]]) -> None:
+    """Every sequence leaves exactly once: let go, or swept."""
+    clock = Clock()
+    sessions = Sessions(LEASE_S, clock)
+    held: dict[Identity, tuple[int, float]] = {}
+    renewed: dict[int, float] = {}
+    for operation, session, number in operations:
+        if operation == "t":
+            clock.now += number
+        elif operation == "r":
+            sessions.renew(session)
+            renewed[session] = clock.now
+        elif operation == "h":
+            identity = Identity("r", number)
+            sessions.hold(session, identity)
+            held[identity] = session, clock.now
+            renewed[session] = clock.now
+        elif operation == "l" and held:
+            identity = list(held)[number % len(held)]
+            sessions.let_go(identity)
+            del held[identity]
+        elif operation == "s":
+            late = {s for s, at in renewed.items() if at <= clock.now - LEASE_S}
+            expected = {i for i, (s, _) in held.items() if s in late}
+            assert set(sessions.sweep()) == expected
+            for identity in expected:
+                del held[identity]
+            for one in late:
+                del renewed[one]
+        assert len(sessions) == len(held)
+        sessions.check_integrity()
