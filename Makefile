@@ -23,8 +23,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile tests/unit
-	$(PY) -m pytest tests/integration
+	$(PY) -m pytest -n 3 --dist loadfile
 
 soak: $(READY)
 	$(PY) -m pytest -m slow

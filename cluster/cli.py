@@ -2,7 +2,7 @@
 
 import typer
 
-from cluster.commands.bench import bench
+from cluster.bench.command import bench
 from cluster.commands.generate import generate
 from cluster.commands.serve import serve
 from cluster.commands.status import status

@@ -1,8 +1,8 @@
 """What a user is told: the pieces of an answer, with the names of their fields on the wire."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,14 @@ class SpeculationCounts:
         )
 
     def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":
-        return SpeculationCounts(
-            num_steps=self.num_steps + other.num_steps,
-            num_drafted=self.num_drafted + other.num_drafted,
-            num_accepted=self.num_accepted + other.num_accepted,
-            accepted_per_position=_add(self.accepted_per_position, other.accepted_per_position),
-            first_step_accepted=self.first_step_accepted + other.first_step_accepted,
-            drafted_per_position=_add(self.drafted_per_position, other.drafted_per_position),
-        )
+        return SpeculationCounts(*map(_add, astuple(self), astuple(other)))
 
 
-def _add(ones: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(ones, others, fillvalue=0))
+def _add(one: Any, other: Any) -> Any:
+    """The sum of two counts, or of two lists of counts by position."""
+    if isinstance(one, int):
+        return one + other
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +123,6 @@ class Finished:
 
     text: ClassVar[str] = ""
     token_ids: ClassVar[tuple[int, ...]] = ()
+
+
+Piece = Delta | Finished

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,33 +14,28 @@ from core.config_source import explain, overlay, read_yaml
 
 AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
-Device = Literal["cpu", "cuda"]
 _MAX_CHUNK_BYTES = 4 << 20
 Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys and loosely typed values are errors."""
+    """A part of the tree: unknown keys and loosely typed values are errors. The docstring of a key
+    is what users are told of it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
-    path: Path = Field(
-        default=TINY_MODEL, strict=False, description="folder of the Hugging Face checkpoint"
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of weights and cache; auto is float32 on cpu, bfloat16 on cuda"
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=2,
-        description="most tokens of prompt and answer; null is the checkpoint's own",
-    )
-    think_tokens: tuple[str, str] = Field(
-        default=("<think>", "</think>"),
-        description="tokens that begin and end thinking, where acceptance may be relaxed",
-    )
+    path: Path = Field(default=TINY_MODEL, strict=False)
+    """folder of the Hugging Face checkpoint"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of weights and cache; auto is float32 on cpu, bfloat16 on cuda"""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """most tokens of prompt and answer; null is the checkpoint's own"""
+    think_tokens: tuple[str, str] = ("<think>", "</think>")
+    """tokens that begin and end thinking, where acceptance may be relaxed"""
 
     @field_validator("think_tokens", mode="before")
     @classmethod
@@ -56,76 +52,59 @@ class ModelConfig(Section):
 
 
 class SpeculationConfig(Section):
-    num_tokens: int = Field(
-        default=3, ge=0, le=8, description="most drafts per step; 0 turns drafting off"
-    )
-    first_step: Literal["ship_hidden", "zero_hidden"] = Field(
-        default="ship_hidden",
-        description="whether the hand-over carries the hidden state that the first draft needs",
-    )
-    draft_length: Literal["by_load", "fixed"] = Field(
-        default="by_load",
-        description="drafts of a step: as many as pay at this load, or always num_tokens",
-    )
-    drafter: Literal["auto", "mtp", "none"] = Field(
-        default="auto", description="auto is mtp if the checkpoint has MTP layers, else none"
-    )
+    num_tokens: int = Field(default=3, ge=0, le=8)
+    """most drafts per step; 0 turns drafting off"""
+    first_step: Literal["ship_hidden", "zero_hidden"] = "ship_hidden"
+    """whether the hand-over carries the hidden state that the first draft needs"""
+    draft_length: Literal["by_load", "fixed"] = "by_load"
+    """drafts of a step: as many as pay at this load, or always num_tokens"""
+    drafter: Literal["auto", "mtp", "none"] = "auto"
+    """auto is mtp if the checkpoint has MTP layers, else none"""
 
 
-class PrefillConfig(Section):
-    replicas: Count = Field(default=1, description="number of prefill nodes")
-    dp_size: Count = Field(default=1, description="ranks per prefill node")
-    device: Device = Field(default="cpu", description="where prefill ranks run")
-    num_threads: Count = Field(default=1, description="CPU threads per prefill rank")
-    max_batch_tokens: Count = Field(
-        default=2048, description="most prompt tokens in one prefill step"
-    )
+class NodeConfig(Section):
+    """What both kinds of nodes have."""
+
+    replicas: Count = 1
+    """number of nodes of this kind"""
+    dp_size: Count = 1
+    """ranks per node"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where these ranks run"""
+    num_threads: Count = 1
+    """CPU threads per rank"""
 
 
-class DecodeConfig(Section):
-    replicas: Count = Field(default=1, description="number of decode nodes")
-    dp_size: Count = Field(default=1, description="ranks per decode node")
-    device: Device = Field(default="cpu", description="where decode ranks run")
-    num_threads: Count = Field(default=1, description="CPU threads per decode rank")
-    max_rows: Count = Field(default=16, description="most sequences in one decode step of a rank")
-    loop: Literal["auto", "plain", "overlapped"] = Field(
-        default="auto",
-        description="overlapped reads a step while the next runs; auto does so except on cpu",
-    )
-    batch_buckets: tuple[Count, ...] | None = Field(
-        default=None,
-        strict=False,
-        description="batch sizes that a decode step is padded to; null suits the device",
-    )
+class PrefillConfig(NodeConfig):
+    max_batch_tokens: Count = 2048
+    """most prompt tokens in one prefill step"""
+
+
+class DecodeConfig(NodeConfig):
+    max_rows: Count = 16
+    """most sequences in one decode step of a rank"""
+    loop: Literal["auto", "plain", "overlapped"] = "auto"
+    """overlapped reads a step while the next runs; auto does so except on cpu"""
+    batch_buckets: tuple[Count, ...] | None = Field(default=None, strict=False)
+    """batch sizes that a decode step is padded to; null suits the device"""
 
 
 class KvConfig(Section):
-    page_size: int = Field(default=64, ge=1, le=4096, description="tokens per page")
-    num_pages: int | None = Field(
-        default=None,
-        ge=2,
-        description="pages per rank, the dummy page included; null sizes them itself",
-    )
+    page_size: int = Field(default=64, ge=1, le=4096)
+    """tokens per page"""
+    num_pages: int | None = Field(default=None, ge=2)
+    """pages per rank, the dummy page included; null sizes them itself"""
 
 
 class KvTransferConfig(Section):
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="auto is nccl between GPUs, gloo otherwise"
-    )
-    lease_s: float = Field(
-        default=30.0, gt=0, le=3600, description="how long offered KV stays without renewal"
-    )
-    staging_bytes: int = Field(
-        default=64 << 20,
-        ge=1 << 16,
-        description="staging memory per rank; bounds what is in flight",
-    )
-    host: str = Field(
-        default=AUTO,
-        min_length=1,
-        description="address that nodes listen on for KV and frames; auto is 127.0.0.1 on one "
-        "machine, each machine's own address in Ray on several",
-    )
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto is nccl between GPUs, gloo otherwise"""
+    lease_s: float = Field(default=30.0, gt=0, le=3600)
+    """how long offered KV stays without renewal"""
+    staging_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """staging memory per rank; bounds what is in flight"""
+    host: str = Field(default=AUTO, min_length=1)
+    """address that nodes listen on; auto is 127.0.0.1, each machine's own in a Ray of several"""
 
     @property
     def chunk_bytes(self) -> int:
@@ -134,28 +113,21 @@ class KvTransferConfig(Section):
 
 
 class ControlConfig(Section):
-    max_deaths: Count = Field(
-        default=3, description="a gang that dies this often in a row is left down"
-    )
-    min_service_s: float = Field(
-        default=60.0, ge=0, le=86400, description="a gang that served this long begins a new row"
-    )
-    stop_s: float = Field(
-        default=10.0, gt=0, le=3600, description="how long ranks may take to stop by themselves"
-    )
+    max_deaths: Count = 3
+    """a gang that dies this often in a row is left down"""
+    min_service_s: float = Field(default=60.0, ge=0, le=86400)
+    """a gang that served this long begins a new row"""
+    stop_s: float = Field(default=10.0, gt=0, le=3600)
+    """how long ranks may take to stop by themselves"""
 
 
 class ServerConfig(Section):
-    address: str = Field(
-        default="127.0.0.1:50051",
-        description="HOST:PORT of the gRPC server; port 0 takes any free one",
-    )
-    max_queued: Count = Field(
-        default=256, description="requests waiting before new ones are refused"
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, le=3600, description="how long running streams may finish at shutdown"
-    )
+    address: str = "127.0.0.1:50051"
+    """HOST:PORT of the gRPC server; port 0 takes any free one"""
+    max_queued: Count = 256
+    """requests waiting before new ones are refused"""
+    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    """how long running streams may finish at shutdown"""
 
     @property
     def host_port(self) -> tuple[str, int]:
@@ -178,9 +150,8 @@ class ServerConfig(Section):
 class TandemConfig(Section):
     """The whole tree. ``load`` gives better errors than calling this."""
 
-    mode: Literal["split", "colocated"] = Field(
-        default="split", description="prefill and decode on different nodes, or both in one rank"
-    )
+    mode: Literal["split", "colocated"] = "split"
+    """prefill and decode on different nodes, or both in one rank"""
     model: ModelConfig = ModelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -190,34 +161,22 @@ class TandemConfig(Section):
     control: ControlConfig = ControlConfig()
     server: ServerConfig = ServerConfig()
 
-    def of_kind(self, kind: str) -> PrefillConfig | DecodeConfig:
+    def of_kind(self, kind: str) -> NodeConfig:
         """The section of a rank of this kind; colocated ranks follow the decode section."""
         return self.prefill if kind == "prefill" else self.decode
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TandemConfig":
-        if self.kv_transfer.backend == "nccl" and "cpu" in (
-            self.prefill.device,
-            self.decode.device,
-        ):
+        devices = self.prefill.device, self.decode.device
+        if self.kv_transfer.backend == "nccl" and "cpu" in devices:
             raise ValueError(
                 "kv_transfer.backend='nccl' needs prefill.device and decode.device 'cuda', got "
-                f"{self.prefill.device!r} and {self.decode.device!r}; use 'auto' or 'gloo'"
+                f"{devices[0]!r} and {devices[1]!r}; use 'auto' or 'gloo'"
             )
+        for kind in ("prefill", "decode"):
+            if (size := self.of_kind(kind).dp_size) != 1:
+                raise ValueError(f"{kind}.dp_size={size} is not implemented yet; set it to 1")
         return self
-
-    @model_validator(mode="after")
-    def _is_implemented(self) -> "TandemConfig":
-        for path, implemented in _IMPLEMENTED.items():
-            value = _get(self, path)
-            if value not in implemented:
-                wanted = " or ".join(map(repr, implemented))
-                raise ValueError(f"{path}={value!r} is not implemented yet; set it to {wanted}")
-        return self
-
-
-_IMPLEMENTED: dict[str, tuple[Any, ...]] = {"prefill.dp_size": (1,), "decode.dp_size": (1,)}
-"""Keys of which only some values work yet; the others are refused by name."""
 
 
 def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfig:
@@ -250,30 +209,15 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
 def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
     """Each key that gateways of one cluster share but that is not the same, with both values."""
     keys = [key for key, _ in leaves() if not key.startswith("server.")]
-    pairs = [(key, _get(mine, key), _get(theirs, key)) for key in keys]
-    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in pairs if a != b]
+    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in keys)
+    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
 
 
 def describe() -> str:
     """One line per key: its name, default, type and meaning."""
     rows = [
-        (
-            name,
-            f"{_default_text(field.default)} ({type_text(field.annotation)})",
-            field.description or "",
-        )
+        (name, f"{value_text(field.default)} ({type_text(field.annotation)})", field)
         for name, field in leaves()
     ]
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
-
-
-def _get(config: BaseModel, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _default_text(value: Any) -> str:
-    return "training/tiny-v3" if value == TINY_MODEL else value_text(value)
+    wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    return "\n".join(f"{a:<{wide}}  {b:<{wider}}  {field.description}" for a, b, field in rows)

@@ -1,11 +1,14 @@
 """How configuration keys are shown: their types and defaults, as one would write them."""
 
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 def value_text(value: Any) -> str:
-    """A default as YAML."""
+    """A default as YAML; of a path the two last parts."""
+    if isinstance(value, Path):
+        return "/".join(value.parts[-2:])
     if isinstance(value, tuple):
         return str(list(value))
     return "null" if value is None else str(value)

@@ -23,11 +23,9 @@ class Preempted(TandemError):
 
 class NodeLost(TandemError):
     """A node died or lost its epoch while it held state of this request. ``node`` is its name
-    where the raiser knows it; it does not cross processes."""
+    where that is known; it does not cross processes."""
 
-    def __init__(self, message: str, node: str | None = None) -> None:
-        super().__init__(message)
-        self.node = node
+    node: str | None = None
 
 
 class HandoverError(TandemError):

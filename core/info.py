@@ -1,6 +1,6 @@
 """What a server and its nodes tell of themselves."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
@@ -24,31 +24,6 @@ class ModelInfo:
     has_mtp: bool
     dtype: str
     think_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FrameAddress:
-    """Where a rank's frames can be read, and the secret that opens them."""
-
-    host: str
-    port: int
-    token: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """Fixed for one life of a node. ``fingerprint`` is that of its cache layout."""
-
-    name: str
-    kind: str
-    epoch: int
-    fingerprint: str
-    model: ModelInfo
-    num_mtp_layers: int
-    num_pages: int
-    page_size: int
-    max_rows: int
-    frames: FrameAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ The controller alone makes snapshots. Router, admission, readers of frames and w
 list of nodes of their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from core.info import NodeInfo
+from core.info import ModelInfo
 from core.schema import Failure
 
-STARTING, COMPILING, READY, DRAINING, LOST = "starting", "compiling", "ready", "draining", "lost"
+STARTING, READY, LOST = "starting", "ready", "lost"
 """States of a gang; only a READY one gets requests. LOST is between two lives."""
 DOWN = "down"
 """No next life is tried until a gateway attaches anew."""
@@ -37,6 +37,29 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class FrameAddress:
+    """Where a rank's frames can be read, and the secret that opens them."""
+
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A rank that is ready; fixed for its life. ``fingerprint`` is that of its cache layout."""
+
+    spec: RankSpec
+    fingerprint: str
+    model: ModelInfo
+    num_mtp_layers: int
+    num_pages: int
+    page_size: int
+    max_rows: int
+    frames: FrameAddress | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank says of itself: ready once it has an ``info``, for good once it has a
     ``failure``. ``seen`` is the largest (incarnation, epoch) it was told; ``log_path`` is where
@@ -53,29 +76,17 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A rank in a snapshot; ``info`` is None until it is ready."""
-
-    spec: RankSpec
-    info: NodeInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Gang:
-    """Ranks that live and die together. ``progress`` is the share of its weights that is loaded,
-    ``failure`` why its last life ended."""
+    """Ranks that live and die together; ``members`` are those that are ready. ``progress`` is the
+    share of its weights that is loaded, ``failure`` why its last life ended."""
 
     name: str
     kind: str
     epoch: int
     state: str
-    members: tuple[Member, ...] = ()
+    members: tuple[NodeInfo, ...] = ()
     progress: float = 0.0
     failure: Failure | None = None
-
-    @property
-    def note(self) -> str:
-        return "" if self.failure is None else self.failure.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ class Membership:
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
 
-    def ready(self, *kinds: str) -> list[Member]:
+    def ready(self, *kinds: str) -> list[NodeInfo]:
         """The ranks of ready gangs of these kinds, of all if none is given."""
         return [
             member

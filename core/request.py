@@ -77,10 +77,6 @@ class Speculation:
     relaxed_top_n: int = 1
     relaxed_delta: float = 0.0
 
-    @property
-    def is_relaxed(self) -> bool:
-        return self.acceptance in (RELAXED, RELAXED_LOG_PROBS)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -108,7 +104,7 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A decode rank's answer to a heartbeat: its load, how far it is, and which of the session's
+    """A decode rank's answer to a heartbeat: how far it is, its load, and which of the session's
     sequences it still holds."""
 
     num_steps: int

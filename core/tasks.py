@@ -41,6 +41,16 @@ class Tasks:
             log.debug("background task of a hand-over failed: %r", task.exception())
 
 
+def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> None:
+    """Tell whoever waits, unless nobody does any more."""
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Run what blocks for long on a thread of its own, so that it starves nobody's executor."""
     future: Future[Result] = Future()

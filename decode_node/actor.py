@@ -32,5 +32,5 @@ class RayControl:
 
 
 class DecodeActor(RankShell):
-    builder = "decode_node.build"
+    builder = "decode_node.node"
     links = MappingProxyType({"find_owner": RayControl})

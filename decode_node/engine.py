@@ -2,27 +2,24 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from core.config import AUTO, TandemConfig
+from core.config import AUTO
 from core.identity import Identity
-from core.request import PREEMPTED, Request, SequenceUpdate
+from core.request import PREEMPTED, SequenceUpdate, TokenLogprobs
 from core.stopping import cut
 from decode_node.buckets import Buckets
 from decode_node.launcher import InFlight, Launcher
-from decode_node.loops import Loop
+from decode_node.messages import Size
 from decode_node.plan import Proposal, Report, StepKey, propose
 from decode_node.planner import LocalPlanner
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence, Size
-from kv_transfer.pages import PagePool
-from model.cache import Caches
-from model.loaded import LoadedModel
+from decode_node.sequence import Sequence
 from runtime.lockstep import Plan, Planner
+from runtime.parts import RankParts
 
 
 class DecodeEngine:
@@ -36,36 +33,29 @@ class DecodeEngine:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        pool: PagePool,
-        caches: Caches,
-        config: TandemConfig,
-        *,
-        epoch: int,
+        parts: RankParts,
         on_frame: Callable[[list[SequenceUpdate]], None],
         on_grant: Callable[[Identity], None],
         planner: Planner[Proposal, StepKey] | None = None,
     ) -> None:
-        self.pool = pool
+        loaded, pool, config = parts.loaded, parts.pool, parts.config
+        max_rows, device_type = config.decode.max_rows, loaded.device.type
         self._on_frame = on_frame
         self._on_grant = on_grant
-        asked, most = config.speculation.num_tokens, loaded.drafter.max_drafts
-        self.max_drafts = asked if most is None else min(asked, most)
-        max_rows = config.decode.max_rows
+        self._max_drafts = parts.max_drafts
         eos_ids = loaded.config.eos_token_ids
-        self.scheduler = Scheduler(pool, max_rows, self.max_drafts, loaded.max_model_len, eos_ids)
-        num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self.max_drafts + 1))
-        self._rows = Rows(loaded, max_rows, self.max_drafts + 1, num_pages)
-        device_type = loaded.device.type
+        self.scheduler = Scheduler(pool, max_rows, self._max_drafts, loaded.max_model_len, eos_ids)
+        num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self._max_drafts + 1))
+        self._rows = Rows(loaded, max_rows, self._max_drafts + 1, num_pages)
         buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
-        self._launcher = Launcher(loaded, caches, self._rows, pool, buckets)
+        self._launcher = Launcher(loaded, parts.caches, self._rows, pool, buckets)
         self._planner = planner or LocalPlanner(
-            epoch, buckets, self.max_drafts, config.speculation.draft_length
+            parts.spec.epoch, buckets, self._max_drafts, config.speculation.draft_length
         )
         self._report: Report | None = None
         loop = config.decode.loop
-        overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
-        self._loop = Loop(self, overlapped=overlapped)
+        self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
+        self._on_its_way: InFlight | None = None
         self.num_steps = 0
         self.num_preempted = 0
         self.step_s = self.program_s = 0.0
@@ -75,14 +65,6 @@ class DecodeEngine:
         what it raises."""
         self.scheduler.ask(identity, size)
         self._grant()
-
-    def begin(self, identity: Identity, request: Request) -> list[int]:
-        """The granted pages; see Scheduler.begin for what it raises."""
-        return self.scheduler.begin(identity, request).pages
-
-    def pages_of(self, identity: Identity) -> list[int]:
-        """The row's own list of pages. Raises HandoverError when it holds none."""
-        return self.scheduler.held(identity).pages
 
     def activate(self, identity: Identity, first_token: int, hidden_D: Tensor | None) -> None:
         """Start stepping a sequence whose cache is complete.
@@ -102,35 +84,48 @@ class DecodeEngine:
         return dropped
 
     def has_work(self) -> bool:
-        return not self._loop.is_idle or any(s.active for s in self.scheduler.sequences.values())
+        active = (one.active for one in self.scheduler.sequences.values())
+        return self._on_its_way is not None or any(active)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Go on by one step and hand out the frame."""
         began_at = time.perf_counter()
-        updates = self._loop.turn()
+        updates = self._turn()
         self.num_steps += 1
         self._on_frame(updates)
         self._grant()
         self.step_s += time.perf_counter() - began_at
 
-    def must_preempt(self) -> bool:
-        return self.scheduler.must_preempt()
+    def _turn(self) -> list[SequenceUpdate]:
+        """Make room, propose and be answered with a plan, launch what it says, read.
 
-    def make_room(self) -> list[SequenceUpdate]:
+        A plain loop reads what it has just launched. An overlapped one reads the step before,
+        while the device runs this one: a sequence that turns out to have ended runs one wasted
+        step, and its row and pages are freed after it. Who is preempted must have told all it
+        has, so then the step on its way is read first. Both orders emit the same.
+        """
+        updates = self._read() if self.scheduler.must_preempt() else []
+        updates += self._make_room()
+        step = self._launch(self._plan())
+        updates += self._read()
+        self._on_its_way = step
+        return updates if self._is_overlapped else updates + self._read()
+
+    def _make_room(self) -> list[SequenceUpdate]:
         """The preempted go on elsewhere or later, from what they have emitted."""
         preempted = self.scheduler.make_room()
         self.num_preempted += len(preempted)
         return [
-            SequenceUpdate(sequence.identity, (), PREEMPTED, counts=sequence.counts())
+            SequenceUpdate(sequence.identity, (), PREEMPTED, counts=sequence.counts)
             for sequence in preempted
         ]
 
-    def plan(self) -> Plan[StepKey]:
+    def _plan(self) -> Plan[StepKey]:
         report, self._report = self._report, None
-        return self._planner.plan(propose(self.scheduler.runnable(), self.max_drafts, report))
+        return self._planner.plan(propose(self.scheduler.runnable(), self._max_drafts, report))
 
-    def launch(self, plan: Plan[StepKey]) -> InFlight | None:
+    def _launch(self, plan: Plan[StepKey]) -> InFlight | None:
         if plan.key is None:
             return None
         sequences = self.scheduler.runnable()
@@ -138,7 +133,11 @@ class DecodeEngine:
         self.scheduler.launched(sequences)
         return step
 
-    def finish(self, step: InFlight) -> list[SequenceUpdate]:
+    def _read(self) -> list[SequenceUpdate]:
+        """End what ended in the step on its way, if there is one."""
+        step, self._on_its_way = self._on_its_way, None
+        if step is None:
+            return []
         runs, self._report = step.collect()
         self.program_s += self._report.program_s
         self.scheduler.landed(step.sequences)
@@ -159,13 +158,12 @@ class DecodeEngine:
         if reason is not None:
             self.scheduler.drop(sequence.identity)
         told = reason is not None or request.sampling.stop
-        counts = sequence.counts() if told else None
-        update = SequenceUpdate(sequence.identity, kept, reason, counts=counts)
-        num_top = request.sampling.logprobs
-        if num_top is None:
-            return update
-        assert step.logprobs is not None, "somebody asked for log probabilities"
-        return replace(update, logprobs=step.logprobs.of_row(row, len(kept), num_top))
+        counts = sequence.counts if told else None
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.sampling.logprobs is not None:
+            assert step.logprobs is not None, "somebody asked for log probabilities"
+            logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
+        return SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
 
     def _grant(self) -> None:
         for identity in self.scheduler.grant():

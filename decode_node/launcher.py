@@ -42,46 +42,44 @@ class InFlight:
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
 
+@dataclass(frozen=True, slots=True)
 class Launcher:
     """Runs the tensor program of a step over the rows of a rank."""
 
-    def __init__(
-        self, loaded: LoadedModel, caches: Caches, rows: Rows, pool: PagePool, buckets: Buckets
-    ) -> None:
-        self._loaded = loaded
-        self._caches = caches
-        self._rows = rows
-        self._pool = pool
-        self._buckets = buckets
+    loaded: LoadedModel
+    caches: Caches
+    rows: Rows
+    pool: PagePool
+    buckets: Buckets
 
     def launch(self, sequences: list[Sequence], key: StepKey) -> InFlight:
         """Start a step of ``sequences`` and padding up to ``key.num_rows``; none of them makes it a
         dummy. Their rows and pages must stay until it is collected."""
         for sequence in sequences:
-            self._rows.grow(sequence)
+            self.rows.grow(sequence)
         max_pages = self._max_pages(sequences, key)
         extras = PLAIN if key.plain else extras_of(sequences)
-        read_B, write_B = self._rows.index([s.row for s in sequences], key.num_rows)
-        began = now(self._loaded.device)
+        read_B, write_B = self.rows.index([s.row for s in sequences], key.num_rows)
+        began = now(self.loaded.device)
         output = decode_step(
-            self._loaded.network,
-            self._loaded.drafter,
-            self._caches,
-            self._rows.select(read_B, self._buckets.pages(max(max_pages)), extras),
+            self.loaded.network,
+            self.loaded.drafter,
+            self.caches,
+            self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras),
             key,
             extras,
             max_pages,
-            self._loaded.think_ids,
+            self.loaded.think_ids,
         )
-        self._rows.store(write_B, output.state, extras)
+        self.rows.store(write_B, output.state, extras)
         verdict, logprobs = download(output.verdict), download(output.logprobs)
-        ended = now(self._loaded.device)
+        ended = now(self.loaded.device)
         for sequence in sequences:
             sequence.num_last_drafts = key.num_drafts
         return InFlight(tuple(sequences), key, verdict, logprobs, began, ended)
 
     def _max_pages(self, sequences: list[Sequence], key: StepKey) -> tuple[int, ...]:
-        num_pages_for = self._pool.num_pages_for
+        num_pages_for = self.pool.num_pages_for
         bounds = [
             min(num_pages_for(sequence.num_known_most + key.num_drafts), len(sequence.pages))
             for sequence in sequences

@@ -8,18 +8,30 @@ from kv_transfer.messages import Offer
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """What is known of a request before it comes: tokens of its prompt, emitted, and at most."""
+
+    num_prompt: int
+    num_output: int
+    max_tokens: int
+
+    @property
+    def is_begun(self) -> bool:
+        """Its client has tokens already."""
+        return self.num_output > 0
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """Answer once a row and pages are held for a request of this size; it may wait its turn.
 
-    ``session`` is the nonce of the gateway that will renew them. What has begun (``num_output``
-    tokens are out) goes ahead of what has not.
+    ``session`` is the nonce of the gateway that will renew them. What has begun goes
+    ahead of what has not.
     """
 
     identity: Identity
     session: int
-    num_prompt: int
-    num_output: int
-    max_tokens: int
+    size: Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from core.control import Control, Methods, Service
 from core.errors import HandoverError
 from core.identity import Identity
 from core.info import NodeStatus
+from core.request import Beat
+from core.tasks import resolve
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Grant, Start
 from decode_node.publisher import FramePublisher
-from decode_node.sequence import Size
 from decode_node.sessions import Sessions
 from kv_transfer import sink
 from kv_transfer.messages import Offer, Seal
@@ -54,23 +55,14 @@ class DecodeNode:
     def __init__(
         self, parts: RankParts, intake: Intake, find_owner: Callable[[str, int], Control]
     ) -> None:
-        config, lease_s = parts.config, parts.config.kv_transfer.lease_s
+        lease_s = parts.config.kv_transfer.lease_s
         self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
         self.intake = intake
         self.sessions = Sessions(lease_s)
-        self.frames = FramePublisher(self.sessions, self._load)
-        self.engine = DecodeEngine(
-            parts.loaded,
-            parts.pool,
-            parts.caches,
-            config,
-            epoch=parts.spec.epoch,
-            on_frame=self.frames.publish,
-            on_grant=self._on_grant,
-        )
-        fingerprint = parts.transfer_caches().layout.fingerprint()
-        self.info = parts.info(fingerprint, self.engine.max_drafts)
-        self._device = parts.loaded.device
+        self.frames = FramePublisher(self.sessions, self._beat)
+        self.engine = DecodeEngine(parts, self.frames.publish, self._on_grant)
+        self.info = parts.info()
+        self._parts = parts
         self._find_owner = find_owner
         self._server = FrameServer(parts.spec.host, self.frames)
         self._granting: dict[Identity, asyncio.Future[None]] = {}
@@ -83,7 +75,7 @@ class DecodeNode:
         methods: Methods = {
             "grant": (Grant, self._grant),
             "start": (Start, self._start),
-            "abort": (Abort, self._abort),
+            "abort": (Abort, lambda asked: self._end(asked.identity)),
             "status": (None, self._status),
         }
         self.handle = Service(parts.spec.name, parts.spec.epoch, methods).handle
@@ -108,9 +100,8 @@ class DecodeNode:
         self._check_not_ended(identity)
         self.sessions.hold(asked.session, identity)
         granted = self._granting[identity] = self._asyncio.create_future()
-        size = Size(asked.num_prompt, asked.num_output, asked.max_tokens)
         try:
-            await self.loop.call(lambda: self.engine.ask(identity, size))
+            await self.loop.call(lambda: self.engine.ask(identity, asked.size))
             await granted
         except BaseException:
             self.sessions.let_go(identity)
@@ -123,13 +114,8 @@ class DecodeNode:
         self._asyncio.call_soon_threadsafe(self._settle, identity, None)
 
     def _settle(self, identity: Identity, error: Exception | None) -> None:
-        waiting = self._granting.get(identity)
-        if waiting is None or waiting.done():
-            return
-        if error is None:
-            waiting.set_result(None)
-        else:
-            waiting.set_exception(error)
+        if identity in self._granting:
+            resolve(self._granting[identity], error)
 
     async def _start(self, asked: Start) -> TransferStats:
         self._check_not_ended(asked.identity)
@@ -144,9 +130,10 @@ class DecodeNode:
         """Fetch the KV and start the sequence; a failure frees the row."""
         identity, offer = asked.identity, asked.offer
         try:
-            pages = await self.loop.call(lambda: self.engine.begin(identity, asked.request))
+            begin = self.engine.scheduler.begin
+            row = await self.loop.call(lambda: begin(identity, asked.request))
             control = self._find_owner(offer.owner, offer.epoch)
-            pulled = await self.intake.pull(offer, control, pages)
+            pulled = await self.intake.pull(offer, control, row.pages)
             hidden_D, first_token = self._hidden(pulled.seal), pulled.seal.first_token
             await self.loop.call(lambda: self.engine.activate(identity, first_token, hidden_D))
         except Exception:
@@ -158,10 +145,7 @@ class DecodeNode:
         if seal.hidden is None:
             return None
         dtype = getattr(torch, seal.hidden_dtype)
-        return torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(self._device)
-
-    async def _abort(self, asked: Abort) -> None:
-        await self._end(asked.identity)
+        return torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(self._parts.loaded.device)
 
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
@@ -200,26 +184,22 @@ class DecodeNode:
         for identity in self._granting:
             self._settle(identity, HandoverError(f"the engine stopped: {error!r}"))
 
-    def _load(self) -> tuple[int, int, int, int]:
-        """Steps, rows, waiting, free pages; read without waiting for the engine."""
-        engine, scheduler = self.engine, self.engine.scheduler
-        return (
-            engine.num_steps,
-            len(scheduler.sequences),
-            scheduler.num_waiting,
-            engine.pool.num_free,
+    def _beat(self, alive: tuple[Identity, ...]) -> Beat:
+        """How far this rank is; read without waiting for the engine."""
+        scheduler = self.engine.scheduler
+        return Beat(
+            num_steps=self.engine.num_steps,
+            num_rows=len(scheduler.sequences),
+            num_waiting=scheduler.num_waiting,
+            num_free_pages=self.pool.num_free,
+            alive=alive,
         )
 
     async def _status(self, _: None) -> NodeStatus:
         engine, counts = self.engine, self.intake.counts()
-        num_free = await self.loop.call(lambda: engine.pool.num_available)
-        return NodeStatus(
-            name=self.spec.gang,
-            kind=self.spec.kind,
-            epoch=self.spec.epoch,
+        return replace(
+            await self._parts.status(),
             num_active_rows=len(engine.scheduler.sequences),
-            num_free_pages=num_free,
-            num_pages=engine.pool.num_pages,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
             num_steps=engine.num_steps,
@@ -227,3 +207,10 @@ class DecodeNode:
             program_s=engine.program_s,
             num_preempted=engine.num_preempted,
         )
+
+
+async def build(parts: RankParts, find_owner: Callable[[str, int], Control]) -> DecodeNode:
+    """A rank that pulls, and serves frames. Raises ValueError where it cannot listen."""
+    node = DecodeNode(parts, sink.Sink(parts.spec.name, parts.side()), find_owner)
+    await node.listen()
+    return node

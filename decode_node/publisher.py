@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
+from core.identity import Identity
 from core.request import Beat, SequenceUpdate, TokenFrame
 from core.schema import pack
 from decode_node.sessions import Sessions
@@ -13,13 +14,13 @@ from runtime.frames import Frame
 class FramePublisher:
     """Owned by the asyncio loop it was made in; ``publish`` is called on the engine thread.
 
-    ``load`` tells steps, rows, waiting and free pages without waiting for the engine: how far that
-    is, is what a beat tells.
+    ``beat_of`` makes the beat of a session that holds these, without waiting for the engine: how
+    far that is, is what it tells.
     """
 
-    def __init__(self, sessions: Sessions, load: Callable[[], tuple[int, int, int, int]]) -> None:
+    def __init__(self, sessions: Sessions, beat_of: Callable[[tuple[Identity, ...]], Beat]) -> None:
         self._sessions = sessions
-        self._load = load
+        self._beat_of = beat_of
         self._readers: dict[int, Callable[[Frame], None]] = {}
         self._asyncio = asyncio.get_running_loop()
 
@@ -38,8 +39,7 @@ class FramePublisher:
     def beat(self, session: int) -> None:
         """A heartbeat: renew what the session holds, and tell it what that is."""
         self._sessions.renew(session)
-        beat = Beat(*self._load(), self._sessions.held(session))
-        self._tell(session, TokenFrame(beat=beat))
+        self._tell(session, TokenFrame(beat=self._beat_of(self._sessions.held(session))))
 
     def publish(self, updates: list[SequenceUpdate]) -> None:
         """What a step gave. Engine thread."""

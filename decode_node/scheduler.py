@@ -1,12 +1,11 @@
 """Who may enter a decode rank, who runs in its next step, who makes way. Plain Python."""
 
-from collections import OrderedDict
-
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.request import Request
 from core.stopping import num_budget, stop_ids
-from decode_node.sequence import Sequence, Size
+from decode_node.messages import Size
+from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
@@ -38,8 +37,8 @@ class Scheduler:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._retired: dict[int, Sequence] = {}
-        self._begun: OrderedDict[Identity, Size] = OrderedDict()
-        self._fresh: OrderedDict[Identity, Size] = OrderedDict()
+        self._begun: dict[Identity, Size] = {}
+        self._fresh: dict[Identity, Size] = {}
         self.sequences: dict[Identity, Sequence] = {}
 
     @property

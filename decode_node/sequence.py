@@ -1,24 +1,11 @@
 """A request's state on a decode rank."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from core.answer import SpeculationCounts
 from core.identity import Identity
 from core.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What is known of a request before it comes: tokens of its prompt, emitted, and at most."""
-
-    num_prompt: int
-    num_output: int
-    max_tokens: int
-
-    @property
-    def is_begun(self) -> bool:
-        """Its client has tokens already."""
-        return self.num_output > 0
 
 
 @dataclass(slots=True)
@@ -28,7 +15,8 @@ class Sequence:
     ``num_most_pages`` is what the whole answer may need. ``num_output`` counts every token
     emitted so far, resumed ones too, as far as steps have been read. ``row`` and ``pages`` are
     owned from the grant until the sequence has ended and no step on its way (``num_in_flight``)
-    may touch them. ``num_last_drafts`` are those of the step launched last.
+    may touch them. ``num_last_drafts`` are those of the step launched last. ``steps`` counts those
+    of (drafts, accepted drafts).
     """
 
     identity: Identity
@@ -41,16 +29,13 @@ class Sequence:
     request: Request = field(init=False)
     stops: frozenset[int] = field(init=False)
     limit: int = field(init=False)
+    max_drafts: int = field(init=False)
     active: bool = False
     ended: bool = False
     num_in_flight: int = 0
     num_last_drafts: int = 0
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
-    first_step_accepted: int = 0
+    first_accepted: int = 0
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def begin(self, request: Request, stops: frozenset[int], max_drafts: int) -> None:
         """The request that the grant was for; a step uses at most ``max_drafts``."""
@@ -58,8 +43,7 @@ class Sequence:
         self.request = request
         self.stops = stops
         self.limit = max_drafts if asked is None else min(asked, max_drafts)
-        self.accepted_per_position = [0] * max_drafts
-        self.drafted_per_position = [0] * max_drafts
+        self.max_drafts = max_drafts
 
     @property
     def num_budget(self) -> int:
@@ -75,22 +59,18 @@ class Sequence:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to
         ``num_kept`` tokens: what was cut off does not count as accepted."""
         num_accepted = min(num_accepted, num_kept)
-        if self.num_steps == 0:
-            self.first_step_accepted = num_accepted
-        self.num_steps += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        for i in range(num_accepted):
-            self.accepted_per_position[i] += 1
-        for i in range(num_drafted):
-            self.drafted_per_position[i] += 1
+        if not self.steps:
+            self.first_accepted = num_accepted
+        self.steps[num_drafted, num_accepted] += 1
 
+    @property
     def counts(self) -> SpeculationCounts:
+        steps, places = self.steps.items(), range(self.max_drafts)
         return SpeculationCounts(
-            num_steps=self.num_steps,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-            accepted_per_position=tuple(self.accepted_per_position),
-            first_step_accepted=self.first_step_accepted,
-            drafted_per_position=tuple(self.drafted_per_position),
+            num_steps=self.steps.total(),
+            num_drafted=sum(drafted * num for (drafted, _), num in steps),
+            num_accepted=sum(accepted * num for (_, accepted), num in steps),
+            accepted_per_position=tuple(sum(n for (_, a), n in steps if a > i) for i in places),
+            first_step_accepted=self.first_accepted,
+            drafted_per_position=tuple(sum(n for (d, _), n in steps if d > i) for i in places),
         )

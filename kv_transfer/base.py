@@ -75,10 +75,6 @@ class Channel(ABC):
         if self._fail(HandoverError(f"channel {self.name}: {reason}")):
             self._interrupt()
 
-    def close(self) -> None:
-        """Let go of an idle channel; with a transfer running, the same as `abort`."""
-        self.abort("closed")
-
     def _enqueue(self, direction: Direction, tensor: Tensor, after: Fence | None) -> Transfer:
         with self._lock:
             transfer = Transfer(direction, tensor, self.num_transfers, after)
@@ -146,5 +142,3 @@ class ChannelMaker(Protocol):
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
         """D: rank 1's end, warm. Raises HandoverError when P does not come in time."""
         ...
-
-    def close(self) -> None: ...

@@ -11,20 +11,26 @@ from kv_transfer.staging import Buffer, gather, scatter
 
 
 class Caches:
-    """Cache tensors by group name, each ``[num_pages * page_size, width]``, one per layer.
+    """Cache tensors by group name, ``[num_pages, page_size, width]`` each, one per layer.
 
     `gather` and `scatter` may only run on the thread that owns the tensors and the pool.
     """
 
     def __init__(
-        self, layout: Layout, pool: PagePool, tensors: Mapping[str, Sequence[Tensor]]
+        self, tensors: Mapping[str, Sequence[Tensor]], pool: PagePool, dtype: str, model: str
     ) -> None:
-        self.layout = layout
+        groups = tuple(
+            Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
+            for name, layers in tensors.items()
+        )
+        self.layout = Layout(groups, dtype, model)
         self.pool = pool
-        self._tensors = {group.name: list(tensors[group.name]) for group in layout.groups}
-        for group in layout.groups:
-            _check_tensors(group, self._tensors[group.name], pool)
-        self.device = self._tensors[layout.groups[0].name][0].device
+        num_slots = pool.num_pages * pool.page_size
+        self._tensors = {
+            name: [layer.view(num_slots, -1) for layer in layers]
+            for name, layers in tensors.items()
+        }
+        self.device = self._tensors[groups[0].name][0].device
 
     def gather(self, group: Group, pages: Sequence[int], lo: int, hi: int, out: Tensor) -> None:
         """Read tokens ``[lo, hi)`` of a sequence on ``pages`` into ``out`` (see `staged`)."""
@@ -40,18 +46,6 @@ class Caches:
         token_T = torch.arange(lo, hi)
         page_T = torch.tensor(pages, dtype=torch.int64)[token_T // size]
         return (page_T * size + token_T % size).to(self.device)
-
-
-def caches_of(
-    tensors: Mapping[str, Sequence[Tensor]], pool: PagePool, dtype: str, model: str
-) -> Caches:
-    """View per-layer tensors [num_pages, page_size, width] as the hand-over's caches."""
-    groups = tuple(
-        Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
-        for name, layers in tensors.items()
-    )
-    flat = {name: [layer.flatten(0, 1) for layer in layers] for name, layers in tensors.items()}
-    return Caches(Layout(groups, dtype, model), pool, flat)
 
 
 def staged(group: Group, buffer: Buffer, num_tokens: int) -> Tensor:
@@ -73,12 +67,3 @@ def chunks(group: Group, lo: int, hi: int, chunk_bytes: int) -> Iterator[tuple[i
     step = chunk_bytes // group.bytes_per_token_all_layers
     for start in range(lo, hi, step):
         yield start, min(start + step, hi)
-
-
-def _check_tensors(group: Group, tensors: list[Tensor], pool: PagePool) -> None:
-    assert len(tensors) == group.num_layers, f"{group} has {len(tensors)} cache tensors"
-    for tensor in tensors:
-        assert tensor.dim() == 2 and tensor.is_contiguous(), f"{group}: {tensor.shape}"
-        assert tensor.shape[0] == pool.num_pages * pool.page_size, f"{group}: {tensor.shape}"
-        width_bytes = tensor.shape[1] * tensor.element_size()
-        assert width_bytes == group.bytes_per_token, f"{group}: rows of {width_bytes} bytes"

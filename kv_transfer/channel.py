@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from core.config import TandemConfig
 from core.errors import HandoverError
+from core.info import COLOCATED
 from kv_transfer.base import Channel, ChannelMaker, Transfer
 
 ProcessGroup = Any  # ProcessGroupGloo | ProcessGroupNCCL; torch's stubs lack their methods
@@ -84,10 +85,6 @@ class ProcessGroupChannels:
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
         return self._make(address, nonce, peer, rank=1)
 
-    def close(self) -> None:
-        with self._lock:
-            self._server = None
-
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
         name = f"{self.backend}:{peer}"
         try:
@@ -145,8 +142,10 @@ def _warm(channel: Channel, rank: int, device: str) -> None:
 
 
 def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
-    """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs."""
+    """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs and where nothing is
+    sent."""
     backend = config.kv_transfer.backend
     if backend == "auto":
-        backend = "nccl" if config.of_kind(kind).device == "cuda" else "gloo"
+        on_gpus = config.of_kind(kind).device == "cuda" and kind != COLOCATED
+        backend = "nccl" if on_gpus else "gloo"
     return ProcessGroupChannels(backend, host)

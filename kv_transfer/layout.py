@@ -47,11 +47,6 @@ class Layout:
             if group.num_layers < 1 or group.bytes_per_token < 1:
                 raise ValueError(f"layout group needs layers and bytes, got {group}")
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes one token takes over all groups and layers."""
-        return sum(group.bytes_per_token_all_layers for group in self.groups)
-
     def index(self, name: str) -> int:
         """Place of a group in per-group tuples. Raises LayoutMismatch for an unknown name."""
         for index, group in enumerate(self.groups):

@@ -24,7 +24,6 @@ class Link:
         self.epoch = epoch
         self.lease_s = side.config.lease_s
         self.lock = asyncio.Lock()
-        self.num_connects = 0
         self._name = name
         self._control = control
         self._side = side
@@ -78,7 +77,6 @@ class Link:
         address: Address = await self.call("connect", hello, Address)
         self.lease_s = address.lease_s
         channel = await in_thread(partial(maker.connect, address.address, nonce, self.owner))
-        self.num_connects += 1
         return nonce, channel
 
     async def _drop_when_built(

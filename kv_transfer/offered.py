@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from core.errors import HandoverError
 from core.identity import Identity
+from core.tasks import resolve
 from kv_transfer.messages import Seal
 
 REMEMBER_S = 600.0
@@ -53,11 +54,11 @@ class OfferBook:
         self._clock = clock
         self._open: dict[Identity, Offered] = {}
         self._ended: dict[Identity, tuple[str, float]] = {}
-        self._waiters: dict[Identity, set[asyncio.Future[None]]] = {}
+        self._waiters: dict[asyncio.Future[None], Identity] = {}
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(waiters) for waiters in self._waiters.values())
+        return len(self._waiters)
 
     def open_ones(self) -> list[Identity]:
         return list(self._open)
@@ -101,12 +102,15 @@ class OfferBook:
         entry.generations_now = now.generations
         self._notify(identity)
 
-    def seal(self, identity: Identity, make: Callable[[Offered], Seal]) -> None:
+    def seal(
+        self, identity: Identity, first_token: int, hidden: bytes | None, hidden_dtype: str
+    ) -> None:
         """Close an entry; what has ended stays ended."""
         entry = self._open.get(identity)
         if entry is not None:
             assert entry.seal is None, f"{identity} was sealed twice"
-            entry.seal = make(entry)
+            counts, generations = entry.computed.num_tokens, entry.generations_now
+            entry.seal = Seal(first_token, hidden, hidden_dtype, counts, generations)
             self._notify(identity)
 
     def end(self, identity: Identity, reason: str) -> Offered | None:
@@ -154,16 +158,13 @@ class OfferBook:
 
     async def _changed(self, identity: Identity, wait_s: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters.setdefault(identity, set())
-        waiters.add(waiter)
+        self._waiters[waiter] = identity
         try:
             await asyncio.wait([waiter], timeout=wait_s)
         finally:
-            waiters.discard(waiter)
-            if not waiters and self._waiters.get(identity) is waiters:
-                del self._waiters[identity]
+            del self._waiters[waiter]
 
     def _notify(self, identity: Identity) -> None:
-        for waiter in self._waiters.pop(identity, set()):
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiter, awaited in self._waiters.items():
+            if awaited == identity:
+                resolve(waiter, None)

@@ -41,10 +41,6 @@ class PagePool:
         """Free pages and idle ones."""
         return len(self._free) + self._num_idle
 
-    @property
-    def num_used(self) -> int:
-        return self.num_pages - 1 - len(self._free)
-
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

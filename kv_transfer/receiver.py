@@ -22,27 +22,21 @@ MAX_CHUNKS_IN_FLIGHT = 2
 """Per pull: one on the wire while another is scattered; others get their turn in between."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One transfer that arrived and was scattered; ``wire_s`` from receive to arrival."""
-
-    sent: m.Sent
-    wire_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One pull under way: where from, into which pages, and its transfers on the wire.
 
-    ``num_pulled`` tokens per layout group have come, with ``chunks``.
+    ``num_pulled`` tokens per layout group have come and were scattered: ``sent`` says as what.
+    ``wire_s`` is the time from their receives to their arrivals.
     """
 
     link: Link
     offer: m.Offer
     pages: Sequence[int]
     num_pulled: tuple[int, ...]
-    chunks: list[Chunk] = field(default_factory=list)
-    exchanges: set[asyncio.Task[Chunk]] = field(default_factory=set)
+    sent: list[m.Sent] = field(default_factory=list)
+    wire_s: float = 0.0
+    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
     window: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
     )
@@ -66,7 +60,7 @@ class Job:
                 f"{identity}: sealed at {seal.num_tokens} tokens, {self.num_pulled} were pulled "
                 f"and {offered} offered"
             )
-        for sent in (chunk.sent for chunk in self.chunks):
+        for sent in self.sent:
             sealed = seal.generations[sent.first_page : sent.first_page + len(sent.generations)]
             if sealed != sent.generations:
                 raise StalePages(
@@ -80,8 +74,6 @@ class Receiver:
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        self._caches = side.caches
-        self._staging = side.staging
 
     async def fetch(self, job: Job, group: Group, lo: int, hi: int) -> None:
         """Bring tokens ``[lo, hi)`` of a group into the job's pages and note the chunk there.
@@ -91,39 +83,39 @@ class Receiver:
         async with job.window:
             exchange, buffer = await self._start(job, group, lo, hi)
             try:
-                chunk = await asyncio.shield(exchange)
+                sent = await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
             try:
                 await self._scatter(group, job.pages, lo, hi, buffer)
             finally:
-                self._staging.free(buffer)
-            job.chunks.append(chunk)
+                self._side.staging.free(buffer)
+            job.sent.append(sent)
 
     async def _start(
         self, job: Job, group: Group, lo: int, hi: int
-    ) -> tuple[asyncio.Task[Chunk], Buffer]:
+    ) -> tuple[asyncio.Task[m.Sent], Buffer]:
         link = job.link
         await link.lock.acquire()
         try:
             nonce, channel = await link.ready()
-            buffer = await self._staging.reserve()
+            buffer = await self._side.staging.reserve()
         except BaseException:
             link.lock.release()
             raise
         num_bytes = staged(group, buffer, hi - lo).nbytes
         ask = m.Send(job.offer.identity, nonce, channel.num_transfers, group.name, lo, hi)
-        exchange = self._side.tasks.start(self._exchange(link, channel, buffer, ask, num_bytes))
+        exchange = self._side.tasks.start(self._exchange(job, channel, buffer, ask, num_bytes))
         job.exchanges.add(exchange)
         exchange.add_done_callback(job.exchanges.discard)
         return exchange, buffer
 
     async def _exchange(
-        self, link: Link, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
-    ) -> Chunk:
-        """Runs to its end holding ``link.lock``; quarantines the buffer when it fails."""
-        began = time.perf_counter()
+        self, job: Job, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
+    ) -> m.Sent:
+        """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
+        began, link = time.perf_counter(), job.link
         try:
             transfer = channel.recv(buffer.bytes[:num_bytes])
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
@@ -135,22 +127,24 @@ class Receiver:
                 raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
         except BaseException as error:
             link.discard(ask.nonce, channel, f"transfer {ask.transfer_id} failed: {error}")
-            self._staging.quarantine(buffer, channel.terminal)
+            self._side.staging.quarantine(buffer, channel.terminal)
             raise
         finally:
             link.lock.release()
-        return Chunk(sent, time.perf_counter() - began)
+        job.wire_s += time.perf_counter() - began
+        return sent
 
-    def _free_unread(self, exchange: "asyncio.Task[Chunk]", buffer: Buffer) -> None:
+    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
         if not exchange.cancelled() and exchange.exception() is None:
-            self._staging.free(buffer)
+            self._side.staging.free(buffer)
 
     async def _scatter(
         self, group: Group, pages: Sequence[int], lo: int, hi: int, buffer: Buffer
     ) -> None:
         def write() -> Fence | None:
-            self._caches.scatter(group, pages, lo, hi, staged(group, buffer, hi - lo))
-            return fence(self._caches.device)
+            caches = self._side.caches
+            caches.scatter(group, pages, lo, hi, staged(group, buffer, hi - lo))
+            return fence(caches.device)
 
         posted = self._side.engine.post(write)
         waiting = asyncio.wrap_future(posted)

@@ -162,10 +162,10 @@ class Sink:
 
     def _stats(self, job: Job) -> TransferStats:
         return TransferStats(
-            bytes=sum(chunk.sent.num_bytes for chunk in job.chunks),
+            bytes=sum(sent.num_bytes for sent in job.sent),
             tokens=job.offer.num_tokens,
             backend=self._side.maker.backend,
-            seconds=sum(chunk.wire_s for chunk in job.chunks),
+            seconds=job.wire_s,
         )
 
     async def _keep_lease(self, job: Job) -> None:

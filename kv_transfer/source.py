@@ -11,7 +11,7 @@ from core.errors import HandoverError
 from core.identity import Identity
 from kv_transfer import messages as m
 from kv_transfer.layout import check_same
-from kv_transfer.offered import Computed, OfferBook, Offered
+from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.sender import Sender
 from kv_transfer.side import Side
 
@@ -83,12 +83,7 @@ class Source:
         hidden_dtype: str = "",
     ) -> None:
         """The last advance was the last; ``hidden`` None means zero_hidden."""
-
-        def make(entry: Offered) -> m.Seal:
-            counts = entry.computed.num_tokens
-            return m.Seal(first_token, hidden, hidden_dtype, counts, entry.generations_now)
-
-        self._post(lambda: self._book.seal(identity, make))
+        self._post(lambda: self._book.seal(identity, first_token, hidden, hidden_dtype))
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""

@@ -42,10 +42,6 @@ class StagingPool:
         self._credits = asyncio.Semaphore(self.num_buffers)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def num_taken(self) -> int:
         """Buffers that are reserved or quarantined."""
         return self.num_buffers - len(self._free)
@@ -93,7 +89,7 @@ def gather(caches: Sequence[Tensor], slots_T: Tensor, out: Tensor) -> None:
     """
     rows = _widest_view(out)
     for layer, cache in enumerate(caches):
-        source = _as_bytes(cache).view(rows.dtype)
+        source = cache.view(torch.uint8).view(rows.dtype)
         if out.device == cache.device:
             torch.index_select(source, 0, slots_T, out=rows[layer])
         else:
@@ -104,7 +100,7 @@ def scatter(staged: Tensor, slots_T: Tensor, caches: Sequence[Tensor]) -> None:
     """The reverse of `gather`: write ``staged`` into those slots of every layer."""
     rows = _widest_view(staged)
     for layer, cache in enumerate(caches):
-        target = _as_bytes(cache).view(rows.dtype)
+        target = cache.view(torch.uint8).view(rows.dtype)
         target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
 
 
@@ -115,10 +111,6 @@ def fence(device: torch.device) -> Fence | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
-
-
-def _as_bytes(cache: Tensor) -> Tensor:
-    return cache.view(torch.uint8)
 
 
 def _widest_view(staged: Tensor) -> Tensor:

@@ -21,24 +21,7 @@ class CacheGroup:
     width: int
 
 
-def allocate_caches(
-    groups: tuple[CacheGroup, ...],
-    num_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Caches:
-    """Zeroed caches: whatever is read before it was written, the dummy page too, is finite."""
-    return {
-        group.name: [
-            _zeros((num_pages, page_size, group.width), dtype, device)
-            for _ in range(group.num_layers)
-        ]
-        for group in groups
-    }
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU the system gives each memory page out only when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

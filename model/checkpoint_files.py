@@ -13,13 +13,21 @@ from model.json_file import read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+OnLoaded = Callable[[float], None]
+"""Is told the share of the checkpoint's bytes that is read."""
+
+
+def unheard(share: float) -> None:
+    """An OnLoaded for those who do not ask."""
+
+
 class CheckpointFiles:
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
     ``on_loaded`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
     """
 
-    def __init__(self, path: Path, on_loaded: Callable[[float], None] | None = None) -> None:
+    def __init__(self, path: Path, on_loaded: OnLoaded = unheard) -> None:
         self.path = path
         self._file_of = _file_of(path)
         self._open: dict[str, safe_open] = {}
@@ -58,8 +66,7 @@ class CheckpointFiles:
                 f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
             ) from None
         self._num_read += tensor.nbytes
-        if self._on_loaded is not None:
-            self._on_loaded(min(1.0, self._num_read / self._num_bytes))
+        self._on_loaded(min(1.0, self._num_read / self._num_bytes))
         return tensor
 
 

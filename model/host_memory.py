@@ -5,8 +5,8 @@ import logging
 
 log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGEST_BLOCK = 32 << 20
-_LARGEST_RESERVE = 1 << 30
+_WANTED = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
+"""The largest block to reuse, the largest reserve to keep, and one arena for all threads."""
 
 
 def keep_freed_memory() -> None:
@@ -19,11 +19,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    wanted = (
-        (_M_MMAP_THRESHOLD, _LARGEST_BLOCK),
-        (_M_TRIM_THRESHOLD, _LARGEST_RESERVE),
-        (_M_ARENA_MAX, 1),
-    )
-    for option, value in wanted:
+    for option, value in _WANTED.items():
         if not mallopt(option, value):
             log.info("malloc option %d=%d was not taken", option, value)

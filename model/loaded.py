@@ -1,15 +1,12 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from core.config import TandemConfig
-from core.info import ModelInfo, NodeInfo
-from core.membership import RankSpec
-from model.cache import MAIN, CacheGroup, Caches, allocate_caches
-from model.checkpoint_files import CheckpointFiles
+from model.cache import MAIN, CacheGroup, Caches, zeros
+from model.checkpoint_files import CheckpointFiles, OnLoaded, unheard
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.drafters import create_drafter
@@ -18,9 +15,6 @@ from model.host_memory import keep_freed_memory
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main
 
-OnLoaded = Callable[[float], None]
-"""Is told the share of the weights' bytes that is loaded."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
 
@@ -50,10 +44,15 @@ class LoadedModel:
         return (main, *self.drafter.cache_groups)
 
     def allocate(self, num_pages: int, page_size: int) -> Caches:
-        return allocate_caches(self.groups, num_pages, page_size, self.dtype, self.device)
+        """Zeroed: whatever is read before it was written, the dummy page too, is finite."""
+        shape, kind = (num_pages, page_size), (self.dtype, self.device)
+        return {
+            group.name: [zeros((*shape, group.width), *kind) for _ in range(group.num_layers)]
+            for group in self.groups
+        }
 
 
-def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded | None = None) -> LoadedModel:
+def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded = unheard) -> LoadedModel:
     """Read the configured checkpoint onto the device of a rank of this kind.
 
     ``on_loaded`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end. Raises
@@ -72,8 +71,7 @@ def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded | None = Non
         network = load_network(checkpoint)
         drafter = create_drafter(config.speculation.drafter, checkpoint, network)
         holds_mtp = has_mtp(files, model)
-    if on_loaded is not None:
-        on_loaded(1.0)
+    on_loaded(1.0)
     return LoadedModel(model, network, drafter, dtype, device, max_model_len, holds_mtp, think_ids)
 
 
@@ -89,7 +87,8 @@ def load_network(checkpoint: Checkpoint) -> DeepseekV3:
 def _dtype(name: str, device: str) -> torch.dtype:
     if name == "auto":
         name = "float32" if device == "cpu" else "bfloat16"
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:
@@ -107,36 +106,3 @@ def default_num_pages(config: TandemConfig, max_model_len: int) -> int:
     per_row = min(max_model_len, DEFAULT_TOKENS_PER_ROW) + num_ahead
     num_tokens = max(max_rows * per_row, max_model_len + num_ahead)
     return 1 + -(-num_tokens // config.kv.page_size) + max_rows
-
-
-def describe(
-    spec: RankSpec,
-    config: TandemConfig,
-    loaded: LoadedModel,
-    *,
-    fingerprint: str,
-    num_pages: int,
-    num_drafts: int,
-) -> NodeInfo:
-    """What a rank that serves ``loaded`` tells the cluster about itself."""
-    return NodeInfo(
-        name=spec.gang,
-        kind=spec.kind,
-        epoch=spec.epoch,
-        fingerprint=fingerprint,
-        model=ModelInfo(
-            name=config.model.path.name,
-            architecture=loaded.config.model_type,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=loaded.config.eos_token_ids,
-            num_draft_tokens=num_drafts,
-            has_mtp=loaded.has_mtp,
-            dtype=loaded.dtype_name,
-            think_token_ids=loaded.think_ids or (),
-        ),
-        num_mtp_layers=loaded.config.num_nextn_predict_layers,
-        num_pages=num_pages,
-        page_size=config.kv.page_size,
-        max_rows=config.decode.max_rows,
-    )

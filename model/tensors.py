@@ -14,23 +14,22 @@ Rows = TypeVar("Rows")
 _ALIGNMENT = 8
 
 
-def each(function: Callable[..., Tensor], rows: Any, *others: Any) -> Any:
+def each(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Rows:
     """``rows`` with every tensor replaced by ``function`` of it and of those in its place in
     ``others``."""
+    made: Any = rows
     if isinstance(rows, Tensor):
-        return function(rows, *others)
-    if not is_dataclass(rows):
-        return rows
-    made: Any = type(rows)
-    names = [field.name for field in fields(rows)]
-    trees = (rows, *others)
-    return made(*(each(function, *(getattr(tree, name) for tree in trees)) for name in names))
+        made = function(rows, *others)
+    elif is_dataclass(rows):
+        names, trees = [field.name for field in fields(rows)], (rows, *others)
+        parts = (each(function, *(getattr(tree, name) for tree in trees)) for name in names)
+        made = type(made)(*parts)
+    return made
 
 
 def select(rows: Rows, index_B: Tensor) -> Rows:
     """The rows of ``index_B``, in its order."""
-    chosen: Rows = each(lambda tensor: tensor.index_select(0, index_B), rows)
-    return chosen
+    return each(lambda tensor: tensor.index_select(0, index_B), rows)
 
 
 def write(table: Rows, index_B: Tensor, rows: Rows) -> None:
@@ -54,14 +53,12 @@ def upload(rows: Rows, device: torch.device) -> Rows:
         packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
         for start, one in zip(starts, waiting, strict=True)
     )
-    moved: Rows = each(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
-    return moved
+    return each(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
 
 
 def download(rows: Rows) -> Rows:
     """A copy on the host, complete once the device has come this far."""
-    moved: Rows = each(_to_host, rows)
-    return moved
+    return each(_to_host, rows)
 
 
 def _tensors(rows: object) -> list[Tensor]:

@@ -4,4 +4,4 @@ from runtime.shell import RankShell
 
 
 class PrefillActor(RankShell):
-    builder = "prefill_node.build"
+    builder = "prefill_node.node"

@@ -6,7 +6,7 @@ engine's progress with the hand-over's source: a chunk computed is a chunk offer
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,21 +15,12 @@ from core.control import Methods, Service
 from core.errors import HandoverError
 from core.identity import Identity
 from core.info import NodeStatus
-from kv_transfer.base import ChannelMaker
-from kv_transfer.side import Side
+from core.tasks import resolve
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.messages import Cancel, Prefill, Prefilled
 from prefill_node.page_source import PageSource
 from runtime.parts import RankParts
-
-
-@dataclass(slots=True, eq=False)
-class _Caller:
-    """Who waits for a prompt's first token, since when (monotonic seconds)."""
-
-    answer: "asyncio.Future[Prefilled]"
-    submitted_at: float = field(default_factory=time.monotonic)
 
 
 class PrefillNode:
@@ -38,26 +29,14 @@ class PrefillNode:
     Owns the callers; pages belong to the engine, leases to the source.
     """
 
-    def __init__(
-        self, parts: RankParts, maker: ChannelMaker, pages: PageSource | None = None
-    ) -> None:
-        config, self.spec = parts.config, parts.spec
-        self.loop = parts.loop
-        self.engine = PrefillEngine(
-            parts.loaded,
-            parts.pool,
-            parts.caches,
-            epoch=parts.spec.epoch,
-            max_batch_tokens=config.prefill.max_batch_tokens,
-            on_progress=self._on_progress,
-            pages=pages,
-        )
-        caches = parts.transfer_caches()
-        self.source = Source(Side(caches, parts.loop, maker, config.kv_transfer))
-        self.info = parts.info(caches.layout.fingerprint(), config.speculation.num_tokens)
-        self.pool = parts.pool
-        self._ship_hidden = config.speculation.first_step == "ship_hidden"
-        self._callers: dict[Identity, _Caller] = {}
+    def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
+        self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
+        self.engine = PrefillEngine(parts, self._on_progress, pages)
+        self.source = Source(parts.side())
+        self.info = parts.info()
+        self._parts = parts
+        self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
+        self._callers: dict[Identity, asyncio.Future[Progress]] = {}
         self._asyncio = asyncio.get_running_loop()
         parts.loop.on_failure(self._on_engine_failure)
         parts.loop.add(self.engine)
@@ -75,59 +54,58 @@ class PrefillNode:
 
     def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        self.source.advance(progress.identity, list(progress.pages), progress.num_tokens)
+        sequence = progress.sequence
+        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens)
         if progress.first_token is None:
             return
         assert progress.hidden_D is not None
         hidden, dtype = self._packed_hidden(progress.hidden_D)
-        self.source.seal(progress.identity, progress.first_token, hidden, dtype)
-        self._asyncio.call_soon_threadsafe(self._answer, progress)
+        self.source.seal(sequence.identity, progress.first_token, hidden, dtype)
+        self._settle(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
         """The hand-over needs the pages no more. Engine thread."""
-        self.engine.drop(identity)
+        self.engine.scheduler.drop(identity)
         text = f"{identity} was released before its prefill was done"
-        self._asyncio.call_soon_threadsafe(self._refuse, identity, text)
+        self._settle(identity, HandoverError(text))
 
     def _on_engine_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
         text = f"the engine stopped: {error!r}"
         for identity in list(self._callers):
-            self._asyncio.call_soon_threadsafe(self._refuse, identity, text)
+            self._settle(identity, HandoverError(text))
             self.source.fail(identity, text)
 
+    def _settle(self, identity: Identity, result: Progress | HandoverError) -> None:
+        """Tell its caller, if there still is one. Engine thread."""
+        answer = self._callers.pop(identity, None)
+        if answer is not None:
+            self._asyncio.call_soon_threadsafe(resolve, answer, result)
+
     async def _prefill(self, asked: Prefill) -> Prefilled:
-        caller = _Caller(self._asyncio.create_future())
+        answer: asyncio.Future[Progress] = self._asyncio.create_future()
+        submitted_at = time.monotonic()
         try:
-            await self.loop.call(lambda: self._submit(asked, caller))
-            return await caller.answer
+            await self.loop.call(lambda: self._submit(asked, answer))
+            done = await answer
         except (asyncio.CancelledError, ValueError) as error:
             self.source.fail(asked.identity, f"its caller has gone or was refused: {error}")
             raise
+        assert done.first_token is not None
+        started_at = done.sequence.started_at
+        return Prefilled(
+            done.first_token,
+            done.sequence.num_cached,
+            queue_ms=(started_at - submitted_at) * 1e3,
+            prefill_ms=(time.monotonic() - started_at) * 1e3,
+            logprobs=done.logprobs,
+        )
 
-    def _submit(self, asked: Prefill, caller: _Caller) -> None:
+    def _submit(self, asked: Prefill, answer: "asyncio.Future[Progress]") -> None:
         identity = asked.identity
-        self.engine.submit(identity, asked.request)
-        self._callers[identity] = caller
+        self.engine.scheduler.admit(identity, asked.request)
+        self._callers[identity] = answer
         self.source.open(identity, lambda: self._on_release(identity))
-
-    def _answer(self, progress: Progress) -> None:
-        caller = self._callers.pop(progress.identity, None)
-        if caller is not None and not caller.answer.done():
-            assert progress.first_token is not None
-            prefilled = Prefilled(
-                progress.first_token,
-                progress.num_cached,
-                queue_ms=(progress.started_at - caller.submitted_at) * 1e3,
-                prefill_ms=(time.monotonic() - progress.started_at) * 1e3,
-                logprobs=progress.logprobs,
-            )
-            caller.answer.set_result(prefilled)
-
-    def _refuse(self, identity: Identity, text: str) -> None:
-        caller = self._callers.pop(identity, None)
-        if caller is not None and not caller.answer.done():
-            caller.answer.set_exception(HandoverError(text))
 
     def _packed_hidden(self, hidden_D: Tensor) -> tuple[bytes | None, str]:
         if not self._ship_hidden:
@@ -139,19 +117,15 @@ class PrefillNode:
         self.source.fail(asked.identity, "it was cancelled")
 
     async def _status(self, _: None) -> NodeStatus:
-        scheduler = self.engine.scheduler
-        num_rows, num_free = await self.loop.call(
-            lambda: (scheduler.num_waiting + scheduler.num_queued, self.pool.num_available)
-        )
-        counts = self.source.counts()
-        return NodeStatus(
-            name=self.info.name,
-            kind=self.info.kind,
-            epoch=self.info.epoch,
-            num_active_rows=num_rows,
-            num_free_pages=num_free,
-            num_pages=self.pool.num_pages,
+        scheduler, counts = self.engine.scheduler, self.source.counts()
+        return replace(
+            await self._parts.status(),
+            num_active_rows=scheduler.num_waiting + scheduler.num_queued,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],
             num_steps=self.engine.num_steps,
         )
+
+
+async def build(parts: RankParts) -> PrefillNode:
+    return PrefillNode(parts)

@@ -1,37 +1,22 @@
 """Where a prompt's pages come from: the rank's pool, or a decode row of the same process."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from core.identity import Identity
 from kv_transfer.pages import PagePool
 from prefill_node.prefix_cache import PrefixCache
 
 
-class PageSource(Protocol):
-    """Owned by the engine thread, like the pool behind it. ``prefixes`` are what is known."""
-
-    pool: PagePool
-    prefixes: PrefixCache
-
-    def check(self, identity: Identity, num_tokens: int) -> None:
-        """Raises ValueError for what can never be placed, HandoverError for what is gone."""
-        ...
-
-    def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int] | None:
-        """Pages for all of ``token_ids`` with a reference each for the caller, and how many of
-        the first are known already; None while too few are free."""
-        ...
-
-
-class PooledPages:
-    """From the pool, behind what the prefix cache knows."""
+class PageSource:
+    """From the pool, behind what the prefix cache knows. Owned by the engine thread, like the pool.
+    ``prefixes`` are what is known."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.prefixes = PrefixCache(pool)
 
     def check(self, identity: Identity, num_tokens: int) -> None:
+        """Raises ValueError for what can never be placed, HandoverError for what is gone."""
         num_pages, most = self.pool.num_pages_for(num_tokens), self.pool.num_pages - 1
         if num_pages > most:
             raise ValueError(
@@ -40,6 +25,8 @@ class PooledPages:
             )
 
     def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int] | None:
+        """Pages for all of ``token_ids`` with a reference each for the caller, and how many of
+        the first are known already; None while too few are free."""
         known = self.prefixes.take(token_ids)
         num_own = self.pool.num_pages_for(len(token_ids)) - len(known)
         if num_own > self.pool.num_available:
@@ -48,7 +35,7 @@ class PooledPages:
         return known + self.pool.allocate(num_own), len(known)
 
 
-class AdoptedPages:
+class AdoptedPages(PageSource):
     """Pages that decode rows of this process hold: a prompt is computed where it is decoded.
 
     ``find_row(identity)`` gives the row's own list of pages, enough for the prompt, and raises
@@ -58,8 +45,7 @@ class AdoptedPages:
     """
 
     def __init__(self, pool: PagePool, find_row: Callable[[Identity], list[int]]) -> None:
-        self.pool = pool
-        self.prefixes = PrefixCache(pool)
+        super().__init__(pool)
         self._find_row = find_row
 
     def check(self, identity: Identity, num_tokens: int) -> None:

@@ -67,9 +67,3 @@ class PrefixCache:
         """Newest last, a beginning after what follows it: it is of use without that."""
         for key in reversed(keys):
             self._pages.move_to_end(key)
-
-    def clear(self) -> None:
-        """Forget everything; pages others hold stay theirs."""
-        for page in self._pages.values():
-            self._pool.unkeep(page)
-        self._pages.clear()

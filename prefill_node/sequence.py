@@ -10,7 +10,7 @@ from core.request import Request
 class Sequence:
     """``token_ids`` are prompt and resumed output; slots [0, num_done) are computed, the first
     ``num_cached`` of them by an earlier prompt. ``pages`` hold all of it, from when it was
-    placed until its lease ends. ``started_at`` is monotonic.
+    placed until its lease ends. ``started_at`` is the monotonic time its first chunk began at.
     """
 
     identity: Identity

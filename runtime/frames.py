@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from core.errors import NodeLost
-from core.info import FrameAddress
+from core.membership import FrameAddress
 from core.schema import Failure, encode_failure, raise_failure, unpack
 
 log = logging.getLogger(__name__)

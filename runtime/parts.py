@@ -1,15 +1,20 @@
-"""What a rank is made of, whatever it computes."""
+"""What a rank is made of, whatever it computes, and what it tells of itself."""
 
 import asyncio
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from core.config import TandemConfig
-from core.info import NodeInfo
-from core.membership import RankSpec
+from core.info import ModelInfo, NodeStatus
+from core.membership import NodeInfo, RankSpec
 from kv_transfer import caches as transfer
+from kv_transfer.channel import channel_maker
 from kv_transfer.pages import PagePool
+from kv_transfer.side import Side
 from model.cache import Caches
-from model.loaded import LoadedModel, OnLoaded, default_num_pages, describe, load_model
+from model.checkpoint_files import OnLoaded, unheard
+from model.loaded import LoadedModel, default_num_pages, load_model
 from runtime.engine_loop import EngineLoop
 
 
@@ -24,28 +29,64 @@ class RankParts:
     caches: Caches
     loop: EngineLoop
 
+    @property
+    def max_drafts(self) -> int:
+        """Of a step: ``speculation.num_tokens``, 0 without a drafter."""
+        asked, most = self.config.speculation.num_tokens, self.loaded.drafter.max_drafts
+        return asked if most is None else min(asked, most)
+
     def transfer_caches(self) -> transfer.Caches:
         """The same memory as the hand-over sees it."""
         dtype, model = self.loaded.dtype_name, self.loaded.config.identity()
-        return transfer.caches_of(self.caches, self.pool, dtype, model)
+        return transfer.Caches(self.caches, self.pool, dtype, model)
 
-    def info(self, fingerprint: str, num_drafts: int) -> NodeInfo:
-        return describe(
-            self.spec,
-            self.config,
-            self.loaded,
-            fingerprint=fingerprint,
+    def side(self) -> Side:
+        """An end of hand-overs of this memory, on the rank's own address."""
+        maker = channel_maker(self.config, self.spec.kind, self.spec.host)
+        return Side(self.transfer_caches(), self.loop, maker, self.config.kv_transfer)
+
+    def info(self) -> NodeInfo:
+        """What this rank tells the cluster about itself."""
+        config, loaded = self.config, self.loaded
+        return NodeInfo(
+            spec=self.spec,
+            fingerprint=self.transfer_caches().layout.fingerprint(),
+            model=ModelInfo(
+                name=config.model.path.name,
+                architecture=loaded.config.model_type,
+                max_model_len=loaded.max_model_len,
+                vocab_size=loaded.config.vocab_size,
+                eos_token_ids=loaded.config.eos_token_ids,
+                num_draft_tokens=self.max_drafts,
+                has_mtp=loaded.has_mtp,
+                dtype=loaded.dtype_name,
+                think_token_ids=loaded.think_ids or (),
+            ),
+            num_mtp_layers=loaded.config.num_nextn_predict_layers,
             num_pages=self.pool.num_pages,
-            num_drafts=num_drafts,
+            page_size=config.kv.page_size,
+            max_rows=config.decode.max_rows,
+        )
+
+    async def status(self) -> NodeStatus:
+        """Its name and pages; the figures of its engine are for the rank to add."""
+        spec, pool = self.spec, self.pool
+        num_free = await self.loop.call(lambda: pool.num_available)
+        return NodeStatus(
+            spec.gang, spec.kind, spec.epoch, num_free_pages=num_free, num_pages=pool.num_pages
         )
 
 
-async def load_parts(
-    spec: RankSpec, config: TandemConfig, on_loaded: OnLoaded | None = None
-) -> RankParts:
-    """Load the checkpoint, allocate pages. Raises ValueError for the user's mistakes."""
+async def start_rank(
+    builder: str, spec: RankSpec, config: TandemConfig, on_loaded: OnLoaded = unheard, **links: Any
+) -> Any:
+    """Load the checkpoint, allocate pages, and start what ``build(parts, **links)`` of the module
+    ``builder`` makes of them. Raises ValueError for the user's mistakes."""
+    module = await asyncio.to_thread(import_module, builder)
     loaded = await asyncio.to_thread(load_model, config, spec.kind, on_loaded)
     num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
     pool = PagePool(num_pages, config.kv.page_size)
-    caches = loaded.allocate(num_pages, config.kv.page_size)
-    return RankParts(spec, config, loaded, pool, caches, EngineLoop(f"engine-{spec.gang}"))
+    caches, loop = loaded.allocate(num_pages, pool.page_size), EngineLoop(f"engine-{spec.gang}")
+    rank = await module.build(RankParts(spec, config, loaded, pool, caches, loop), **links)
+    loop.start()
+    return rank

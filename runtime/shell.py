@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from core.config import TandemConfig
 from core.errors import NodeLost
-from core.info import NodeInfo
-from core.membership import RankSpec, RankState
+from core.membership import NodeInfo, RankSpec, RankState
 from core.schema import encode_failure, failure_of, pack, unpack
 from runtime.engine_loop import EngineLoop
 
@@ -35,8 +34,8 @@ class Rank(Protocol):
 class RankShell:
     """Answers from its first moment on, also while the rank is being built.
 
-    ``builder`` is the module whose ``build(spec, config, on_loaded, **links)`` makes the rank; it
-    is imported only then, so that whoever creates the actor needs no torch.
+    ``builder`` is the module whose ``build(parts, **links)`` makes the rank; it is imported only
+    then, so that whoever creates the actor needs no torch.
     """
 
     builder: str
@@ -51,8 +50,9 @@ class RankShell:
         self._state = RankState(self._spec, config_json, os.getpid(), _stderr_path(), seen)
 
     async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
-        parts = await asyncio.to_thread(import_module, self.builder)
-        return await parts.build(spec, config, on_loaded=self._on_loaded, **self.links)
+        parts = await asyncio.to_thread(import_module, "runtime.parts")
+        links = self.links
+        return await parts.start_rank(self.builder, spec, config, self._on_loaded, **links)
 
     async def start(self) -> None:
         """Begin to build the rank, once; ``who`` tells how far that is."""

@@ -1,4 +1,4 @@
-"""Unit tests run beside each other: one thread each, or they get in each other's way."""
+"""Files of tests run beside each other: one thread each, or they get in each other's way."""
 
 import os
 

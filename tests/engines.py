@@ -8,19 +8,23 @@ import torch
 from core.config import TandemConfig
 from core.config import load as load_config
 from core.identity import Identity
-from core.info import DECODE
+from core.info import COLOCATED, DECODE
+from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.buckets import Buckets
 from decode_node.draft_length import no_costs
 from decode_node.engine import DecodeEngine
+from decode_node.messages import Size
 from decode_node.plan import Proposal, StepKey
 from decode_node.planner import plan_step
-from decode_node.sequence import Sequence, Size
+from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress
+from runtime.engine_loop import EngineLoop
 from runtime.lockstep import Plan, Planner
+from runtime.parts import RankParts
 
 POISON = 1e4
 
@@ -63,20 +67,13 @@ class Bench:
         self.caches = self.loaded.allocate(self.num_pages, self.page_size)
         for cache in self.all_caches():
             cache[0] = POISON
-        self.prefill = PrefillEngine(
-            self.loaded,
-            self.pool,
-            self.caches,
-            epoch=1,
-            max_batch_tokens=self.max_batch_tokens,
-            on_progress=self.progress.append,
+        spec, config = RankSpec("both", COLOCATED, 1), self._config()
+        parts = RankParts(
+            spec, config, self.loaded, self.pool, self.caches, EngineLoop("never started")
         )
+        self.prefill = PrefillEngine(parts, self.progress.append)
         self.decode = DecodeEngine(
-            self.loaded,
-            self.pool,
-            self.caches,
-            self._config(),
-            epoch=1,
+            parts,
             on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
             on_grant=lambda _: None,
             planner=self.planner,
@@ -84,6 +81,7 @@ class Bench:
 
     def _config(self) -> TandemConfig:
         sections = {
+            "prefill": {"max_batch_tokens": self.max_batch_tokens},
             "decode": {"max_rows": self.max_rows, "loop": self.loop, "batch_buckets": self.buckets},
             "speculation": {"num_tokens": self.num_drafts, "draft_length": self.draft_length},
         }
@@ -98,14 +96,14 @@ class Bench:
         num_output = len(request.output_ids)
         size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
         self.decode.ask(identity, size)
-        pages = self.decode.begin(identity, request)
-        self.prefill.submit(identity, request)
+        pages = self.decode.scheduler.begin(identity, request).pages
+        self.prefill.scheduler.admit(identity, request)
         while self.prefill.has_work():
             self.prefill.step()
         done = self.progress[-1]
         assert done.first_token is not None
-        self._copy(list(done.pages), pages, done.num_tokens[0])
-        self.prefill.drop(identity)
+        self._copy(done.sequence.pages, pages, done.num_tokens[0])
+        self.prefill.scheduler.drop(identity)
         sampling = request.sampling
         budget = num_budget(
             len(request.prompt_ids),

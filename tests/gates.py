@@ -82,8 +82,8 @@ class Wire:
 async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     """Gates and wires of the prefill and the decode node of a cluster of one each."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    [prefill_handle] = cluster.gateway.fleet.prefills.values()
-    [decode_handle] = cluster.gateway.fleet.decodes.values()
+    [prefill_handle] = cluster.gateway.fleet.of_kind("prefill")
+    [decode_handle] = cluster.gateway.fleet.of_kind("decode")
     wires = Wire(prefill_handle.control), Wire(decode_handle.control)
     prefill_handle.control, decode_handle.control = wires
     find_owner = decode._find_owner

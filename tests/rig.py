@@ -15,13 +15,12 @@ from core.config import TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import NodeLost
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import READY, Gang, Member, Membership, RankSpec
+from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
-from decode_node import build as decode_build
 from decode_node.node import DecodeNode
 from model.tokenizer import Tokenizer
-from prefill_node import build as prefill_build
 from prefill_node.node import PrefillNode
+from runtime.parts import start_rank
 
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
@@ -40,8 +39,7 @@ class LocalMembers:
     def add(self, rank: Rank) -> None:
         spec = rank.spec
         self.controls[spec.name] = InProcessControl(rank.handle, spec.epoch)
-        member = Member(spec, rank.info)
-        gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (member,), 1.0)
+        gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (rank.info,), 1.0)
         self.tell(*self.membership.gangs, gang)
 
     def remove(self, name: str) -> None:
@@ -58,8 +56,8 @@ class LocalMembers:
             await self._changed.wait()
         return self.membership
 
-    def control(self, member: Member) -> Control:
-        return self.controls[member.spec.name]
+    def control(self, spec: RankSpec) -> Control:
+        return self.controls[spec.name]
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         self.reports.append((gang, epoch, reason))
@@ -84,14 +82,16 @@ class Rig:
         """One more rank, known to every gateway from now on."""
         rank: Rank
         if spec.kind == PREFILL:
-            rank = await prefill_build.build(spec, self.config)
+            rank = await start_rank("prefill_node.node", spec, self.config)
             self.prefills.append(rank)
         elif spec.kind == DECODE:
-            rank = await decode_build.build(spec, self.config, self.members.find_owner)
+            rank = await start_rank(
+                "decode_node.node", spec, self.config, find_owner=self.members.find_owner
+            )
             self.decodes.append(rank)
         else:
             assert spec.kind == COLOCATED
-            rank = await colocated.build(spec, self.config)
+            rank = await start_rank("cluster.control.colocated", spec, self.config)
             self.prefills.append(rank.prefill)
             self.decodes.append(rank.decode)
         self.members.add(rank)

@@ -115,7 +115,7 @@ class Scene:
 
     def is_held(self, name: str) -> bool:
         """Whether gateway or nodes hold anything of a request."""
-        [handle] = self.cluster.gateway.fleet.decodes.values()
+        [handle] = self.cluster.gateway.fleet.of_kind("decode")
         return (
             name in self.cluster.gateway._running
             or any(identity.request_id == name for identity in handle.inboxes)

@@ -95,8 +95,7 @@ def mean_step_ms(status: ServerStatus) -> float:
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
     sets = ["server.address=127.0.0.1:0", "server.max_queued=2000", *args.sets]
     async with serving(load(None, sets)) as (gateway, client):
-        fleet = gateway.fleet
-        freed = Freed([*fleet.prefills.values(), *fleet.decodes.values()])
+        freed = Freed(list(gateway.fleet.ranks.values()))
         began_at = time.monotonic()
         tally = await load_phase(client, freed, args)
         load_s = time.monotonic() - began_at

@@ -38,7 +38,7 @@ class Freed:
         self._leases: dict[str, dict[Identity, tuple[str, Renew]]] = {}
         self._tasks = Tasks()
         for handle in handles:
-            self._controls[handle.info.name] = handle.control
+            self._controls[handle.info.spec.gang] = handle.control
             handle.control = _Watched(handle, self)
 
     def ended(self, name: str) -> None:
@@ -87,17 +87,17 @@ class Freed:
 
 class _Watched:
     def __init__(self, handle: Handle, freed: Freed) -> None:
-        self._node = handle.info
+        self._node = handle.info.spec.gang
         self._control = handle.control
         self._freed = freed
 
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "prefill":
             lease = Renew(unpack(Prefill, payload).identity)
-            self._freed.offered(self._node.name, lease)
+            self._freed.offered(self._node, lease)
         answer = await self._control.call(method, payload)
         if method == "abort":
-            self._freed.freed(unpack(Abort, payload).identity.request_id, self._node.name)
+            self._freed.freed(unpack(Abort, payload).identity.request_id, self._node)
         return answer
 
 

@@ -12,18 +12,18 @@ A stream that breaks with UNAVAILABLE is resumed where it broke; no token is los
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from cluster.client.options import GenerateOptions
+from cluster.client.options import GenerateOptions, Prompt
 from cluster.client.stream import Completion, StreamPlan, completions_of, inference_error
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import from_proto
 from cluster.proto.wire import MAX_MESSAGE_BYTES
-from core.answer import Delta, Finished
+from core.answer import Piece
 from core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
@@ -54,8 +54,8 @@ class AsyncClient:
         self._max_retries, self._backoff_s = max_retries, backoff_s
 
     def generate(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[Delta | Finished, None]:
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Piece, None]:
         """Stream the answer to ``prompt`` (text or token ids): deltas, then a ``Finished``; of each
         of ``n`` answers, told apart by ``index``.
 
@@ -64,14 +64,12 @@ class AsyncClient:
         """
         return self._follow(StreamPlan(prompt, options, self._max_retries, self._backoff_s))
 
-    async def complete(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Completion:
+    async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, the first of several; takes what ``generate`` takes."""
         return (await self.complete_all(prompt, **options))[0]
 
     async def complete_all(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """All ``n`` answers, by index."""
         return completions_of([piece async for piece in self.generate(prompt, **options)])
@@ -100,7 +98,7 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Delta | Finished, None]:
+    async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Piece, None]:
         while True:
             call = self._stub.Generate(
                 plan.next_message(), timeout=plan.remaining_s(), metadata=plan.metadata
@@ -138,20 +136,16 @@ class Client:
         self._client = _BlockingClient(address, max_retries=max_retries, backoff_s=backoff_s)
 
     def generate(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Generator[Delta | Finished, None, None]:
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generator[Piece, None, None]:
         """As ``AsyncClient.generate``, for ``for``."""
         return _stepped(self._client.generate(prompt, **options))
 
-    def complete(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Completion:
+    def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """As ``AsyncClient.complete``."""
         return _done(self._client.complete(prompt, **options))
 
-    def complete_all(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> list[Completion]:
+    def complete_all(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
         """As ``AsyncClient.complete_all``."""
         return _done(self._client.complete_all(prompt, **options))
 

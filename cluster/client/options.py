@@ -14,6 +14,10 @@ from core.request import STRICT
 _Message = TypeVar("_Message", bound=Message)
 
 
+Prompt = str | Sequence[int]
+"""Text, or token ids that are used as they are."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """What ``generate`` takes besides the prompt; all optional, defaults in brackets."""
 
@@ -66,7 +70,7 @@ class GenerateOptions(TypedDict, total=False):
     """Deadline of the whole answer, retries included; None waits for ever [None]."""
 
 
-def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> pb.GenerateRequest:
+def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """The message for ``prompt`` (text or token ids), with a seed if it is to be sampled.
 
     Raises ``ValueError`` if a value cannot be put into the message at all.

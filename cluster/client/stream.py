@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.client.options import GenerateOptions, build_request
+from cluster.client.options import GenerateOptions, Prompt, build_request
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.mapping import piece_from_proto
 from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
-from core.answer import Delta, Finished
+from core.answer import Delta, Finished, Piece
 
 MAX_PAUSE_S = 5.0
 """Pauses between attempts double up to this, with jitter of half."""
@@ -54,7 +54,7 @@ class StreamPlan:
 
     def __init__(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         options: GenerateOptions,
         max_retries: int,
         backoff_s: float,
@@ -77,7 +77,7 @@ class StreamPlan:
         """Seconds to the deadline, for the next attempt."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def receive(self, response: pb.GenerateResponse) -> Delta | Finished:
+    def receive(self, response: pb.GenerateResponse) -> Piece:
         """The piece in ``response``, noted as arrived."""
         piece = piece_from_proto(response)
         if isinstance(piece, Delta):
@@ -124,15 +124,15 @@ def inference_error(error: grpc.RpcError) -> InferenceError:
     )
 
 
-def completions_of(pieces: Iterable[Delta | Finished]) -> list[Completion]:
+def completions_of(pieces: Iterable[Piece]) -> list[Completion]:
     """All pieces of all answers put together, by index."""
-    by_index: dict[int, list[Delta | Finished]] = {}
+    by_index: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_index.setdefault(piece.index, []).append(piece)
     return [_completion(by_index[index]) for index in sorted(by_index)]
 
 
-def _completion(pieces: Sequence[Delta | Finished]) -> Completion:
+def _completion(pieces: Sequence[Piece]) -> Completion:
     finished = pieces[-1]
     assert isinstance(finished, Finished), f"the last piece is {finished}"
     text = "".join(piece.text for piece in pieces)

@@ -1,6 +1,7 @@
 """What the commands share: options, errors on stderr, progress, a cluster of one's own."""
 
 import asyncio
+import inspect
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgre
 from cluster.client.stream import InferenceError
 from cluster.door.server import Server
 from cluster.door.status_codes import status_of
-from core.config import ServerConfig, TandemConfig, describe
+from core.config import ServerConfig, TandemConfig, describe, load
 
 DEFAULT_ADDRESS: str = ServerConfig().address
 
@@ -53,6 +54,17 @@ RayAddress = Annotated[
         help="Join the cluster in this Ray, or create it there; auto is the Ray of this machine.",
     ),
 ]
+
+
+def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Of a command: its keyword arguments are the fields of the dataclass ``options``."""
+
+    def declared(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+        command.__annotations__ = dict(options.__annotations__)
+        return command
+
+    return declared
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -147,3 +159,11 @@ async def running_server(
         stack.push_async_callback(server.stop)
         await server.attach(gateway)
         yield server
+
+
+@asynccontextmanager
+async def own_server(config: Path | None, sets: list[str] | None) -> AsyncIterator[str]:
+    """The address of a server for this command alone, on any free port."""
+    own = load(config, [*(sets or []), "server.address=127.0.0.1:0"])
+    async with running_server(own) as server:
+        yield server.address

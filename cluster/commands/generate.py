@@ -2,70 +2,70 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 import typer
 
 from cluster.client.client import AsyncClient
-from cluster.client.options import GenerateOptions
+from cluster.client.options import GenerateOptions, Prompt
 from cluster.client.stream import Completion, completions_of
-from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, run, running_server
-from core.config import load
+from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, own_server, run, takes
 from core.request import ABORT, ERROR
 
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of the answer.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
-Acceptance = Annotated[
-    Literal["strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy"],
-    typer.Option(
-        help="When a drafted token is accepted. strict: the same answer as without drafts. "
-        "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
-        "rejection: sampled answers of the same distribution, though not the same answer."
-    ),
-]
-RelaxedTopN = Annotated[
-    int,
-    typer.Option(
-        help="relaxed: accept drafts among so many of the likeliest tokens; 0 is 1. "
-        "Recipes for DeepSeek-R1 take 10 and a delta of 0.6."
-    ),
-]
-RelaxedDelta = Annotated[
-    float, typer.Option(help="relaxed: and at most this much less probable than the likeliest.")
-]
-Prompt = Annotated[
-    str | None, typer.Argument(help="The text to continue; - or nothing reads stdin.")
-]
-PromptIds = Annotated[
-    str | None,
-    typer.Option("--token-ids", metavar="1,2,3", help="The prompt as token ids, used as they are."),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="The server to ask; none starts a cluster for it."),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Every option of the command; those of the request are called as in ``GenerateOptions``."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - or nothing reads stdin.")
+    ] = None
+    token_ids: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids, used as they are.")
+    ] = None
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The server to ask; none starts a cluster for it."),
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = (
+        0.0
+    )
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None
+    acceptance: Annotated[
+        Literal["strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy"],
+        typer.Option(
+            help="When a drafted token is accepted. strict: the same answer as without drafts. "
+            "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
+            "rejection: sampled answers of the same distribution, though not the same answer."
+        ),
+    ] = "strict"
+    relaxed_top_n: Annotated[
+        int,
+        typer.Option(
+            help="relaxed: accept drafts among so many of the likeliest tokens; 0 is 1. "
+            "Recipes for DeepSeek-R1 take 10 and a delta of 0.6."
+        ),
+    ] = 0
+    relaxed_delta: Annotated[
+        float, typer.Option(help="relaxed: and at most this much less probable than the likeliest.")
+    ] = 0.0
+    as_json: Json = False
+    config: ConfigFile = None
+    sets: Sets = None
+    list_keys: ListKeys = False
+
+    def of_request(self) -> GenerateOptions:
+        """The options that the request is made of."""
+        names = GenerateOptions.__annotations__
+        given = {name: value for name, value in asdict(self).items() if name in names}
+        return GenerateOptions(**given)  # type: ignore[typeddict-item]
 
 
-def generate(
-    prompt: Prompt = None,
-    token_ids: PromptIds = None,
-    address: Address = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    acceptance: Acceptance = "strict",
-    relaxed_top_n: RelaxedTopN = 0,
-    relaxed_delta: RelaxedDelta = 0.0,
-    as_json: Json = False,
-    config: ConfigFile = None,
-    sets: Sets = None,
-    list_keys: ListKeys = False,
-) -> None:
+@takes(Asked)
+def generate(**values: Any) -> None:
     """Answer one prompt; the text appears as it comes.
 
     \b
@@ -76,38 +76,21 @@ def generate(
       tandem generate --token-ids 0,17,42 --json
       tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 --relaxed-delta 0.6
     """
-    options = GenerateOptions(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        acceptance=acceptance,
-        relaxed_top_n=relaxed_top_n,
-        relaxed_delta=relaxed_delta,
-    )
-    run(_generate(prompt, token_ids, address, options, as_json, config, sets))
+    run(_generate(Asked(**values)))
 
 
-async def _generate(
-    prompt: str | None,
-    token_ids: str | None,
-    address: str | None,
-    options: GenerateOptions,
-    as_json: bool,
-    config: Path | None,
-    sets: list[str] | None,
-) -> None:
-    given = _prompt(prompt, token_ids)
-    if address is not None:
-        if config is not None or sets:
+async def _generate(asked: Asked) -> None:
+    prompt = _prompt(asked.prompt, asked.token_ids)
+    if asked.address is not None:
+        if asked.config is not None or asked.sets:
             raise ValueError(
-                f"--address={address!r}: --config and --set are for a cluster of one's own; "
+                f"--address={asked.address!r}: --config and --set are for a cluster of one's own; "
                 "leave them out, or --address"
             )
-        await _print_answer(address, given, options, as_json)
+        await _print_answer(asked.address, prompt, asked)
         return
-    own = load(config, [*(sets or []), "server.address=127.0.0.1:0"])
-    async with running_server(own) as server:
-        await _print_answer(server.address, given, options, as_json)
+    async with own_server(asked.config, asked.sets) as address:
+        await _print_answer(address, prompt, asked)
 
 
 def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
@@ -125,20 +108,18 @@ def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
     return sys.stdin.read()
 
 
-async def _print_answer(
-    address: str, prompt: str | Sequence[int], options: GenerateOptions, as_json: bool
-) -> None:
+async def _print_answer(address: str, prompt: Prompt, asked: Asked) -> None:
     pieces = []
     async with (
         AsyncClient(address) as client,
-        aclosing(client.generate(prompt, **options)) as stream,
+        aclosing(client.generate(prompt, **asked.of_request())) as stream,
     ):
         async for piece in stream:
             pieces.append(piece)
-            if not as_json:
+            if not asked.as_json:
                 print(piece.text, end="", flush=True)
     [answer] = completions_of(pieces)
-    if as_json:
+    if asked.as_json:
         print(_as_json(answer), flush=True)
     elif sys.stdout.isatty():
         print()

@@ -5,20 +5,16 @@ hand-over is the seal alone.
 """
 
 from core.answer import TransferStats
-from core.config import TandemConfig
 from core.control import Control, Done, InProcessControl, ask
 from core.identity import Identity
-from core.membership import RankSpec
 from core.tasks import Tasks
 from decode_node.node import DecodeNode
 from kv_transfer import messages as m
-from kv_transfer.channel import ProcessGroupChannels
 from kv_transfer.side import Deadlines
 from kv_transfer.sink import Pulled
-from model.loaded import OnLoaded
 from prefill_node.node import PrefillNode
 from prefill_node.page_source import AdoptedPages
-from runtime.parts import load_parts
+from runtime.parts import RankParts
 
 PREFILL_METHODS = ("prefill", "cancel")
 
@@ -61,8 +57,7 @@ class SealedInPlace:
     async def idle(self) -> None:
         await self._tasks.finish()
 
-    async def close(self) -> None:
-        await self._tasks.finish()
+    close = idle
 
 
 class ColocatedRank:
@@ -81,16 +76,12 @@ class ColocatedRank:
         await self.decode.stop()
 
 
-async def build(
-    spec: RankSpec, config: TandemConfig, on_loaded: OnLoaded | None = None
-) -> ColocatedRank:
-    """Load the checkpoint once and start both engines on one thread."""
-    parts = await load_parts(spec, config, on_loaded)
-    intake = SealedInPlace(len(parts.caches), config.kv_transfer.lease_s)
+async def build(parts: RankParts) -> ColocatedRank:
+    """Both engines on one thread."""
+    intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
     decode = DecodeNode(parts, intake, lambda owner, epoch: control)
-    pages = AdoptedPages(parts.pool, decode.engine.pages_of)
-    prefill = PrefillNode(parts, ProcessGroupChannels("gloo", spec.host), pages)
-    control = InProcessControl(prefill.handle, spec.epoch)
+    held = decode.engine.scheduler.held
+    prefill = PrefillNode(parts, AdoptedPages(parts.pool, lambda one: held(one).pages))
+    control = InProcessControl(prefill.handle, parts.spec.epoch)
     await decode.listen()
-    parts.loop.start()
     return ColocatedRank(prefill, decode)

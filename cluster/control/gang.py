@@ -12,7 +12,7 @@ from typing import Protocol
 from cluster.control.plan import GangPlan
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
-from core.membership import DOWN, LOST, READY, STARTING, Gang, Member, RankState
+from core.membership import DOWN, LOST, READY, STARTING, Gang, RankState
 from core.schema import failure_of, raise_failure
 
 POLL_S = 1.0
@@ -149,7 +149,7 @@ class GangKeeper:
         self._set(
             state=READY if is_ready else STARTING,
             progress=min(state.progress for state in states),
-            members=tuple(Member(state.spec, state.info) for state in states),
+            members=tuple(state.info for state in states if state.info is not None),
         )
 
     async def _bury(self, error: Exception) -> None:

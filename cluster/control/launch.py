@@ -2,15 +2,14 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from cluster.control.members import RayMembers, stop_cluster
 from cluster.control.plan import plan_gangs
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TandemConfig
-from core.info import NodeInfo
-from core.membership import DOWN, READY, STARTING, Membership
+from core.membership import DOWN, READY, STARTING, Membership, NodeInfo
 from core.schema import raise_failure
 from model.tokenizer import Tokenizer
 
@@ -33,50 +32,34 @@ async def launch(
     Raises ValueError for what the user can mend, such as a missing checkpoint.
     """
     tokenizer = Tokenizer(config.model.path)
-    config = _absolute(config)
+    # Ranks and other gateways may run in other folders.
+    model = config.model.model_copy(update={"path": config.model.path.absolute()})
+    config = config.model_copy(update={"model": model})
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     num_cpus = sum(plan.num_ranks * plan.resources["CPU"] for plan in plan_gangs(config))
-    async with ray_session(ray_address, int(num_cpus) + 1):
-        try:
-            async with _gateway(config, tokenizer, on_progress) as gateway:
-                yield gateway
-        finally:
-            if ray_address is None:
-                await stop_cluster(config.control.stop_s)
-
-
-@asynccontextmanager
-async def _gateway(
-    config: TandemConfig, tokenizer: Tokenizer, on_progress: OnProgress
-) -> AsyncIterator[ClusterGateway]:
-    members = await RayMembers.attach(config)
-    try:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(ray_session(ray_address, int(num_cpus) + 1))
+        if ray_address is None:
+            stack.push_async_callback(stop_cluster, config.control.stop_s)
+        members = await RayMembers.attach(config)
+        stack.push_async_callback(members.close)
         snapshot = await _started(members, on_progress)
-        infos = [member.info for member in snapshot.ready() if member.info is not None]
-        for notice in notices(infos):
-            log.warning(notice)
+        _tell(snapshot.ready()[0])
         gateway = ClusterGateway(config, tokenizer, members)
-        try:
-            on_progress("warming up")
-            await gateway.fleet.ready()
-            yield gateway
-        finally:
-            await gateway.stop()
-    finally:
-        await members.close()
+        stack.push_async_callback(gateway.stop)
+        on_progress("warming up")
+        await gateway.fleet.ready()
+        yield gateway
 
 
-def notices(infos: list[NodeInfo]) -> list[str]:
+def _tell(info: NodeInfo) -> None:
     """What users should know of the checkpoint that the nodes loaded."""
-    info = infos[0]
-    found = []
     if not info.model.has_mtp:
-        found.append("this checkpoint has no MTP layer: it is served without drafts")
+        log.warning("this checkpoint has no MTP layer: it is served without drafts")
     if info.num_mtp_layers > 1:
-        found.append(
-            f"this checkpoint has {info.num_mtp_layers} MTP layers: the first gives every draft"
+        log.warning(
+            "this checkpoint has %d MTP layers: the first gives every draft", info.num_mtp_layers
         )
-    return found
 
 
 async def _started(members: RayMembers, on_progress: OnProgress) -> Membership:
@@ -102,9 +85,3 @@ def _can_serve(snapshot: Membership) -> bool:
     ready = {gang.kind for gang in snapshot.gangs if gang.state == READY}
     starting = any(gang.state == STARTING for gang in snapshot.gangs)
     return bool(kinds) and kinds == ready and not starting
-
-
-def _absolute(config: TandemConfig) -> TandemConfig:
-    """Ranks and other gateways may run in other folders."""
-    model = config.model.model_copy(update={"path": config.model.path.absolute()})
-    return config.model_copy(update={"model": model})

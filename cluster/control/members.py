@@ -12,7 +12,7 @@ from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_gr
 from core.config import TandemConfig
 from core.control import Control
 from core.errors import TandemError
-from core.membership import Member, Membership
+from core.membership import Membership, RankSpec
 from core.schema import decode
 from decode_node.actor import NAMESPACE, RayControl
 
@@ -49,9 +49,9 @@ class RayMembers:
             await self._news.wait()
         return self.membership
 
-    def control(self, member: Member) -> Control:
+    def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""
-        return RayControl(member.spec.name, member.spec.epoch)
+        return RayControl(spec.name, spec.epoch)
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""

@@ -30,20 +30,14 @@ class GangPlan:
 
 def plan_gangs(config: TandemConfig) -> list[GangPlan]:
     """Prefill nodes, then decode nodes; colocated nodes follow the decode section."""
-    kinds = (COLOCATED,) if config.mode == "colocated" else (PREFILL, DECODE)
-    return [
-        _plan(config, kind, index)
-        for kind in kinds
-        for index in range(config.of_kind(kind).replicas)
-    ]
-
-
-def _plan(config: TandemConfig, kind: str, index: int) -> GangPlan:
-    section = config.of_kind(kind)
-    resources: dict[str, float] = {"CPU": section.num_threads}
-    if section.device == "cuda":
-        resources["GPU"] = 1
-    return GangPlan(f"{kind}-{index}", kind, section.dp_size, resources)
+    gangs = []
+    for kind in (COLOCATED,) if config.mode == "colocated" else (PREFILL, DECODE):
+        section = config.of_kind(kind)
+        gpus = {"GPU": 1.0} if section.device == "cuda" else {}
+        resources = {"CPU": section.num_threads, **gpus}
+        for index in range(section.replicas):
+            gangs.append(GangPlan(f"{kind}-{index}", kind, section.dp_size, resources))
+    return gangs
 
 
 def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:

@@ -13,8 +13,6 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
 
-__all__ = ["SERVICE", "Gateway", "Server"]
-
 SERVICE = "tandem.v1.Inference"
 CLOSE_S = 5.0
 """How long evicted streams may take to free what they hold."""
@@ -73,12 +71,9 @@ class Server:
 
     async def _watch(self, gateway: Gateway) -> None:
         """Tell health checks when the nodes are lost."""
-        told = gateway.is_healthy()
         while True:
             await asyncio.sleep(WATCH_S)
-            if gateway.is_healthy() != told:
-                told = not told
-                await self.set_healthy(told)
+            await self.set_healthy(gateway.is_healthy())
 
     async def set_healthy(self, healthy: bool) -> None:
         """Tell health checks whether requests belong here; draining overrules it."""
@@ -94,19 +89,15 @@ class Server:
         self._servicer.draining = True
         await self._health.enter_graceful_shutdown()
         if not await self._servicer.wait_idle(self._config.drain_s):
-            await self._evict()
+            await self._servicer.evict(CLOSE_S)
 
     async def stop(self) -> None:
         """Close the port; streams still open end with UNAVAILABLE."""
         if self._watcher is not None:
             self._watcher.cancel()
         self._servicer.draining = True
-        await self._evict()
+        await self._servicer.evict(CLOSE_S)
         await self._server.stop(None)
-
-    async def _evict(self) -> None:
-        self._servicer.evict()
-        await self._servicer.wait_idle(CLOSE_S)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -118,12 +109,9 @@ class Server:
 
 def _bind_problem(host: str, port: int) -> str:
     """What the operating system says to binding the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         return error.strerror or str(error)
     return "the reason has gone meanwhile"

@@ -15,7 +15,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import piece_to_proto, to_proto
 from cluster.proto.wire import STREAM_KEY
-from core.answer import Delta, Finished
+from core.answer import Finished, Piece
 from core.errors import Draining
 from core.info import DRAINING, STARTING, ModelInfo, ServerStatus
 from core.request import Request
@@ -41,7 +41,7 @@ class Gateway(Protocol):
     def is_healthy(self) -> bool:
         """Whether new requests can be served: a usable pair of nodes is left."""
 
-    def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Deltas, and one ``Finished`` per answer. Closed or cancelled when the client has gone.
 
         The text of the deltas goes on where complete characters of ``request.output_ids`` end; if
@@ -60,7 +60,7 @@ class _Stream:
     request_id: str = ""
     end_reason: str = ""
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def end(self, reason: str) -> None:
         """Break it off with UNAVAILABLE."""
@@ -78,13 +78,9 @@ def _reported(
     async def reported(self: Any, message: _Message, context: _Context) -> _Answer:
         try:
             return await call(self, message, context)
-        except asyncio.CancelledError as error:
+        except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            status = status_of(error)
-        except Exception as error:
-            if context.cancelled():
+            if context.cancelled() or (task is not None and task.cancelling()):
                 raise asyncio.CancelledError from error
             status = status_of(error)
         return await context.abort(status.code, status.details, status.trailing_metadata)
@@ -100,22 +96,19 @@ class InferenceServicer(rpc.InferenceServicer):
         self.draining = False
         self._mode = mode
         self._streams: set[_Stream] = set()
-        self._named: dict[str, _Stream] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """True as soon as no stream is open, False if one still is after ``timeout_s``."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        """True as soon as those that are open now are not, False if one still is after
+        ``timeout_s``; none may be added meanwhile."""
+        if self._streams:
+            await asyncio.wait([stream.gone for stream in self._streams], timeout=timeout_s)
+        return not self._streams
 
-    def evict(self) -> None:
-        """End every open stream with UNAVAILABLE."""
+    async def evict(self, timeout_s: float) -> None:
+        """End every open stream with UNAVAILABLE; they have ``timeout_s`` to free things."""
         for stream in self._streams:
             stream.end("the server shut down before the answer ended")
+        await self.wait_idle(timeout_s)
 
     @_reported
     async def Generate(self, message: pb.GenerateRequest, context: _Context) -> None:
@@ -158,7 +151,6 @@ class InferenceServicer(rpc.InferenceServicer):
         if self.draining:
             raise Draining("the server is shutting down and takes no new requests")
         self._streams.add(stream)
-        self._idle.clear()
         try:
             async with stream.scope:
                 yield stream
@@ -168,25 +160,20 @@ class InferenceServicer(rpc.InferenceServicer):
             raise
         finally:
             self._streams.remove(stream)
-            if self._named.get(stream.request_id) is stream:
-                del self._named[stream.request_id]
-            stream.gone.set()
-            if not self._streams:
-                self._idle.set()
+            stream.gone.set_result(None)
 
     async def _claim(self, request_id: str, stream: _Stream) -> None:
         """Give ``stream`` the name. An earlier attempt at the same stream, whose break this server
         has not noticed, is ended first; ``ValueError`` if another request has the name."""
-        while (earlier := self._named.get(request_id)) is not None:
+        while earlier := next((s for s in self._streams if s.request_id == request_id), None):
             if not stream.nonce or earlier.nonce != stream.nonce:
                 raise ValueError(
                     f"request_id={request_id!r}: a request of this name is running; "
                     "use another or leave it empty"
                 )
             earlier.end("a later attempt at this stream took its place")
-            await earlier.gone.wait()
+            await asyncio.wait([earlier.gone])
         stream.request_id = request_id
-        self._named[request_id] = stream
 
 
 async def _send_answer(gateway: Gateway, request: Request, context: _Context) -> None:

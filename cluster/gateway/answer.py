@@ -21,7 +21,8 @@ from prefill_node.messages import Prefilled
 
 
 class Answer:
-    """Token ids, text and figures of one request, across the nodes that wrote it.
+    """Token ids, text and figures of one request, across the nodes that wrote it; ``index`` is
+    which of the n answers of the user's request it is.
 
     Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
     already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
@@ -30,9 +31,15 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, text: TextStream, eos_ids: tuple[int, ...], max_model_len: int
+        self,
+        request: Request,
+        text: TextStream,
+        eos_ids: tuple[int, ...],
+        max_model_len: int,
+        index: int = 0,
     ) -> None:
         self.request = request
+        self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         sampling = request.sampling
@@ -43,8 +50,8 @@ class Answer:
         self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()
         self._started_at = time.monotonic()
-        self._prefill = Prefilled(0, 0, 0.0, 0.0)
-        self._first_token_ms = self._transfer_ms = 0.0
+        self._num_cached = 0
+        self._timings = Timings()
 
     @property
     def is_finished(self) -> bool:
@@ -58,14 +65,16 @@ class Answer:
         self._past_lives += self._life
         self._life = self._life_before = SpeculationCounts()
         if not self.token_ids:
-            self._prefill = prefilled
-            self._first_token_ms = self.elapsed_ms()
+            self._num_cached = prefilled.num_cached
+            times = prefilled.queue_ms, prefilled.prefill_ms, 0.0, self.elapsed_ms()
+            self._timings = Timings(*times)
         _, self.finish_reason = cut((prefilled.first_token,), self._stops, self._budget())
 
     def pulled(self, pulled: TransferStats) -> None:
         """The hand-over is complete; what of it was not hidden behind prefill is its time."""
         if len(self.token_ids) == 1:
-            self._transfer_ms = self.elapsed_ms() - self._first_token_ms
+            transfer_ms = self.elapsed_ms() - self._timings.first_token
+            self._timings = replace(self._timings, transfer=transfer_ms)
         self._transfer += pulled
 
     def update(self, update: SequenceUpdate) -> None:
@@ -85,21 +94,22 @@ class Answer:
         """The next piece; a token that ended the answer is in the ids, not in the text, and what
         follows a stop string is in neither."""
         ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stops
-        text, num_told = self._tell(token_ids[:-1] if ended_by_token else token_ids)
+        text, num_told = self._text.push(token_ids[:-1] if ended_by_token else token_ids)
         if self._text.stopped:
+            self.finish_reason = STOP
             token_ids = token_ids[:num_told]
             self._life = self._life.cut(self._life_before, num_told)
         elif self.is_finished:
             text += self._text.finish()
         self.token_ids.extend(token_ids)
-        return Delta(0, token_ids, text, logprobs[: len(token_ids)])
+        return Delta(self.index, token_ids, text, logprobs[: len(token_ids)])
 
     def _resume(self, output_ids: tuple[int, ...]) -> None:
         """Go on after these tokens; they may be a whole answer."""
-        self._tell(output_ids)
-        if output_ids and output_ids[-1] in self._stops:
+        self._text.push(output_ids)
+        if self._text.stopped or (output_ids and output_ids[-1] in self._stops):
             self.finish_reason = STOP
-        elif self.finish_reason is None and self._budget() == 0:
+        elif self._budget() == 0:
             self.finish_reason = LENGTH
 
     def _budget(self) -> int:
@@ -111,16 +121,6 @@ class Answer:
             self._max_model_len,
         )
 
-    def _tell(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
-        """The text of these tokens up to a stop string, and how many of them are kept."""
-        text = ""
-        for i, token in enumerate(token_ids):
-            text += self._text.push(token)
-            if self._text.stopped:
-                self.finish_reason = STOP
-                return text, i + 1
-        return text, len(token_ids)
-
     def aborted(self) -> Finished:
         """The end of an answer that was cut short from outside."""
         self.finish_reason = ABORT
@@ -131,17 +131,11 @@ class Answer:
         request = self.request
         assert request.sampling.seed is not None, "a seed is given at admission"
         return Finished(
-            index=0,
+            index=self.index,
             finish_reason=self.finish_reason,
-            usage=Usage(len(request.prompt_ids), self._prefill.num_cached, len(self.token_ids)),
+            usage=Usage(len(request.prompt_ids), self._num_cached, len(self.token_ids)),
             speculation=self._past_lives + self._life,
-            timings_ms=Timings(
-                queue=self._prefill.queue_ms,
-                prefill=self._prefill.prefill_ms,
-                transfer=self._transfer_ms,
-                first_token=self._first_token_ms,
-                total=self.elapsed_ms(),
-            ),
+            timings_ms=replace(self._timings, total=self.elapsed_ms()),
             kv_transfer=self._transfer,
             seed=request.sampling.seed,
         )

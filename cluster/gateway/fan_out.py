@@ -1,16 +1,18 @@
-"""Several answers to one request: as many requests of their own, their streams merged."""
+"""The answers to one request: as many requests of their own, their streams merged."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from core.answer import Delta, Finished
+from cluster.gateway.answer import Answer
+from core.answer import Finished, Piece
 from core.request import Request
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 _MAX_SEED = (1 << 63) - 1
-Piece = Delta | Finished
+Serve = Callable[[Answer, Callable[[Piece], None]], Coroutine[Any, Any, None]]
 
 
 def expand(request: Request) -> list[Request]:
@@ -27,33 +29,48 @@ def expand(request: Request) -> list[Request]:
     ]
 
 
-async def merged(
-    requests: Sequence[Request], generate: Callable[[int, Request], AsyncGenerator[Piece, None]]
-) -> AsyncGenerator[Piece, None]:
-    """Pieces of all answers as they come, each with its index; one Finished per answer.
+class Streams:
+    """The answers to one request as one stream, each written by a task of its own.
 
-    The first error ends them all. Closing it early ends them all too.
+    ``serve(answer, tell)`` tells the pieces of one answer. So an abort ends what writes an answer,
+    whatever that waits for, and never the reader. Its length is how many answers go on.
     """
-    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=len(requests))
 
-    async def follow(index: int, request: Request) -> None:
-        try:
-            async with aclosing(generate(index, request)) as pieces:
-                async for piece in pieces:
-                    await queue.put(replace(piece, index=index))
-        except Exception as error:
-            await queue.put(error)
+    def __init__(self, answers: Sequence[Answer], serve: Serve) -> None:
+        self._queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
+        tell = self._queue.put_nowait
+        self._tasks = [asyncio.create_task(serve(answer, tell)) for answer in answers]
+        for task, answer in zip(self._tasks, answers, strict=True):
+            task.add_done_callback(partial(self._ended, answer))
 
-    tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
-    num_left = len(tasks)
-    try:
-        while num_left:
-            piece = await queue.get()
-            if isinstance(piece, Exception):
-                raise piece
-            num_left -= isinstance(piece, Finished)
-            yield piece
-    finally:
-        for task in tasks:
+    def __len__(self) -> int:
+        return sum(not task.done() for task in self._tasks)
+
+    def abort(self) -> None:
+        """Every answer that goes on ends with a Finished of reason abort."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Of all answers as they come; one Finished per answer.
+
+        The first error ends them all. Closing it early ends them all too.
+        """
+        num_left = len(self._tasks)
+        try:
+            while num_left:
+                piece = await self._queue.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                num_left -= isinstance(piece, Finished)
+                yield piece
+        finally:
+            if num_left:
+                self.abort()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, answer: Answer, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._queue.put_nowait(error)
+        elif task.cancelled() and not answer.is_finished:
+            self._queue.put_nowait(answer.aborted())

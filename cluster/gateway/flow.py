@@ -5,13 +5,13 @@ One function, one ``finally`` that releases everything (design.md, Life of a req
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from typing import TypeVar
 
 from cluster.gateway.answer import Answer
 from cluster.gateway.fleet import Pair
 from cluster.gateway.handles import Handle
-from core.answer import Delta, Finished, TransferStats
+from core.answer import Piece, TransferStats
 from core.control import Done
 from core.errors import NodeLost
 from core.request import Request
@@ -29,12 +29,12 @@ Reply = TypeVar("Reply")
 
 
 async def run_request(
-    request: Request, pair: Pair, session: int, answer: Answer
-) -> AsyncGenerator[Delta | Finished, None]:
-    """Serve ``request`` on one pair of ranks and yield its answer.
+    request: Request, pair: Pair, session: int, answer: Answer, tell: Callable[[Piece], None]
+) -> None:
+    """Serve ``request`` on one pair of ranks and tell its answer piece by piece.
 
-    Whatever ends it (the answer's end, an error, the caller closing the generator), row, pages,
-    lease and inbox are released on both.
+    Whatever ends it (the answer's end, an error, its cancellation), row, pages, lease and inbox
+    are released on both.
 
     Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError or
     NodeLost; after any but the first ``answer.rest()`` may be tried again.
@@ -50,7 +50,7 @@ async def run_request(
         arriving = asyncio.create_task(_start(request, pair, num_tokens))
         prefilled = await _prefill(request, pair, arriving)
         answer.prefilled(prefilled)
-        yield answer.delta((prefilled.first_token,), prefilled.logprobs)
+        tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
         if not answer.is_finished:
             answer.pulled(await arriving)
         while not answer.is_finished:
@@ -59,8 +59,8 @@ async def run_request(
                 raise NodeLost(update.error)
             decoded = update.finish_reason is not None
             answer.update(update)
-            yield answer.delta(update.token_ids, update.logprobs)
-        yield answer.finished()
+            tell(answer.delta(update.token_ids, update.logprobs))
+        tell(answer.finished())
     finally:
         pair.prefill.num_tokens -= num_tokens
         pair.decode.close_inbox(pair.identity)
@@ -71,8 +71,9 @@ async def run_request(
 
 
 async def _grant(request: Request, pair: Pair, session: int) -> None:
-    sizes = len(request.prompt_ids), len(request.output_ids), request.sampling.max_tokens
-    asked = on_decode.Grant(pair.identity, session, *sizes)
+    num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
+    size = on_decode.Size(num_prompt, num_output, request.sampling.max_tokens)
+    asked = on_decode.Grant(pair.identity, session, size)
     await _call(pair.decode, "grant", asked, Done)
     pair.decode.granted.add(pair.identity)
 
@@ -80,7 +81,7 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
     info = pair.prefill.info
     owner, identity = pair.prefill.name, pair.identity
-    offer = Offer(PROTOCOL, owner, info.epoch, identity, info.fingerprint, num_tokens)
+    offer = Offer(PROTOCOL, owner, info.spec.epoch, identity, info.fingerprint, num_tokens)
     asked = on_decode.Start(identity, request, offer)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 

@@ -64,14 +64,20 @@ class AnswerText:
         self._num_tokens = 0
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """The text that became certain; sets ``stopped`` if this token completed a stop string
-        and is at least the answer's ``min_tokens``-th."""
+    def push(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """The text that became certain, and how many of the tokens are kept; sets ``stopped`` if
+        the last of these completed a stop string and is at least the answer's ``min_tokens``-th."""
         assert not self.stopped, "the text has ended"
-        self._num_tokens += 1
-        may_stop = self._num_tokens >= self._min_tokens
-        text, self.stopped = self._stop_text.push(self._stream.push((token_id,)), may_stop=may_stop)
-        return text
+        told = ""
+        for num_kept, token in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            text, self.stopped = self._stop_text.push(
+                self._stream.push((token,)), may_stop=self._num_tokens >= self._min_tokens
+            )
+            told += text
+            if self.stopped:
+                return told, num_kept
+        return told, len(token_ids)
 
     def finish(self) -> str:
         """The rest of an answer that ended otherwise."""

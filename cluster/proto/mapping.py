@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from pydantic import TypeAdapter
 
 from cluster.proto import tandem_pb2 as pb
-from core.answer import Delta, Finished, TokenLogprobs
+from core.answer import Delta, Finished, Piece, TokenLogprobs
 
 _PREFIX = "ACCEPTANCE_"
 _Noun = TypeVar("_Noun")
@@ -32,7 +32,7 @@ def from_proto(cls: type[_Noun], message: Message) -> _Noun:
     return noun
 
 
-def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
+def piece_to_proto(piece: Piece) -> pb.GenerateResponse:
     """One message of a stream."""
     if isinstance(piece, Finished):
         return pb.GenerateResponse(finished=to_proto(pb.Finished, piece))
@@ -50,7 +50,7 @@ def piece_to_proto(piece: Delta | Finished) -> pb.GenerateResponse:
     )
 
 
-def piece_from_proto(response: pb.GenerateResponse) -> Delta | Finished:
+def piece_from_proto(response: pb.GenerateResponse) -> Piece:
     """The inverse. Raises ``ValueError`` on a message that is neither."""
     kind = response.WhichOneof("piece")
     if kind == "delta":

@@ -100,16 +100,18 @@ class MtpDrafter:
         state: DraftState,
         caches: Caches,
     ) -> Tensor:
-        page_size = caches[MTP][0].shape[1]
+        """A row attends to slots up to its own; padding rows see slot 0 only, so that they stay
+        finite, and their output is never used."""
+        page_size, positions_BQ = caches[MTP][0].shape[1], rows.slots_BQ + 1
         page_table_BP = state.page_table_BP
         real_BQ = rows.real_BQ
         if state.real_B is not None:
             real_BQ = real_BQ & state.real_B.unsqueeze(1)
         batch = Batch(
             token_ids_BQ=token_ids_BQ,
-            positions_BQ=rows.positions_BQ,
+            positions_BQ=positions_BQ,
             write_slots_BQ=physical_slots(page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
-            context_lens_BQ=rows.context_lens_BQ,
+            context_lens_BQ=torch.where(rows.real_BQ, positions_BQ, 1),
             page_table_BP=page_table_BP,
             max_pages_B=state.max_pages_B,
             real_BQ=real_BQ,

@@ -15,17 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """Slots, positions and context lengths [B, Q] of one pass.
+    """Slots [B, Q] of one pass; a row's position is its slot + 1.
 
     Where ``real_BQ`` is False the row is padding, and where ``keep_BQ`` is False it writes to the
-    dummy page. A row attends to slots up to
-    its own, ``context_lens_BQ`` = slot + 1; padding rows see slot 0 only, so that they stay
-    finite, and their output is never used. ``head_B`` is the row that yields the draft.
+    dummy page. ``head_B`` is the row that yields the draft.
     """
 
     slots_BQ: Tensor
-    positions_BQ: Tensor
-    context_lens_BQ: Tensor
     real_BQ: Tensor
     keep_BQ: Tensor
     head_B: Tensor
@@ -42,8 +38,6 @@ def first_pass(num_known_B: Tensor, num_emitted_B: Tensor, first_B: Tensor, widt
     real_BQ = row_Q < num_emitted_B.unsqueeze(1)
     return PassRows(
         slots_BQ=slots_BQ,
-        positions_BQ=slots_BQ + 1,
-        context_lens_BQ=torch.where(real_BQ, slots_BQ + 1, 1),
         real_BQ=real_BQ,
         keep_BQ=real_BQ & ~first_B.unsqueeze(1),
         head_B=num_emitted_B - 1,
@@ -57,8 +51,6 @@ def later_pass(num_known_B: Tensor, pass_number: int) -> PassRows:
     all_BQ = torch.ones_like(slots_BQ, dtype=torch.bool)
     return PassRows(
         slots_BQ=slots_BQ,
-        positions_BQ=slots_BQ + 1,
-        context_lens_BQ=slots_BQ + 1,
         real_BQ=all_BQ,
         keep_BQ=all_BQ,
         head_B=torch.zeros_like(num_known_B),

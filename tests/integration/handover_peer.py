@@ -46,7 +46,8 @@ class Rank:
             group.name: [torch.zeros(num_pages * page_size, WIDTH) for _ in range(group.num_layers)]
             for group in layout.groups
         }
-        self.caches = Caches(layout, self.pool, self.tensors)
+        self.caches = Caches(self.tensors, self.pool, layout.dtype, layout.model)
+        assert self.caches.layout == layout
         self.engine = EngineLoop(name)
         self.engine.start()
 
@@ -144,7 +145,7 @@ class Prefill(Rank):
     async def report(self) -> dict[str, Any]:
         self.source.check_integrity()
         await self.engine.call(self.pool.check_integrity)
-        used, asked = self.pool.num_used, self.asked
+        used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
         self.asked = []
         self.caches.__dict__.pop("gather", None)
         return {**self.source.counts(), "pages": used, "released": len(self.released),

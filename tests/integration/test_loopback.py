@@ -29,8 +29,8 @@ def test_loopback_copies_in_order() -> None:
     for transfer in receives + sends:
         transfer.done.result(1)
     assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4]
-    sender.close()
-    receiver.close()
+    sender.abort("closed")
+    receiver.abort("closed")
     ended(sender)
     ended(receiver)
     assert threads() == []

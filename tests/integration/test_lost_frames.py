@@ -54,19 +54,18 @@ async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere() -> Non
     after that tells it, so that the answers go on from what has come."""
     async with rig(TINY_MODEL, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=4") as cluster:
         [decode] = cluster.decodes
-        handle = cluster.gateway.fleet.decodes[decode.spec.name]
-        reader = cluster.gateway.fleet._readers[decode.spec.name]
+        handle = cluster.gateway.fleet.ranks[decode.spec.name]
         asked = [greedy(f"r{i}", ids, 300, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         async with asyncio.timeout(30):
             while len(decode.engine.scheduler.sequences) < 2 or not decode.engine.num_steps:
                 await asyncio.sleep(0.001)
-        decode.sessions._sessions[cluster.gateway.fleet.session].renewed_at -= 60
+        decode.sessions._renewed_at[cluster.gateway.fleet.session] -= 60
         async with asyncio.timeout(10):
             while set(handle.granted) == set(decode.sessions.held(cluster.gateway.fleet.session)):
                 await asyncio.sleep(0.001)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 300
             assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
-        assert reader.opened.is_set()
+        assert handle.is_heard.is_set()
         await cluster.check_empty()

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from core.config import TINY_MODEL
 from core.identity import Identity
 from core.request import PREEMPTED
+from decode_node.messages import Size
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence, Size
+from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
 from tests.engines import greedy
 from tests.exact import near_ties

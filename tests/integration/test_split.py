@@ -15,11 +15,12 @@ from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
 from core.identity import Identity
-from core.info import NodeStatus
+from core.info import DECODE, NodeStatus
+from core.membership import DOWN, Gang
 from core.request import Request
 from core.schema import decode as decode_reply
 from core.schema import pack
-from decode_node.messages import Abort, Grant, Start
+from decode_node.messages import Abort, Grant, Size, Start
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.engines import greedy
@@ -167,7 +168,7 @@ async def test_an_abort_that_overtakes_its_calls_wins() -> None:
 
         for i in range(5):
             identity = Identity(f"r{i}")
-            grant = Grant(identity, 1, len(ids), 0, 5)
+            grant = Grant(identity, 1, Size(len(ids), 0, 5))
             offer = Offer(
                 PROTOCOL, owner.spec.name, owner.spec.epoch, identity, decode.info.fingerprint,
                 len(ids),
@@ -210,8 +211,11 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go() -> None:
         cluster.members.remove(first.spec.name)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 80 and not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
-        assert list(cluster.gateway.fleet.decodes) == [second.spec.name]
+        assert [d.name for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.name]
         assert second.engine.num_steps > 0
+        cluster.members.tell(*cluster.members.membership.gangs, Gang("decode-9", DECODE, 3, DOWN))
+        nodes = {node.name: node.alive for node in (await cluster.gateway.status()).nodes}
+        assert nodes == {"prefill-0": True, "decode-1": True, "decode-9": False}
         await cluster.check_empty()
         await cluster.gateway.stop()
         await second.stop()
@@ -272,7 +276,7 @@ async def test_nodes_that_cache_unlike_never_exchange_kv() -> None:
         identity, owner = Identity("forced"), mtp.prefills[0]
         control = mtp.members.controls[other.spec.name]
         plain.members.controls[owner.spec.name] = InProcessControl(owner.handle, owner.spec.epoch)
-        await control.call("grant", pack(Grant(identity, 1, len(ids), 0, 5)))
+        await control.call("grant", pack(Grant(identity, 1, Size(len(ids), 0, 5))))
         for fingerprint in (owner.info.fingerprint, other.info.fingerprint):
             offer = Offer(
                 PROTOCOL, owner.spec.name, owner.spec.epoch, identity, fingerprint, len(ids)

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.request import Request, SamplingParams, Speculation
+from decode_node.messages import Size
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence, Size
+from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3

@@ -13,12 +13,11 @@ from cluster.control.gang import GangKeeper, RankHandle
 from cluster.control.plan import GangPlan, plan_gangs
 from core.config import TandemConfig, load
 from core.errors import NodeLost, Overloaded
-from core.info import ModelInfo, NodeInfo
-from core.membership import DOWN, LOST, READY, STARTING, Gang, RankSpec, RankState
+from core.info import ModelInfo
+from core.membership import DOWN, LOST, READY, STARTING, Gang, NodeInfo, RankSpec, RankState
 from core.schema import Failure
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
-INFO = NodeInfo("prefill-0", "prefill", 1, "f", MODEL, 1, 9, 9, 9)
 
 
 class FakeRank:
@@ -44,8 +43,10 @@ class FakeRank:
     def kill(self) -> None:
         self.is_killed = True
 
-    def become(self, progress: float = 1.0, info: NodeInfo | None = INFO) -> None:
+    def become(self, progress: float = 1.0) -> None:
+        """Loaded so far; whole is ready."""
         spec, path = self.state.spec, self.state.log_path
+        info = NodeInfo(spec, "f", MODEL, 1, 9, 9, 9) if progress == 1.0 else None
         self.state = RankState(spec, "{}", 1, path, (0, 0), progress, info)
 
 
@@ -97,6 +98,10 @@ async def kept(machines: FakeMachines, *sets: str) -> AsyncIterator[tuple[GangKe
         await keeper.stop(0.05)
 
 
+def note(gang: Gang) -> str:
+    return "" if gang.failure is None else gang.failure.text
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -108,13 +113,13 @@ async def test_a_start_is_told_until_it_is_ready() -> None:
     async with kept(machines) as (keeper, seen):
         await until(lambda: machines.lives)
         rank = machines.lives[101]
-        rank.become(0.5, None)
+        rank.become(0.5)
         await until(lambda: keeper.gang.progress == 0.5)
-        assert keeper.gang.state == STARTING and not keeper.gang.note
+        assert keeper.gang.state == STARTING and not note(keeper.gang)
         rank.become()
         await until(lambda: keeper.gang.state == READY)
         [member] = keeper.gang.members
-        assert (member.spec.epoch, member.info, rank.told) == (101, INFO, (7, 101))
+        assert (member.spec.epoch, member, rank.told) == (101, rank.state.info, (7, 101))
         assert len(set(map(repr, seen))) == len(seen), "a change is told once"
     assert rank.is_stopped and rank.is_killed and machines.cleared == [101]
 
@@ -130,8 +135,8 @@ async def test_a_dead_rank_gets_a_new_life_with_a_later_epoch(tmp_path: Path) ->
         assert machines.lives[101].is_killed and machines.cleared == [101]
         [lost] = [gang for gang in seen if gang.state == LOST]
         assert not lost.members and lost.epoch == 101
-        assert "connection reset" in lost.note and lost.note.endswith("Segmentation fault")
-        assert len(lost.note) < 2100
+        assert "connection reset" in note(lost) and note(lost).endswith("Segmentation fault")
+        assert len(note(lost)) < 2100
 
 
 @pytest.mark.parametrize(("service_s", "num_lives"), [(60, 3), (0, None)])
@@ -148,7 +153,7 @@ async def test_who_keeps_dying_early_is_left_down(service_s: int, num_lives: int
             await until(lambda: len(machines.lives) > 4)
             return
         await until(lambda: keeper.gang.state == DOWN)
-        assert len(machines.lives) == num_lives and "again" in keeper.gang.note
+        assert len(machines.lives) == num_lives and "again" in note(keeper.gang)
         await asyncio.sleep(0.05)
         assert len(machines.lives) == num_lives
         keeper.start()
@@ -174,7 +179,7 @@ async def test_want_of_room_is_final_only_for_who_never_served() -> None:
     machines.refusal = Overloaded("no room")
     async with kept(machines) as (keeper, _):
         await until(lambda: keeper.gang.state == DOWN)
-        assert keeper.gang.note == "no room"
+        assert note(keeper.gang) == "no room"
         machines.refusal = None
         keeper.start()
         await until(lambda: keeper.gang.state == READY)
@@ -196,7 +201,7 @@ async def test_a_silent_rank_is_ended_only_when_somebody_suspects_it() -> None:
         assert (keeper.gang.state, keeper.gang.epoch) == (READY, 101)
         keeper.report(101, "its frames have stopped")
         await until(lambda: keeper.gang.epoch == 102)
-        assert "its frames have stopped" in keeper.gang.note and machines.lives[101].is_killed
+        assert "its frames have stopped" in note(keeper.gang) and machines.lives[101].is_killed
 
 
 async def test_a_suspect_that_answers_is_left_alone() -> None:

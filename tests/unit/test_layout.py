@@ -12,7 +12,7 @@ LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "de
 
 
 def test_bytes_and_groups() -> None:
-    assert LAYOUT.bytes_per_token == 5 * 1152
+    assert sum(group.bytes_per_token_all_layers for group in LAYOUT.groups) == 5 * 1152
     assert LAYOUT.index("mtp") == 1
     with pytest.raises(LayoutMismatch, match="'eagle'.*main.*mtp"):
         LAYOUT.index("eagle")

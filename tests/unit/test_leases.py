@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
-from kv_transfer.messages import Seal
 from kv_transfer.offered import Computed, OfferBook
 
 KEY, OTHER = Identity("r"), Identity("r")
@@ -103,7 +102,7 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     entry = await waiting
     assert entry is not None and entry.computed.num_tokens == (3, 2) and book.num_waiting == 0
     assert await book.wait(KEY, (3, 2), 0.01) is entry
-    book.seal(KEY, lambda e: Seal(5, None, "", e.computed.num_tokens, e.generations_now))
+    book.seal(KEY, 5, None, "")
     sealed = await book.wait(KEY, (3, 2), 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
     assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()

@@ -9,13 +9,14 @@ import pytest
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
-from core.info import FrameAddress, ModelInfo, NodeInfo
-from core.membership import Gang, Member, Membership, RankSpec, RankState
+from core.info import ModelInfo
+from core.membership import FrameAddress, Gang, Membership, NodeInfo, RankSpec, RankState
 from core.schema import Failure, decode, pack, unpack
 from runtime.shell import RankShell
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
-INFO = NodeInfo("decode-0", "decode", 5, "f", MODEL, 1, 9, 9, 9, FrameAddress("h", 1, b"secret"))
+SPEC = RankSpec("decode-0", "decode", 5)
+INFO = NodeInfo(SPEC, "f", MODEL, 1, 9, 9, 9, FrameAddress("h", 1, b"secret"))
 
 
 def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: Any) -> RankState:
@@ -63,15 +64,14 @@ def test_differing_keys_are_named_with_both_values() -> None:
 
 
 def test_a_snapshot_travels_whole() -> None:
-    member = Member(RankSpec("decode-0", "decode", 5), INFO)
     gangs = (
-        Gang("decode-0", "decode", 5, "ready", (member,), 1.0),
+        Gang("decode-0", "decode", 5, "ready", (INFO,), 1.0),
         Gang("prefill-0", "prefill", 6, "down", failure=Failure("NodeLost", "it died")),
     )
     sent = Membership((3, 4), gangs)
     got = unpack(Membership, pack(sent))
-    assert got == sent and got.ready() == got.ready("decode") == [member]
-    assert got.gangs[1].note == "it died" and not got.ready("prefill")
+    assert got == sent and got.ready() == got.ready("decode") == [INFO]
+    assert got.gangs[1].failure == Failure("NodeLost", "it died") and not got.ready("prefill")
 
 
 class FakeShell(RankShell):
@@ -88,7 +88,7 @@ class FakeShell(RankShell):
 
 
 def shell(made: Any) -> FakeShell:
-    made_shell = FakeShell(pack(RankSpec("decode-0", "decode", 5)), load().model_dump_json())
+    made_shell = FakeShell(pack(SPEC), load().model_dump_json())
     made_shell.made = made
     return made_shell
 

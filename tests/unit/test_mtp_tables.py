@@ -11,7 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.config import PrefillConfig, TandemConfig
 from core.identity import Identity
+from core.info import PREFILL
+from core.membership import RankSpec
 from core.request import Request, SamplingParams
 from decode_node.plan import StepKey
 from decode_node.rows import Rows
@@ -23,6 +26,8 @@ from model.cache import MAIN, MTP
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import first_pass, later_pass
 from prefill_node.engine import PrefillEngine, Progress
+from runtime.engine_loop import EngineLoop
+from runtime.parts import RankParts
 
 TABLES = json.loads((Path(__file__).parents[1] / "data" / "mtp_tables.json").read_text())
 CASES = {f"{c['name']}-{c.get('mode', '')[:14].strip(' ,')}": c for c in TABLES["cases"]}
@@ -201,17 +206,12 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
         network=network, drafter=MtpDrafter(network, network), device=torch.device("cpu")
     )
     pool = PagePool(9, PAGE_SIZE)
-    engine = PrefillEngine(
-        loaded,
-        pool,
-        caches(),
-        epoch=1,
-        max_batch_tokens=max_batch_tokens,
-        on_progress=progress.append,
-    )
+    config = TandemConfig(prefill=PrefillConfig(max_batch_tokens=max_batch_tokens))
+    spec, loop = RankSpec("p", PREFILL, 1), EngineLoop("never started")
+    engine = PrefillEngine(RankParts(spec, config, loaded, pool, caches(), loop), progress.append)
     prompt = tuple(token_id(t) for t in TABLES["prompt"])
     request = Request("r", prompt, sampling=SamplingParams(seed=0))
-    sequence = engine.submit(Identity(request.request_id), request)
+    sequence = engine.scheduler.admit(Identity(request.request_id), request)
     page = sequence.pages[0]
     while engine.has_work():
         engine.step()
@@ -229,7 +229,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     assert hidden == mtp["hidden"]
     assert token_name(progress[-1].first_token) == case["emitted"][0]
     assert [tag_name(progress[-1].hidden_D)] == case["saved_hidden"]
-    engine.drop(sequence.identity)
+    engine.scheduler.drop(sequence.identity)
     engine.scheduler.check_integrity()
     assert pool.num_available == 8
 

@@ -11,7 +11,7 @@ from model.batch import Segment, pack
 from model.cache import MAIN, MTP, Caches
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
-from prefill_node.planner import LocalPlanner, Proposal, StepKey, plan_step
+from prefill_node.planner import LocalPlanner
 from runtime.lockstep import Plan
 from tests import tiny
 from tests.engines import POISON, Bench, greedy, load
@@ -134,11 +134,11 @@ def test_a_step_is_one_forward_and_one_head_over_real_tokens(loaded: LoadedModel
     network = Counted(loaded.network)
     together = Bench(replace(loaded, network=network))
     for request in asked:
-        together.prefill.submit(Identity(request.request_id), request)
+        together.prefill.scheduler.admit(Identity(request.request_id), request)
     together.prefill.step()
     assert network.forwards == [14 + 11 + 5 + 3] and network.heads == [4]
     assert not together.prefill.has_work()
-    told = {progress.identity.request_id: progress for progress in together.progress}
+    told = {progress.sequence.request.request_id: progress for progress in together.progress}
     for request in asked:
         progress, alone = told[request.request_id], Bench(loaded)
         first, _ = alone.start(request)
@@ -155,12 +155,12 @@ class Fuller:
     """The planner of a gang whose other rank always has more tokens."""
 
     def __init__(self, num_more: int) -> None:
-        self.proposals: list[Proposal] = []
+        self.proposals: list[int] = []
         self._num_more = num_more
 
-    def plan(self, proposal: Proposal) -> Plan[StepKey]:
+    def plan(self, proposal: int) -> Plan[int]:
         self.proposals.append(proposal)
-        return Plan(1, len(self.proposals), StepKey(proposal.num_tokens + self._num_more))
+        return Plan(1, len(self.proposals), proposal + self._num_more)
 
 
 def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedModel) -> None:
@@ -176,10 +176,11 @@ def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedM
     request = greedy("a", ids_of(0), 4)
     assert padded.start(request)[0] == alone.start(request)[0]
     assert network.forwards == [5, len(ids_of(0)) + 5]
-    assert [proposal.num_tokens for proposal in planner.proposals] == [0, len(ids_of(0))]
+    assert planner.proposals == [0, len(ids_of(0))]
 
 
 def test_the_fullest_rank_decides_and_without_work_there_is_no_step() -> None:
-    assert plan_step([Proposal(3), Proposal(0), Proposal(7)]) == StepKey(7)
-    assert plan_step([Proposal(0), Proposal(0)]) is None
-    assert LocalPlanner(4).plan(Proposal(2)) == Plan(4, 1, StepKey(2))
+    planner = LocalPlanner(4)
+    assert planner.decide([3, 0, 7]) == 7
+    assert planner.decide([0, 0]) is None
+    assert planner.plan(2) == Plan(4, 1, 2)

@@ -120,9 +120,8 @@ def test_logprobs_are_of_raw_logits(loaded: LoadedModel, folder: Path, temperatu
     ]
     answers = bench.generate(*asked)
     for request, (tokens, _) in zip(asked, answers, strict=True):
-        told = [p.logprobs for p in bench.progress if p.identity.request_id == request.request_id][
-            -1
-        ]
+        [*_, last] = [p for p in bench.progress if p.sequence.request is request]
+        told = last.logprobs
         for update in bench.updates():
             if update.identity.request_id == request.request_id:
                 told += update.logprobs

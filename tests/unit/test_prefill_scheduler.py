@@ -9,7 +9,7 @@ from core.errors import HandoverError
 from core.identity import Identity
 from core.request import Request, SamplingParams
 from kv_transfer.pages import PagePool
-from prefill_node.page_source import AdoptedPages, PageSource, PooledPages
+from prefill_node.page_source import AdoptedPages, PageSource
 from prefill_node.scheduler import SHORT_SHARE, Scheduler
 from prefill_node.sequence import Sequence
 
@@ -36,7 +36,7 @@ def admit(scheduler: Scheduler, num: int, *output: int) -> Sequence:
 
 
 def test_prompts_wait_for_pages_in_order_and_begun_ones_first() -> None:
-    scheduler = Scheduler(PooledPages(PagePool(6, SIZE)), 100)
+    scheduler = Scheduler(PageSource(PagePool(6, SIZE)), 100)
     first = admit(scheduler, 12)
     wide = admit(scheduler, 13)
     narrow = admit(scheduler, 1)
@@ -53,7 +53,7 @@ def test_prompts_wait_for_pages_in_order_and_begun_ones_first() -> None:
 
 
 def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
-    scheduler = Scheduler(PooledPages(PagePool(6, SIZE)), 100)
+    scheduler = Scheduler(PageSource(PagePool(6, SIZE)), 100)
     first, wide, narrow = (admit(scheduler, num) for num in (12, 16, 4))
     scheduler.drop(wide.identity)
     assert narrow.pages and scheduler.num_queued == 0
@@ -64,14 +64,14 @@ def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
 
 def test_what_can_never_fit_or_is_here_is_refused_and_leaves_nothing() -> None:
     pool = PagePool(4, SIZE)
-    scheduler = Scheduler(PooledPages(pool), 100)
+    scheduler = Scheduler(PageSource(pool), 100)
     with pytest.raises(ValueError, match="prompt: needs 4 pages of this node's 3"):
         admit(scheduler, 13)
     one = admit(scheduler, 12)
     with pytest.raises(HandoverError, match="is here already"):
         scheduler.admit(one.identity, one.request)
     scheduler.drop(one.identity)
-    assert pool.num_used == 0 and not scheduler.sequences
+    assert pool.num_free == pool.num_pages - 1 and not scheduler.sequences
 
 
 class Traffic(RuleBasedStateMachine):
@@ -84,7 +84,7 @@ class Traffic(RuleBasedStateMachine):
         self.queue: list[Sequence] = []
 
     def source(self) -> PageSource:
-        return PooledPages(self.pool)
+        return PageSource(self.pool)
 
     @rule(
         shared=st.integers(0, 28),
@@ -149,8 +149,8 @@ class Traffic(RuleBasedStateMachine):
             self.scheduler.drop(done[0].identity)
             self.placed_in_order()
             self.sound()
-        self.scheduler._pages.prefixes.clear()
-        assert self.pool.num_used == 0
+        self.pool.reclaim(self.pool.num_pages)
+        assert self.pool.num_free == self.pool.num_pages - 1
 
 
 class AdoptingTraffic(RuleBasedStateMachine):
@@ -209,8 +209,8 @@ class AdoptingTraffic(RuleBasedStateMachine):
         while self.scheduler.sequences:
             self.drop_prompt(0)
         self.sound()
-        self.scheduler._pages.prefixes.clear()
-        assert self.pool.num_used == 0
+        self.pool.reclaim(self.pool.num_pages)
+        assert self.pool.num_free == self.pool.num_pages - 1
 
 
 TestTraffic, TestAdoptingTraffic = Traffic.TestCase, AdoptingTraffic.TestCase
@@ -249,4 +249,8 @@ def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
     scheduler = Scheduler(AdoptedPages(pool, find_row), 100)
     with pytest.raises(HandoverError, match="has no row here"):
         scheduler.admit(Identity("a"), request(tokens(5)))
-    assert not scheduler.sequences and scheduler.num_queued == 0 and pool.num_used == 0
+    assert (
+        not scheduler.sequences
+        and scheduler.num_queued == 0
+        and pool.num_free == pool.num_pages - 1
+    )

@@ -5,7 +5,7 @@ import pytest
 from core.identity import Identity
 from core.request import Request, SamplingParams
 from kv_transfer.pages import PagePool
-from prefill_node.page_source import PooledPages
+from prefill_node.page_source import PageSource
 from prefill_node.prefix_cache import PrefixCache, page_keys
 from prefill_node.scheduler import SHORT_SHARE, Scheduler
 from prefill_node.sequence import Sequence
@@ -35,7 +35,7 @@ def test_a_key_covers_the_page_and_the_token_after_it() -> None:
 
 def test_an_equal_beginning_is_not_computed_twice() -> None:
     pool = PagePool(20, SIZE)
-    scheduler = Scheduler(PooledPages(pool), 100)
+    scheduler = Scheduler(PageSource(pool), 100)
     ids = tuple(range(1, 14))
     first = admit(scheduler, "a", ids)
     finish(scheduler)
@@ -52,7 +52,7 @@ def test_an_equal_beginning_is_not_computed_twice() -> None:
 
 def test_the_answer_extends_what_is_known() -> None:
     """A page that ends with the prompt is published once the first token is known."""
-    scheduler = Scheduler(PooledPages(PagePool(20, SIZE)), 100)
+    scheduler = Scheduler(PageSource(PagePool(20, SIZE)), 100)
     admit(scheduler, "a", (1, 2, 3, 4))
     finish(scheduler, first_token=7)
     assert admit(scheduler, "b", (1, 2, 3, 4, 7, 8)).num_cached == 4
@@ -61,7 +61,7 @@ def test_the_answer_extends_what_is_known() -> None:
 
 def test_cached_pages_give_way_to_new_prompts() -> None:
     pool = PagePool(5, SIZE)
-    scheduler = Scheduler(PooledPages(pool), 100)
+    scheduler = Scheduler(PageSource(pool), 100)
     for name, start in (("a", 10), ("b", 30)):
         done = admit(scheduler, name, tuple(range(start, start + 9)))
         finish(scheduler)
@@ -76,7 +76,7 @@ def test_cached_pages_give_way_to_new_prompts() -> None:
 
 @pytest.mark.parametrize("budget", [8, 64, 256])
 def test_a_short_prompt_does_not_wait_for_a_long_one(budget: int) -> None:
-    scheduler = Scheduler(PooledPages(PagePool(2000, SIZE)), budget)
+    scheduler = Scheduler(PageSource(PagePool(2000, SIZE)), budget)
     admit(scheduler, "long", tuple(range(4000)))
     short = tuple(range(9000, 9000 + budget // SHORT_SHARE))
     admit(scheduler, "short", short)
@@ -86,7 +86,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(budget: int) -> None:
 
 
 def test_a_short_prompt_waits_for_no_part_of_a_second_long_one() -> None:
-    scheduler = Scheduler(PooledPages(PagePool(4000, SIZE)), 64)
+    scheduler = Scheduler(PageSource(PagePool(4000, SIZE)), 64)
     for name in ("long", "longer"):
         admit(scheduler, name, tuple(range(4000)))
     admit(scheduler, "short", tuple(range(9000, 9010)))

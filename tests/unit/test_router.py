@@ -5,43 +5,72 @@ from itertools import product
 import pytest
 
 from cluster.gateway.affinity import STRIDE, PrefixAffinity
-from cluster.gateway.router import MAX_PREFERRED_LEAD, DecodeLoad, PrefillLoad, choose_route
+from cluster.gateway.handles import Handle
+from cluster.gateway.router import MAX_PREFERRED_LEAD, choose_route
 from core.errors import NodeLost
+from core.identity import Identity
+from core.info import ModelInfo
+from core.membership import NodeInfo, RankSpec
+
+MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 
 
-def prefill(name: str, num_tokens: int = 0, num_sent: int = 0) -> PrefillLoad:
-    return PrefillLoad(name, num_tokens, num_sent)
+class NoControl:
+    async def call(self, method: str, payload: bytes) -> bytes:
+        raise AssertionError("a choice calls nobody")
+
+
+def rank(gang: str, **load: int) -> Handle:
+    info = NodeInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 9, 9, 9)
+    return Handle(info, NoControl(), **load)  # type: ignore[arg-type]
+
+
+def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> Handle:
+    return rank(gang, num_tokens=num_tokens, num_sent=num_sent)
+
+
+def decode(gang: str, num_rows: int) -> Handle:
+    """It runs one sequence of ours, if any, and those of others."""
+    found = rank(gang, num_others=max(0, num_rows - 1))
+    if num_rows:
+        found.open_inbox(Identity("r"))
+    return found
+
+
+def chosen(pairs: list[tuple[Handle, Handle]], preferred: str | None = None) -> tuple[str, str]:
+    p, d = choose_route(pairs, preferred)
+    return p.info.spec.gang, d.info.spec.gang
 
 
 def route(
-    prefills: list[PrefillLoad], decodes: list[DecodeLoad], preferred: str | None = None
+    prefills: list[Handle], decodes: list[Handle], preferred: str | None = None
 ) -> tuple[str, str]:
-    return choose_route(list(product(prefills, decodes)), preferred)
+    return chosen(list(product(prefills, decodes)), preferred)
 
 
 def test_the_least_loaded_pair() -> None:
     prefills = [prefill("p0", 500), prefill("p1", 20)]
-    decodes = [DecodeLoad("d0", 3), DecodeLoad("d1", 1)]
+    decodes = [decode("d0", 3), decode("d1", 1)]
     assert route(prefills, decodes) == ("p1", "d1")
     assert route(prefills[:1], decodes[:1]) == ("p0", "d0")
 
 
 def test_among_equals_the_one_that_got_least() -> None:
     prefills = [prefill("p0", num_sent=7), prefill("p1", num_sent=6)]
-    assert route(prefills, [DecodeLoad("d", 0)]) == ("p1", "d")
+    assert route(prefills, [decode("d", 0)]) == ("p1", "d")
 
 
 def test_a_known_beginning_attracts_while_load_allows() -> None:
-    decodes = [DecodeLoad("d", 0)]
+    decodes = [decode("d", 0)]
     for lead, expected in ((MAX_PREFERRED_LEAD, "p1"), (MAX_PREFERRED_LEAD + 1, "p0")):
         prefills = [prefill("p0"), prefill("p1", lead)]
-        assert route(prefills, decodes, preferred="p1") == (expected, "d")
-    assert route([prefill("p0")], decodes, preferred="p1") == ("p0", "d")
+        assert route(prefills, decodes, preferred=prefill("p1").name) == (expected, "d")
+    assert route([prefill("p0")], decodes, preferred=prefill("p1").name) == ("p0", "d")
 
 
 def test_only_pairs_that_work_together() -> None:
-    pairs = [(prefill("p0", 900), DecodeLoad("d1", 3)), (prefill("p1"), DecodeLoad("d0", 4))]
-    assert choose_route(pairs) == ("p0", "d1")
+    pairs = [(prefill("p0", 900), decode("d1", 3)), (prefill("p1"), decode("d0", 4))]
+    assert chosen(pairs) == ("p0", "d1")
     with pytest.raises(NodeLost, match="cache alike"):
         choose_route([])
 

@@ -65,7 +65,7 @@ def test_answers_and_their_resumption_stop_alike(
     """Real tokens: characters of several tokens, any runs of tokens, any point to resume from."""
     ids = tuple(TOKENIZER.encode("".join(words))[1:])
     whole = AnswerText(TextStream(TOKENIZER), tuple(stops), 0)
-    told = [whole.push(token) for token in ids if not whole.stopped]
+    told = [whole.push((token,))[0] for token in ids if not whole.stopped]
     text = "".join(told) + whole.finish()
     expected, number = oracle(["".join(words)], stops, 0)
     assert text == expected and whole.stopped == (number is not None)

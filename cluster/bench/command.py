@@ -1,6 +1,5 @@
 """``tandem bench``: load on a server, and what it made of it."""
 
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from cluster.bench.experiment import Arm, Trial, speedups
 from cluster.bench.options import BenchOptions
 from cluster.bench.report import as_json, show
 from cluster.client.client import AsyncClient
-from cluster.commands.common import DEFAULT_ADDRESS, fail, run, running_server
-from core.config import load
+from cluster.commands.common import DEFAULT_ADDRESS, fail, own_server, run, takes
 
 
+@takes(BenchOptions)
 def bench(**values: Any) -> None:
     """Put load on a server: latency, throughput, and what drafting made of it.
 
@@ -42,18 +41,13 @@ def bench(**values: Any) -> None:
     run(_bench(BenchOptions(**values)))
 
 
-bench.__signature__ = inspect.signature(BenchOptions)  # type: ignore[attr-defined]
-bench.__annotations__ = dict(BenchOptions.__annotations__)
-
-
 async def _bench(options: BenchOptions) -> None:
     options.check()
     if not options.own:
         await _report(options.address or DEFAULT_ADDRESS, options)
         return
-    own = load(options.config, [*(options.sets or []), "server.address=127.0.0.1:0"])
-    async with running_server(own) as server:
-        await _report(server.address, options)
+    async with own_server(options.config, options.sets) as address:
+        await _report(address, options)
 
 
 async def _report(address: str, options: BenchOptions) -> None:
