@@ -41,8 +41,8 @@ class Machines(Protocol):
     async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> Sequence[RankHandle]:
         """Ranks that build themselves from now on. Raises Overloaded when there is no room."""
 
-    async def clear(self, gang: str, epoch: int) -> None:
-        """Give back the room of a life whose ranks have been killed."""
+    async def clear(self, gang: str) -> None:
+        """Give back the room of every life of a gang; its ranks have been killed."""
 
 
 class Numbers(Protocol):
@@ -176,7 +176,10 @@ class GangKeeper:
         for rank in self._ranks:
             rank.kill()
         self._ranks = ()
-        await self._machines.clear(self._plan.name, self.gang.epoch)
+        try:
+            await self._machines.clear(self._plan.name)
+        except Exception as error:  # the end of the next life gives this room back too
+            log.error("%s: its room could not be given back: %s", self._plan.name, error)
 
     def _set(self, **fields: object) -> None:
         before, self.gang = self.gang, replace(self.gang, **fields)  # type: ignore[arg-type]

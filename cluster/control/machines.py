@@ -67,8 +67,8 @@ class RayMachines:
             for spec in plan.specs(epoch, hosts)
         ]
 
-    async def clear(self, gang: str, epoch: int) -> None:
-        await asyncio.to_thread(_remove_group, _group_name(gang, epoch))
+    async def clear(self, gang: str) -> None:
+        await asyncio.to_thread(remove_groups, (), f"{gang}.")
 
 
 def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: str) -> RayRank:
@@ -99,18 +99,15 @@ def find_ranks() -> list[RayRank]:
     return found
 
 
-def remove_groups(kept: Sequence[RankSpec] = ()) -> None:
-    """Give back the room of every life but those of the ranks that are kept. Blocks."""
+def remove_groups(kept: Sequence[RankSpec] = (), prefix: str = "") -> None:
+    """Give back the room of every life whose ``gang.epoch`` begins with ``prefix``, but those of
+    the ranks that are kept. Blocks."""
     names = {_group_name(spec.gang, spec.epoch) for spec in kept}
     for group in ray.util.placement_group_table().values():
-        if group["name"].startswith(GROUPS) and group["name"] not in names:
-            _remove_group(group["name"])
+        if group["name"].startswith(GROUPS + prefix) and group["name"] not in names:
+            with suppress(ValueError):  # it is gone already
+                remove_placement_group(get_placement_group(group["name"]))
 
 
 def _group_name(gang: str, epoch: int) -> str:
     return f"{GROUPS}{gang}.{epoch}"
-
-
-def _remove_group(name: str) -> None:
-    with suppress(ValueError):  # there is none, or it is gone already
-        remove_placement_group(get_placement_group(name))

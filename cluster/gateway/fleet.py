@@ -131,8 +131,7 @@ class Fleet:
             for key in [key for key in self._tasks if name in key]:
                 self._tasks.pop(key).cancel()
         for name in infos.keys() - self.ranks.keys():
-            control = self._members.control(infos[name].spec)
-            handle = self.ranks[name] = Handle(infos[name], control)
+            handle = self.ranks[name] = Handle(infos[name], self._members.control(infos[name].spec))
             if handle.info.frames is not None:
                 frames = read_frames(handle, self.session, self._beat_s, self.lose)
                 self._start(frames, FRAMES, name)

@@ -153,8 +153,7 @@ class ClusterGateway:
                     self.fleet.lose(self.fleet.ranks[error.node], error)
                 if retries.num_failures == MAX_FAILURES:
                     raise
-                num_failures = retries.num_failures + 1
-                log.warning("trying again, %d of %d: %s", num_failures, MAX_FAILURES, error)
+                log.warning("trying again after failure %d: %s", retries.num_failures + 1, error)
                 await retries.pause()
 
     def _pair(self, request: Request, index: int) -> Pair:

@@ -55,7 +55,8 @@ class FakeMachines:
 
     def __init__(self, on_begin: Callable[[FakeRank], None] = lambda rank: None) -> None:
         self.lives: dict[int, FakeRank] = {}
-        self.cleared: list[int] = []
+        self.cleared: list[str] = []
+        self.clear_error: Exception | None = None
         self.refusal: Exception | None = None
         self.log_path = ""
         self.seen = (7, 100)
@@ -73,8 +74,10 @@ class FakeMachines:
         self._on_begin(rank)
         return [rank]
 
-    async def clear(self, gang: str, epoch: int) -> None:
-        self.cleared.append(epoch)
+    async def clear(self, gang: str) -> None:
+        if self.clear_error is not None:
+            raise self.clear_error
+        self.cleared.append(gang)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +124,7 @@ async def test_a_start_is_told_until_it_is_ready() -> None:
         [member] = keeper.gang.members
         assert (member.spec.epoch, member, rank.told) == (101, rank.state.info, (7, 101))
         assert len(set(map(repr, seen))) == len(seen), "a change is told once"
-    assert rank.is_stopped and rank.is_killed and machines.cleared == [101]
+    assert rank.is_stopped and rank.is_killed and machines.cleared == [keeper.gang.name]
 
 
 async def test_a_dead_rank_gets_a_new_life_with_a_later_epoch(tmp_path: Path) -> None:
@@ -132,11 +135,25 @@ async def test_a_dead_rank_gets_a_new_life_with_a_later_epoch(tmp_path: Path) ->
         await until(lambda: keeper.gang.state == READY)
         machines.lives[101].death = NodeLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
-        assert machines.lives[101].is_killed and machines.cleared == [101]
+        assert machines.lives[101].is_killed and machines.cleared == [keeper.gang.name]
         [lost] = [gang for gang in seen if gang.state == LOST]
         assert not lost.members and lost.epoch == 101
         assert "connection reset" in note(lost) and note(lost).endswith("Segmentation fault")
         assert len(note(lost)) < 2100
+
+
+async def test_room_that_cannot_be_given_back_does_not_end_the_keeping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == READY)
+        machines.clear_error = ConnectionError("no head node")
+        machines.lives[101].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert "no head node" in caplog.text and not machines.cleared
+        machines.clear_error = None
+    assert machines.cleared == [keeper.gang.name]
 
 
 @pytest.mark.parametrize(("service_s", "num_lives"), [(60, 3), (0, None)])
@@ -229,4 +246,4 @@ async def test_an_adopted_life_goes_on_and_a_frozen_rank_stops_in_time() -> None
     began = time.monotonic()
     await keeper.stop(0.1)
     assert time.monotonic() - began < 1.0
-    assert rank.is_killed and not rank.is_stopped and machines.cleared == [55]
+    assert rank.is_killed and not rank.is_stopped and machines.cleared == [keeper.gang.name]
