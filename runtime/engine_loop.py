@@ -83,7 +83,8 @@ class EngineLoop:
                         engine.step()
         except BaseException as error:
             log.exception("engine loop failed")
-            self.failure = error
+            with self._wake:  # whoever posts later is refused, whoever did before is drained
+                self.failure = error
             for callback in self._on_failure:
                 callback(error)
         finally:
