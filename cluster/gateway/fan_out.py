@@ -32,13 +32,17 @@ def expand(request: Request) -> list[Request]:
 class Streams:
     """The answers to one request as one stream, each written by a task of its own.
 
-    ``serve(answer, tell)`` tells the pieces of one answer. So an abort ends what writes an answer,
-    whatever that waits for, and never the reader. Its length is how many answers go on.
+    ``serve(answer, tell)`` tells the pieces of one answer; one that is finished from the start
+    has none left to tell. So an abort ends what writes an answer, whatever that waits for, and
+    never the reader. Its length is how many answers go on.
     """
 
     def __init__(self, answers: Sequence[Answer], serve: Serve) -> None:
         self._queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         tell = self._queue.put_nowait
+        # Told here and not by their tasks, which an abort may end before they have begun.
+        for finished in (answer.finished() for answer in answers if answer.is_finished):
+            tell(finished)
         self._tasks = [asyncio.create_task(serve(answer, tell)) for answer in answers]
         for task, answer in zip(self._tasks, answers, strict=True):
             task.add_done_callback(partial(self._ended, answer))

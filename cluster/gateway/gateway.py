@@ -133,8 +133,6 @@ class ClusterGateway:
         Preemption is no failure; lost ranks and broken hand-overs are tried again elsewhere, a
         few times. Who is found lost gets no more requests until it answers again.
         """
-        if answer.is_finished:
-            tell(answer.finished())
         retries, session = Retries(LONGEST_PAUSE_S), self.fleet.session
 
         def told(piece: Piece) -> None:

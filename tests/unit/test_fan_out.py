@@ -1,0 +1,44 @@
+"""An abort that comes before the tasks of a request have begun loses no answer's end."""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.gateway.answer import Answer
+from cluster.gateway.fan_out import Streams
+from core.answer import Finished, Piece
+from core.config import TINY_MODEL
+from core.request import ABORT, STOP, Request, SamplingParams
+from model.tokenizer import TextStream, Tokenizer
+
+TOKENIZER = Tokenizer(TINY_MODEL)
+EOS_ID = 1
+
+
+def answer(index: int, output_ids: tuple[int, ...]) -> Answer:
+    request = Request("r", (5, 6), output_ids, sampling=SamplingParams(seed=0, max_tokens=9))
+    return Answer(request, TextStream(TOKENIZER), (EOS_ID,), 1000, index)
+
+
+async def never(asked: Answer, tell: Callable[[Piece], None]) -> None:
+    if not asked.is_finished:
+        await asyncio.sleep(3600)
+
+
+async def test_an_abort_at_once_ends_each_answer_once() -> None:
+    streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
+    streams.abort()
+    async with asyncio.timeout(5):
+        pieces = [piece async for piece in streams.pieces()]
+    ends = {piece.index: piece.finish_reason for piece in pieces if isinstance(piece, Finished)}
+    assert ends == {0: STOP, 1: ABORT} and len(pieces) == 2
+
+
+async def test_an_abort_after_a_finished_one_was_told_tells_it_no_more() -> None:
+    streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
+    pieces = streams.pieces()
+    async with asyncio.timeout(5):
+        first = await anext(pieces)
+        await asyncio.sleep(0)
+        streams.abort()
+        rest = [piece async for piece in pieces]
+    assert (first.index, [piece.index for piece in rest]) == (0, [1])
