@@ -169,11 +169,15 @@ def descendants(pid: int) -> set[int]:
 def actors(pid: int, class_name: str) -> list[int]:
     """Below ``pid``, the processes of Ray actors of this class, oldest first."""
     title = f"ray::{class_name}".encode()
-    return [
-        child
-        for child in sorted(descendants(pid))
-        if Path(f"/proc/{child}/cmdline").read_bytes().startswith(title)
-    ]
+    return [child for child in sorted(descendants(pid)) if command_of(child).startswith(title)]
+
+
+def command_of(pid: int) -> bytes:
+    """Empty for a process that is gone, which it may be since its parent was read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def alive(pid: int) -> bool:

@@ -4,21 +4,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
-from tokenizers import Tokenizer
 
 from cluster.client.options import build_request
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import piece_from_proto
-from core.config import TINY_MODEL
 from prefill_node.sequence import Sequence
 from tests.gates import Gate, Wire, gated, until
+from tests.held_out import held_out
 from tests.rig import Rig, rig
-from training.corpus import held_out_prompts
 
 SETS = (
     "server.address=127.0.0.1:0", "kv.page_size=8", "kv.num_pages=60", "decode.max_rows=2",
@@ -158,21 +157,20 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*sets: str) -> AsyncIterator[Scene]:
+async def scene(path: Path, *sets: str) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(rig(TINY_MODEL, *SETS, *sets))
+        cluster = await stack.enter_async_context(rig(path, *SETS, *sets))
         server = await stack.enter_async_context(Server(cluster.config))
         await server.attach(cluster.gateway)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
         found = Scene(
             cluster, rpc.InferenceStub(channel), *await stack.enter_async_context(gated(cluster))
         )
-        found.ask(OTHER, prompts(1, 10)[0], 60)
+        found.ask(OTHER, prompts(1, 10)[0], 40)
         await until(lambda: found.streams[OTHER].tokens, found.prefill_on)
         await until(lambda: found.decode.is_held)
         yield found
 
 
 def prompts(num: int, length: int) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, length, length, seed=17)
+    return held_out(num, length, length, seed=17)

@@ -63,12 +63,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(getattr(ids, "ids", ids))
 
 
+@lru_cache(maxsize=1)
+def _held_out_ids(tokenizer: Any) -> list[list[int]]:
+    return [encode(tokenizer, read_text(path)) for path in held_out_files()]
+
+
 def held_out_prompts(
     tokenizer: Any, num: int, min_len: int, max_len: int, seed: int
 ) -> list[list[int]]:
     """Prompts from held-out files: BOS and a slice, min_len to max_len tokens in all."""
-    documents = [encode(tokenizer, read_text(path)) for path in held_out_files()]
-    documents = [ids for ids in documents if len(ids) >= max_len]
+    documents = [ids for ids in _held_out_ids(tokenizer) if len(ids) >= max_len]
     if not documents:
         raise ValueError(f"no held-out file has {max_len} tokens")
     generator = random.Random(seed)

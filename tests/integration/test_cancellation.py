@@ -1,11 +1,14 @@
 """However and whenever a request is ended, both nodes are free of it after a step of each.
 
 Real gRPC, real nodes, real channels. Engines make only the steps they are given, so each phase
-is held until the request has been ended there.
+is held until the request has been ended there. A small random checkpoint: nothing here depends
+on what is written, only on that it is right.
 """
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from core.config import TINY_MODEL
 from decode_node.node import DecodeNode
 from kv_transfer.pages import PagePool
 from prefill_node.node import PrefillNode
+from tests import tiny
 from tests.exact import near_ties
 from tests.gates import until
 from tests.scene import Scene, prompts, scene
@@ -24,6 +28,14 @@ MAX_STEPS = 2
 """Of each engine, from its hearing of the end until nothing of the request is left."""
 VICTIM, AHEAD = "victim", "ahead"
 Phase = Callable[[Scene], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    tiny.write_tiny(folder, seed=41, vocab_size=2048)
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    return folder
 
 
 def deadline_s(way: str) -> float | None:
@@ -161,9 +173,9 @@ async def leave_pages(at: Scene, rank: PrefillNode | DecodeNode, num_left: int) 
     ("phase", "sets"), PHASES, ids=lambda p: p.__name__ if callable(p) else " ".join(p)
 )
 async def test_an_ended_request_is_gone_after_a_step(
-    phase: Phase, sets: tuple[str, ...], way: str
+    small_model: Path, phase: Phase, sets: tuple[str, ...], way: str
 ) -> None:
-    async with scene(*sets) as at:
+    async with scene(small_model, *sets) as at:
         await prepare(at, phase)
         at.ask(VICTIM, prompts(1, 60)[0], 30, timeout_s=deadline_s(way))
         await phase(at)
@@ -187,14 +199,14 @@ async def go_on(at: Scene) -> None:
     at.decode.open()
     for stream in at.streams.values():
         assert await stream.task == "length"
-        assert not near_ties(TINY_MODEL, stream.ids, stream.tokens)
+        assert not near_ties(at.cluster.config.model.path, stream.ids, stream.tokens)
     await at.cluster.check_empty()
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_all_answers_of_an_ended_request_are_gone(way: str) -> None:
+async def test_all_answers_of_an_ended_request_are_gone(small_model: Path, way: str) -> None:
     """n = 2: both are on the nodes as requests of their own."""
-    async with scene("decode.max_rows=3") as at:
+    async with scene(small_model, "decode.max_rows=3") as at:
         at.ask(VICTIM, prompts(1, 20)[0], 30, timeout_s=deadline_s(way), num_answers=2)
         await until(lambda: at.on_decode(VICTIM, 2), at.prefill_on)
         await at.end(VICTIM, way)

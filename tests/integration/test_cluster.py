@@ -19,6 +19,7 @@ from tests.exact import near_ties
 from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
 SETS = ("kv.num_pages=200", "kv.page_size=16")
+SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
 PROMPT = [0, 50, 51]
 
 
@@ -198,10 +199,9 @@ def test_a_mistake_that_only_ranks_can_see_is_told_and_may_be_mended(head: RayHe
     ran = tandem("serve", *args, "--set", "model.max_model_len=99999", env=head.env)
     assert ran.returncode == 1
     assert "error: INVALID_ARGUMENT: model.max_model_len: 99999" in ran.stderr
-    small = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
-    with serving(*small, head=head) as server:
+    with serving(*SMALL, head=head) as server:
         assert {kind for kind, _ in lives(server)} == {"colocated"}
-        near_half_of_the_pool(server)
+        check_answer(server)
         assert server.stop() == 0
     assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
 
@@ -225,8 +225,8 @@ def near_half_of_the_pool(server: Serving) -> None:
 @pytest.mark.slow
 def test_a_ray_without_a_token_is_joined_and_its_cluster_outlives_who_began_it() -> None:
     with ray_head(with_token=False) as head:
-        with serving("mode=colocated", *SETS, head=head) as first:
-            check_answer(first)
+        with serving(*SMALL, head=head) as first:
+            near_half_of_the_pool(first)
             before = lives(first)
             assert first.stop() == 0
         [victim] = actors(head.pid, "ColocatedActor")
@@ -236,7 +236,7 @@ def test_a_ray_without_a_token_is_joined_and_its_cluster_outlives_who_began_it()
         os.kill(controller, signal.SIGKILL)
         until(lambda: actors(head.pid, "Controller") not in ([], [controller]), 40.0)
         [second_life] = actors(head.pid, "ColocatedActor")
-        with serving("mode=colocated", *SETS, head=head) as second:
+        with serving(*SMALL, head=head) as second:
             check_answer(second)
             assert not lives(second) & before
         assert actors(head.pid, "ColocatedActor") == [second_life]

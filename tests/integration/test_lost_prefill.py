@@ -4,8 +4,6 @@ import asyncio
 import os
 import signal
 
-from tokenizers import Tokenizer
-
 from core.config import TINY_MODEL
 from core.control import Control
 from core.errors import NodeLost
@@ -13,16 +11,15 @@ from core.info import NodeStatus
 from tandem import AsyncClient, Completion
 from tests.engines import greedy
 from tests.exact import near_ties
+from tests.held_out import held_out
 from tests.procs import Serving, actors, serving
 from tests.rig import rig
-from training.corpus import held_out_prompts
 
 TWO_PREFILLS = ("prefill.replicas=2", "kv.num_pages=300", "kv.page_size=16")
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, 20, 120, seed)
+    return held_out(num, 20, 120, seed)
 
 
 class Cut:
@@ -105,7 +102,7 @@ async def test_a_killed_prefill_process_costs_no_answer() -> None:
     """Real processes: of two prefill nodes one is killed while both work."""
     with serving(*TWO_PREFILLS) as server:
         async with AsyncClient(server.address, max_retries=0) as client:
-            gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)
+            gate, asked = asyncio.Semaphore(8), prompts(24, seed=9)
             victim = actors(server.process.pid, "PrefillActor")[0]
             epochs = {node.epoch for node in await all_alive(client)}
             answered: list[tuple[list[int], Completion]] = []

@@ -3,20 +3,18 @@
 import asyncio
 
 import pytest
-from tokenizers import Tokenizer
 
 from core.config import TINY_MODEL
 from tests.engines import greedy
 from tests.exact import near_ties
+from tests.held_out import held_out
 from tests.rig import rig
-from training.corpus import held_out_prompts
 
 SETS = ("kv.num_pages=400", "kv.page_size=16")
 
 
 def prompts(num: int, min_len: int, max_len: int, seed: int = 5) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, min_len, max_len, seed)
+    return held_out(num, min_len, max_len, seed)
 
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
@@ -37,7 +35,7 @@ async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
     """Cached pages carry right draft entries too, or drafts would be worse the second time."""
     fixed = "speculation.draft_length=fixed"
     async with rig(TINY_MODEL, *SETS, fixed) as cluster:
-        for i, ids in enumerate(prompts(6, 64, 200)):
+        for i, ids in enumerate(prompts(4, 64, 200)):
             first = await cluster.complete(greedy(f"a{i}", ids, 40, ignore_eos=True))
             again = await cluster.complete(greedy(f"b{i}", ids, 40, ignore_eos=True))
             assert again[0] == first[0]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from core.answer import Delta, Finished, TransferStats
 from core.config import TINY_MODEL
@@ -25,15 +24,14 @@ from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.engines import greedy
 from tests.exact import near_ties
+from tests.held_out import held_out
 from tests.rig import Rig, rig
-from training.corpus import held_out_prompts
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")
 
 
 def prompts(num: int, min_len: int = 5, max_len: int = 90, seed: int = 1) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, min_len, max_len, seed)
+    return held_out(num, min_len, max_len, seed)
 
 
 def sampled(request_id: str, ids: list[int], max_tokens: int, **changes: object) -> Request:

@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from core.config import TINY_MODEL
 from tandem import AsyncClient, Client, Completion, InferenceError
 from tests.exact import near_ties
-from tests.procs import Serving, serving, tandem
-from training.corpus import held_out_prompts
+from tests.held_out import held_out
+from tests.procs import Serving, descendants, serving, tandem, wait_gone
 
 MAX_TOKENS = 32
 IN_FLIGHT = 12
@@ -25,8 +24,6 @@ IN_FLIGHT = 12
 def server() -> Iterator[Serving]:
     with serving("kv.num_pages=700") as running:
         yield running
-        assert_idle(running)
-        assert running.stop() == 0, running.log
 
 
 @pytest.fixture
@@ -55,11 +52,10 @@ def assert_idle(server: Serving) -> None:
 
 
 def prompts(num: int, min_len: int, max_len: int, seed: int) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, min_len, max_len, seed)
+    return held_out(num, min_len, max_len, seed)
 
 
-@pytest.mark.parametrize("num_prompts", [24, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [12, pytest.param(100, marks=pytest.mark.slow)])
 async def test_held_out_prompts_are_answered_exactly(
     server: Serving, client: AsyncClient, num_prompts: int
 ) -> None:
@@ -190,12 +186,15 @@ def test_generate_without_a_server_starts_its_own_and_leaves_nothing() -> None:
     assert not near_ties(TINY_MODEL, [0, 40, 41], answer["token_ids"])
 
 
-def test_sigterm_drains_running_streams_and_exits_zero() -> None:
-    with serving("kv.num_pages=200", "mode=colocated") as running:
-        with Client(running.address) as client:
-            stream = client.generate([0, 50, 51], max_tokens=120, ignore_eos=True)
-            next(stream)
-            running.process.send_signal(signal.SIGTERM)
-            pieces = list(stream)
-        assert pieces[-1].finish_reason == "length"
-        assert running.process.wait(60) == 0
+def test_sigterm_drains_running_streams_and_exits_zero(server: Serving) -> None:
+    """The last of this file: it ends the server of all the others."""
+    assert_idle(server)
+    with Client(server.address) as client:
+        stream = client.generate([0, 50, 51], max_tokens=120, ignore_eos=True)
+        next(stream)
+        tree = descendants(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        pieces = list(stream)
+    assert pieces[-1].finish_reason == "length"
+    assert server.process.wait(60) == 0, server.log
+    wait_gone(tree)
