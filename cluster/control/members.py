@@ -89,9 +89,9 @@ class RayMembers:
 
 
 def _create_controller() -> Any:
-    lasting = {"max_restarts": -1, "max_task_retries": -1}  # calls wait for its next life
-    options = {"get_if_exists": True, "num_cpus": 0, **lasting, **DETACHED}
-    return ray.remote(Controller).options(name=CONTROLLER, **options).remote()
+    # Calls wait for its next life.
+    options = {"get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED).remote()
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:

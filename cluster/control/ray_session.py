@@ -10,13 +10,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
 from cluster.control import reaper
 from decode_node.actor import NAMESPACE
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_S = 10.0
@@ -31,6 +33,8 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
     outlives the block, nor this process, even if that is killed.
     Raises ValueError when there is no Ray at ``address`` or it does not let us in.
     """
+    # Ray prints its troubles to stdout, which is for answers.
+    worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
     watcher: subprocess.Popen[bytes] | None = None
     try:
         if address is not None:
@@ -49,10 +53,9 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
 
 
 def _watch(roots: set[int]) -> "subprocess.Popen[bytes]":
-    null = subprocess.DEVNULL
     command = [sys.executable, "-S", reaper.__file__, *map(str, roots)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": null, "stderr": null}
-    return subprocess.Popen(command, start_new_session=True, **pipes)
+    quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
 
 def _join(address: str) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import pytest
 from cluster.client.client import Client
 from core.config import TINY_MODEL
 from core.info import NodeStatus
+from tests.drivers import MEMBERS, TROUBLE, left_in, script
 from tests.exact import near_ties
 from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
@@ -89,6 +88,12 @@ def test_a_differing_config_is_refused_by_name(head: RayHead, servers: list[Serv
     check_answer(servers[0])
 
 
+def test_what_ray_says_goes_to_the_log(head: RayHead, servers: list[Serving]) -> None:
+    """Not to stdout, which is for answers: of this driver as of all others."""
+    assert script(head, TROUBLE) == ["done"]
+    until(lambda: all("trouble of Ray's own" in "".join(server.log) for server in servers))
+
+
 def test_a_gateway_that_is_killed_or_leaves_takes_nothing_along(
     head: RayHead, servers: list[Serving]
 ) -> None:
@@ -136,38 +141,6 @@ def test_the_controller_begins_a_new_life_after_a_death(
         check_answer(late)
     assert dict(lives(servers[0])) == after, "who was there before follows"
     check_answer(servers[0])
-
-
-MEMBERS = """
-import asyncio, os, signal, sys
-from cluster.control.members import RayMembers
-from cluster.control.ray_session import ray_session
-from core.config import load
-from core.errors import NodeLost
-from core.info import NodeStatus
-from core.schema import decode
-
-async def main():
-    async with ray_session(sys.argv[1]):
-        members = await RayMembers.attach(load(None, sys.argv[3:]))
-        [old] = members.membership.ready("decode")
-        os.kill(int(sys.argv[2]), signal.SIGSTOP)
-        members.report("decode-0", old.spec.epoch - 1, "of another life")
-        members.report("decode-0", old.spec.epoch, "its frames stopped")
-        snapshot = members.membership
-        while not snapshot.ready("decode") or snapshot.ready("decode") == [old]:
-            snapshot = await members.changed(snapshot.version)
-        [new] = snapshot.ready("decode")
-        status = decode(NodeStatus, await members.control(new.spec).call("status", b""))
-        assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
-        try:
-            await members.control(old.spec).call("status", b"")
-        except NodeLost as error:
-            print("lost:", error)
-        await members.close()
-
-asyncio.run(main())
-"""
 
 
 @pytest.mark.slow
@@ -240,32 +213,3 @@ def test_a_ray_without_a_token_is_joined_and_its_cluster_outlives_who_began_it()
             check_answer(second)
             assert not lives(second) & before
         assert actors(head.pid, "ColocatedActor") == [second_life]
-
-
-LEFT = """
-import asyncio, json, sys
-import ray
-from cluster.control.ray_session import ray_session
-
-async def main():
-    async with ray_session(sys.argv[1]):
-        groups = ray.util.placement_group_table().values()
-        print(json.dumps({
-            "actors": ray.util.list_named_actors(all_namespaces=True),
-            "groups": [group["name"] for group in groups if group["state"] != "REMOVED"],
-        }))
-
-asyncio.run(main())
-"""
-
-
-def left_in(head: RayHead) -> dict[str, list[str]]:
-    return json.loads(script(head, LEFT)[-1])
-
-
-def script(head: RayHead, text: str, *args: str) -> list[str]:
-    """The lines that a driver of its own prints."""
-    command = [sys.executable, "-c", text, head.address, *args]
-    ran = subprocess.run(command, env=head.env, capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()

@@ -1,0 +1,82 @@
+"""Scripts that join a Ray as drivers of their own."""
+
+import json
+import subprocess
+import sys
+
+from tests.procs import RayHead
+
+TROUBLE = """
+import asyncio, sys
+from ray._private import utils, worker
+from cluster.control.ray_session import ray_session
+
+async def main():
+    async with ray_session(sys.argv[1]):
+        gcs = worker.global_worker.gcs_client
+        utils.publish_error_to_driver("test", "trouble of Ray's own", gcs)
+        await asyncio.sleep(0.5)
+        print("done")
+
+asyncio.run(main())
+"""
+"""Ray tells every driver of a trouble."""
+
+MEMBERS = """
+import asyncio, os, signal, sys
+from cluster.control.members import RayMembers
+from cluster.control.ray_session import ray_session
+from core.config import load
+from core.errors import NodeLost
+from core.info import NodeStatus
+from core.schema import decode
+
+async def main():
+    async with ray_session(sys.argv[1]):
+        members = await RayMembers.attach(load(None, sys.argv[3:]))
+        [old] = members.membership.ready("decode")
+        os.kill(int(sys.argv[2]), signal.SIGSTOP)
+        members.report("decode-0", old.spec.epoch - 1, "of another life")
+        members.report("decode-0", old.spec.epoch, "its frames stopped")
+        snapshot = members.membership
+        while not snapshot.ready("decode") or snapshot.ready("decode") == [old]:
+            snapshot = await members.changed(snapshot.version)
+        [new] = snapshot.ready("decode")
+        status = decode(NodeStatus, await members.control(new.spec).call("status", b""))
+        assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
+        try:
+            await members.control(old.spec).call("status", b"")
+        except NodeLost as error:
+            print("lost:", error)
+        await members.close()
+
+asyncio.run(main())
+"""
+
+LEFT = """
+import asyncio, json, sys
+import ray
+from cluster.control.ray_session import ray_session
+
+async def main():
+    async with ray_session(sys.argv[1]):
+        groups = ray.util.placement_group_table().values()
+        print(json.dumps({
+            "actors": ray.util.list_named_actors(all_namespaces=True),
+            "groups": [group["name"] for group in groups if group["state"] != "REMOVED"],
+        }))
+
+asyncio.run(main())
+"""
+
+
+def left_in(head: RayHead) -> dict[str, list[str]]:
+    return json.loads(script(head, LEFT)[-1])
+
+
+def script(head: RayHead, text: str, *args: str) -> list[str]:
+    """The lines that a driver of its own prints."""
+    command = [sys.executable, "-c", text, head.address, *args]
+    ran = subprocess.run(command, env=head.env, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
