@@ -28,7 +28,8 @@ class RayControl:
                 self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
             return await self._actor.call.remote(self._epoch, method, payload)
         except (ValueError, RayError) as error:
-            raise NodeLost(f"{self._name}: {method}: {error}") from error
+            # The rest of Ray's page is in the controller's word on the death, once.
+            raise NodeLost(f"{self._name}: {method}: {error}".partition("\n")[0]) from error
 
 
 class DecodeActor(RankShell):
