@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray._private import ray_constants, worker
+from ray._private import node, ray_constants, worker
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -59,7 +59,6 @@ def _watch(roots: set[int]) -> "subprocess.Popen[bytes]":
 
 
 def _join(address: str) -> None:
-    logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray does this by itself only where it was given no address.
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -76,5 +75,7 @@ def _start(num_cpus: int) -> None:
     # this process reads the constant, those that it starts the variable.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
+    # It never grows, and prints no logs here: two processes less at its start.
+    node.Node.start_monitor = node.Node.start_log_monitor = lambda self: None
     sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(address="local", include_dashboard=False, **sizes, **COMMON)
