@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +179,28 @@ def command_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def listening(pids: set[int]) -> list[IPv4Address | IPv6Address]:
+    """The addresses that these processes listen on, one for each TCP port."""
+    held = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                held.add(os.readlink(fd))
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, _, state, *_, inode = line.split()[1:10]
+            if state == "0A" and f"socket:[{inode}]" in held:
+                found.append(_address(bytes.fromhex(local.partition(":")[0])))
+    return found
+
+
+def _address(raw: bytes) -> IPv4Address | IPv6Address:
+    """Of the kernel's table: words of four bytes, each the wrong way round."""
+    found = ip_address(b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4)))
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def alive(pid: int) -> bool:

@@ -1,14 +1,12 @@
 """A cluster of one's own ends with its serve, however that ends, and is reached from here only."""
 
 import os
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 
-from tests.procs import Serving, actors, descendants, serving, wait_gone
+from tests.procs import Serving, actors, descendants, listening, serving, wait_gone
 
 SETS = ("mode=colocated", "kv.num_pages=200")
 
@@ -19,14 +17,11 @@ def frozen_rank(server: Serving) -> int:
     return rank
 
 
-@pytest.mark.skipif(shutil.which("ss") is None, reason="it takes ss to list open ports")
 def test_only_the_loopback_interface_is_listened_on_and_a_kill_leaves_nothing() -> None:
     with serving(*SETS) as server:
         tree = {server.process.pid, *descendants(server.process.pid)}
-        ports = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout
-        ours = [line for line in ports.splitlines() if any(f"pid={pid}," in line for pid in tree)]
-        assert len(ours) > 4, ports
-        assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in ours), ours
+        addresses = listening(tree)
+        assert len(addresses) > 4 and all(one.is_loopback for one in addresses), addresses
         frozen_rank(server)
         server.process.kill()
         wait_gone(tree, timeout_s=10.0)

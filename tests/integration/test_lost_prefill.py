@@ -107,7 +107,7 @@ async def test_a_killed_prefill_process_costs_no_answer() -> None:
     """Real processes: of two prefill nodes one is killed while both work."""
     with serving(*TWO_PREFILLS) as server:
         async with AsyncClient(server.address, max_retries=0) as client:
-            gate, asked = asyncio.Semaphore(8), prompts(24, seed=9)
+            gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)
             victim = actors(server.process.pid, "PrefillActor")[0]
             epochs = {node.epoch for node in await all_idle(client)}
             answered: list[tuple[list[int], Completion]] = []
@@ -123,7 +123,7 @@ async def test_a_killed_prefill_process_costs_no_answer() -> None:
             told = sum("is lost and gets no requests" in line for line in server.log)
             assert told <= 1, "once, unless the membership has told of it before"
             num_before = num_retries(server)
-            assert num_before <= 16, "each of those in flight, and nobody thrice"
+            assert 1 <= num_before <= 16, "each of those in flight, and nobody thrice"
             await asyncio.gather(*(ask(ids) for ids in asked[:10]))
             assert num_retries(server) == num_before, "the lost node was still routed to"
             checked = {tuple(a.token_ids): ids for ids, a in answered}

@@ -23,7 +23,7 @@ from tests.rig import Rig, rig
 async def test_stop_strings_end_answers_and_free_their_rows() -> None:
     """For every n: the text before, the token that completed it counted, nothing left behind."""
     async with rig(TINY_MODEL, *SMALL) as cluster:
-        for ids in prompts(2):
+        for ids in prompts(3):
             whole, text, _ = await cluster.complete(greedy("whole", ids, 40, ignore_eos=True))
             decode = cluster.gateway.tokenizer.decode
             for start, length in ((0, 1), (5, 3), (20, 7)):

@@ -72,13 +72,13 @@ async def test_two_near_half_sequences_share_one_pool() -> None:
 
 async def test_a_preempted_sample_is_the_sample_it_would_have_been() -> None:
     asked = []
-    for i, ids in enumerate(prompts(4)):
-        request = greedy(f"r{i}", ids, 44, ignore_eos=True)
+    for i, ids in enumerate(prompts(6)):
+        request = greedy(f"r{i}", ids, 60, ignore_eos=True)
         hot = replace(request.sampling, temperature=0.8, seed=100 + i)
         asked.append(replace(request, sampling=hot))
     async with rig(TINY_MODEL, "kv.num_pages=400", "kv.page_size=8") as cluster:
         alone = [(await cluster.complete(request))[0] for request in asked]
-    async with rig(TINY_MODEL, "kv.num_pages=16", "kv.page_size=8") as cluster:
+    async with rig(TINY_MODEL, "kv.num_pages=22", "kv.page_size=8") as cluster:
         preempted = watch(cluster)
         crowded = await asyncio.gather(*(cluster.complete(request) for request in asked))
         await cluster.check_empty()

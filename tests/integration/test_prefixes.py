@@ -35,7 +35,7 @@ async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
     """Cached pages carry right draft entries too, or drafts would be worse the second time."""
     fixed = "speculation.draft_length=fixed"
     async with rig(TINY_MODEL, *SETS, fixed) as cluster:
-        for i, ids in enumerate(prompts(4, 64, 200)):
+        for i, ids in enumerate(prompts(6, 64, 200)):
             first = await cluster.complete(greedy(f"a{i}", ids, 40, ignore_eos=True))
             again = await cluster.complete(greedy(f"b{i}", ids, 40, ignore_eos=True))
             assert again[0] == first[0]

@@ -61,7 +61,7 @@ def exact_shares(folder: Path, top_k: int, length: int) -> dict[tuple[int, ...],
 def test_rejection_draws_from_the_models_own_distribution(
     folder: Path, loaded: LoadedModel, kind: str
 ) -> None:
-    num_answers, length, top_k = 450, 4, 2
+    num_answers, length, top_k = 900, 4, 2
     answers: list[tuple[int, ...]] = []
     bench = Bench(loaded, num_drafts=2, max_rows=150, page_size=16, num_pages=800)
     for start in range(0, num_answers, 150):
