@@ -13,10 +13,11 @@ from tandem import Client, InferenceError
 from tests.exact import near_ties
 from tests.procs import RayHead, Serving, actors, ray_head, serving
 
-LEASE_S = 2.0
-FREED_S = LEASE_S * 1.25 + 1.5
-"""A lease, the pause between two sweeps, and what a loaded machine takes to do it."""
-SETS = ("kv.num_pages=300", "kv.page_size=16", f"kv_transfer.lease_s={LEASE_S:g}")
+SETS = ("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2")
+PATIENCE_S = 60
+"""Only a hang takes this long, on the slowest machine."""
+NUM_TOKENS = 4000
+MOST_PER_STEP = 4
 PROMPT = [0, *range(50, 90)]
 
 
@@ -52,19 +53,22 @@ class Follower(threading.Thread):
                 return
 
 
-def until(condition: Callable[[], object], timeout_s: float) -> float:
-    """Seconds until ``condition`` held."""
+def until(condition: Callable[[], object]) -> None:
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < timeout_s, "it took too long"
+        assert time.monotonic() - began < PATIENCE_S, "it took too long"
         time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def num_rows(server: Serving) -> int:
     with Client(server.address) as client:
         nodes = client.status().nodes
     return sum(node.num_active_rows for node in nodes if node.kind == "decode")
+
+
+def num_steps(server: Serving) -> int:
+    with Client(server.address) as client:
+        return sum(node.num_steps for node in client.status().nodes if node.kind == "decode")
 
 
 def is_empty(server: Serving) -> bool:
@@ -84,7 +88,7 @@ def granted(victim: Follower, survivor: Serving, prefill: int) -> None:
     """The prefill node is frozen: the row is granted, and nothing follows."""
     os.kill(prefill, signal.SIGSTOP)
     try:
-        until(lambda: num_rows(survivor) == 1, 20)
+        until(lambda: num_rows(survivor) == 1)
         time.sleep(0.2)
         assert not victim.token_ids
     finally:
@@ -92,11 +96,11 @@ def granted(victim: Follower, survivor: Serving, prefill: int) -> None:
 
 
 def first_token(victim: Follower, survivor: Serving, prefill: int) -> None:
-    until(lambda: victim.token_ids, 20)
+    until(lambda: victim.token_ids)
 
 
 def mid_stream(victim: Follower, survivor: Serving, prefill: int) -> None:
-    until(lambda: len(victim.token_ids) > 30, 20)
+    until(lambda: len(victim.token_ids) > 30)
 
 
 @pytest.mark.parametrize("phase", [granted, first_token, mid_stream], ids=lambda p: p.__name__)
@@ -105,31 +109,35 @@ def test_what_a_killed_gateway_held_is_free_after_a_lease(
 ) -> None:
     [prefill] = actors(head.pid, "PrefillActor")
     with serving(*SETS, head=head) as doomed:
-        until(lambda: is_empty(survivor), 10)
-        victim = Follower(doomed.address, 1500)
+        until(lambda: is_empty(survivor))
+        num_before = num_steps(survivor)
+        victim = Follower(doomed.address, NUM_TOKENS)
         phase(victim, survivor, prefill)
         doomed.process.kill()
-        began = time.monotonic()
         doomed.process.wait()
     other = Follower(survivor.address, 40)
-    until(lambda: len(other.token_ids) == 40 and is_empty(survivor), FREED_S + 1)
-    assert time.monotonic() - began < FREED_S + 1
+    until(lambda: len(other.token_ids) == 40 and is_empty(survivor))
+    made = num_steps(survivor) - num_before
+    assert made < NUM_TOKENS / MOST_PER_STEP, "freed because the answer had ended"
     assert not near_ties(TINY_MODEL, PROMPT, other.token_ids)
     assert victim.token_ids == [] or not near_ties(TINY_MODEL, PROMPT, victim.token_ids)
 
 
 def test_large_requests_dropped_at_once_leave_nothing(survivor: Serving) -> None:
     """Their payloads of over 100 KB travel slower than the aborts, which overtake them."""
-    until(lambda: is_empty(survivor), FREED_S + 5)
+    until(lambda: is_empty(survivor))
     with Client(survivor.address, max_retries=0) as client:
         for i in range(20):
             options = {"stop": ["\x00" * 150_000], "request_id": f"large-{i}"}
-            stream = client.generate(PROMPT[: 5 + i], max_tokens=1500, **options)
+            stream = client.generate(PROMPT[: 5 + i], max_tokens=NUM_TOKENS, **options)
             reader = threading.Thread(target=list, args=(stream,), daemon=True)
             reader.start()
             time.sleep(0.004 * i)
             while reader.is_alive() and not client.abort(f"large-{i}"):
                 time.sleep(0.001)
-            reader.join(20)
+            reader.join(PATIENCE_S)
             assert not reader.is_alive()
-    assert until(lambda: is_empty(survivor), 10) < LEASE_S, "freed by the lease, not by the abort"
+    num_before = num_steps(survivor)
+    until(lambda: is_empty(survivor))
+    made = num_steps(survivor) - num_before
+    assert made < NUM_TOKENS / MOST_PER_STEP / 2, "freed because the answer had ended"
