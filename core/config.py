@@ -117,6 +117,8 @@ class ControlConfig(Section):
     """a gang that dies this often in a row is left down"""
     min_service_s: float = Field(default=60.0, ge=0, le=86400)
     """a gang that served this long begins a new row"""
+    stuck_s: float = Field(default=10.0, gt=0, le=3600)
+    """a rank that does not answer or step for this long, and 10 times its longest step, is lost"""
     stop_s: float = Field(default=10.0, gt=0, le=3600)
     """how long ranks may take to stop by themselves"""
 
@@ -126,6 +128,8 @@ class ServerConfig(Section):
     """HOST:PORT of the gRPC server; port 0 takes any free one"""
     max_queued: Count = 256
     """requests waiting before new ones are refused"""
+    patience_s: float = Field(default=60.0, ge=0, le=3600)
+    """how long begun answers wait for a node when none is left"""
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """how long running streams may finish at shutdown"""
 

@@ -28,6 +28,18 @@ class NodeLost(TandemError):
     node: str | None = None
 
 
+class RankDied(NodeLost):
+    """Its process has ended; the controller will tell whether a step was the cause."""
+
+
+class StepFailed(TandemError):
+    """A step that this request was in failed; it goes on, at first in steps of its own."""
+
+
+class Poisonous(StepFailed):
+    """A step failed that this request, suspected already, was alone in: it is not tried again."""
+
+
 class HandoverError(TandemError):
     """A KV hand-over could not be completed; nothing of it may be used."""
 

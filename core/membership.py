@@ -6,7 +6,9 @@ list of nodes of their own.
 
 from dataclasses import dataclass, field
 
+from core.identity import Identity
 from core.info import ModelInfo
+from core.pace import Pace
 from core.schema import Failure
 
 STARTING, READY, LOST = "starting", "ready", "lost"
@@ -60,10 +62,26 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class InStep:
+    """The requests of a step; ``is_alone``: it is one, by itself because it is suspected."""
+
+    identities: tuple[Identity, ...]
+    is_alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLife:
+    """How a life of a gang ended: ``in_step`` if a step was the cause, and then who was in it."""
+
+    epoch: int
+    in_step: InStep | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank says of itself: ready once it has an ``info``, for good once it has a
     ``failure``. ``seen`` is the largest (incarnation, epoch) it was told; ``log_path`` is where
-    its stderr goes, on its machine."""
+    its stderr goes, ``box_path`` where its steps are noted, both on its machine."""
 
     spec: RankSpec
     config_json: str
@@ -73,12 +91,14 @@ class RankState:
     progress: float = 0.0
     info: NodeInfo | None = None
     failure: Failure | None = None
+    pace: Pace | None = None
+    box_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Gang:
     """Ranks that live and die together; ``members`` are those that are ready. ``progress`` is the
-    share of its weights that is loaded, ``failure`` why its last life ended."""
+    share of its weights that is loaded, ``failure`` why its last life ended, ``ended`` how."""
 
     name: str
     kind: str
@@ -87,6 +107,7 @@ class Gang:
     members: tuple[NodeInfo, ...] = ()
     progress: float = 0.0
     failure: Failure | None = None
+    ended: EndedLife | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from core.answer import SpeculationCounts, TokenLogprobs
 from core.identity import Identity
+from core.pace import Pace
+from core.schema import Failure
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""
@@ -92,12 +94,13 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
     """What one step gave one sequence. ``finish_reason`` None while it goes on; ``counts`` come
-    with the last update, with each where a stop string may end the answer elsewhere."""
+    with the last update, with each where a stop string may end the answer elsewhere. ``failure``
+    comes with the reason ERROR."""
 
     identity: Identity
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
-    error: str | None = None
+    failure: Failure | None = None
     counts: SpeculationCounts | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -107,7 +110,7 @@ class Beat:
     """A decode rank's answer to a heartbeat: how far it is, its load, and which of the session's
     sequences it still holds."""
 
-    num_steps: int
+    pace: Pace
     num_rows: int
     num_waiting: int
     num_free_pages: int

@@ -5,9 +5,14 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayError,
+)
 
-from core.errors import NodeLost
+from core.errors import NodeLost, Overloaded, RankDied
 from runtime.shell import RankShell
 
 NAMESPACE = "tandem"
@@ -22,14 +27,19 @@ class RayControl:
         self._actor: Any = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """Raises NodeLost when the actor is dead, unknown, or raised instead of answering."""
+        """Raises RankDied when the actor is dead or unknown, NodeLost when it cannot be reached or
+        raised instead of answering, Overloaded when Ray has no room for the payload."""
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
             return await self._actor.call.remote(self._epoch, method, payload)
         except (ValueError, RayError) as error:
             # The rest of Ray's page is in the controller's word on the death, once.
-            raise NodeLost(f"{self._name}: {method}: {error}".partition("\n")[0]) from error
+            text = f"{self._name}: {method}: {error}".partition("\n")[0]
+            if isinstance(error, (ObjectStoreFullError, OutOfDiskError)):
+                raise Overloaded(text) from error
+            is_dead = isinstance(error, (ActorDiedError, ValueError))
+            raise (RankDied if is_dead else NodeLost)(text) from error
 
 
 class DecodeActor(RankShell):

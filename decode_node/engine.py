@@ -1,14 +1,17 @@
 """The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from core.config import AUTO
+from core.errors import Poisonous, StepFailed
 from core.identity import Identity
-from core.request import PREEMPTED, SequenceUpdate, TokenLogprobs
+from core.request import ERROR, PREEMPTED, SequenceUpdate, TokenLogprobs
+from core.schema import failure_of
 from core.stopping import cut
 from decode_node.buckets import Buckets
 from decode_node.launcher import InFlight, Launcher
@@ -55,7 +58,10 @@ class DecodeEngine:
         self._report: Report | None = None
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
-        self._on_its_way: InFlight | None = None
+        self._in_flight: deque[InFlight] = deque()
+        self._at_stake: dict[Identity, Sequence] = {}
+        self._updates: list[SequenceUpdate] = []
+        self._box = parts.loop.box
         self.num_steps = 0
         self.num_preempted = 0
         self.step_s = self.program_s = 0.0
@@ -85,67 +91,91 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         active = (one.active for one in self.scheduler.sequences.values())
-        return self._on_its_way is not None or any(active)
+        return bool(self._in_flight) or any(active)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Go on by one step and hand out the frame."""
         began_at = time.perf_counter()
-        updates = self._turn()
+        self._turn()
         self.num_steps += 1
-        self._on_frame(updates)
+        self._tell()
         self._grant()
         self.step_s += time.perf_counter() - began_at
 
-    def _turn(self) -> list[SequenceUpdate]:
+    def fail(self, error: Exception) -> None:
+        """Whoever was in the step that raised this, or in one on its way, is given up and told."""
+        for step in self._in_flight:
+            self.scheduler.landed(step.sequences)
+            self._note(step.sequences)
+        self._in_flight.clear()
+        for identity, sequence in self._at_stake.items():
+            if self.scheduler.drop(identity) is not None:
+                self._updates.append(_failed(sequence, error))
+        self._tell()
+        self._grant()
+
+    def _turn(self) -> None:
         """Make room, propose and be answered with a plan, launch what it says, read.
 
         A plain loop reads what it has just launched. An overlapped one reads the step before,
         while the device runs this one: a sequence that turns out to have ended runs one wasted
         step, and its row and pages are freed after it. Who is preempted must have told all it
-        has, so then the step on its way is read first. Both orders emit the same.
+        has, so then the step on its way is read first. Both orders emit the same. Where somebody is
+        suspected no two steps overlap: whose step it was has to be plain.
         """
-        updates = self._read() if self.scheduler.must_preempt() else []
-        updates += self._make_room()
-        step = self._launch(self._plan())
-        updates += self._read()
-        self._on_its_way = step
-        return updates if self._is_overlapped else updates + self._read()
+        overlaps = self._is_overlapped and not self.scheduler.has_suspects()
+        if not overlaps or self.scheduler.must_preempt():
+            self._read(num_kept=0)
+        self._make_room()
+        sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
+        plan = self._plan(sequences)
+        if plan.key is not None:
+            self._launch(sequences, plan.key)
+        self._read(num_kept=1 if overlaps and plan.key is not None else 0)
 
-    def _make_room(self) -> list[SequenceUpdate]:
+    def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""
         preempted = self.scheduler.make_room()
         self.num_preempted += len(preempted)
-        return [
+        self._updates += [
             SequenceUpdate(sequence.identity, (), PREEMPTED, counts=sequence.counts)
             for sequence in preempted
         ]
 
-    def _plan(self) -> Plan[StepKey]:
+    def _plan(self, sequences: list[Sequence]) -> Plan[StepKey]:
         report, self._report = self._report, None
-        return self._planner.plan(propose(self.scheduler.runnable(), self._max_drafts, report))
+        return self._planner.plan(propose(sequences, self._max_drafts, report))
 
-    def _launch(self, plan: Plan[StepKey]) -> InFlight | None:
-        if plan.key is None:
-            return None
-        sequences = self.scheduler.runnable()
-        step = self._launcher.launch(sequences, plan.key)
+    def _launch(self, sequences: list[Sequence], key: StepKey) -> None:
+        self._note(sequences)
+        self._in_flight.append(self._launcher.launch(sequences, key))
         self.scheduler.launched(sequences)
-        return step
 
-    def _read(self) -> list[SequenceUpdate]:
-        """End what ended in the step on its way, if there is one."""
-        step, self._on_its_way = self._on_its_way, None
-        if step is None:
-            return []
-        runs, self._report = step.collect()
-        self.program_s += self._report.program_s
-        self.scheduler.landed(step.sequences)
-        return [
-            self._emit(sequence, i, run, step)
-            for i, (sequence, run) in enumerate(zip(step.sequences, runs, strict=True))
-            if not sequence.ended
-        ]
+    def _read(self, num_kept: int) -> None:
+        """End what ended in the steps on their way, but for the latest ``num_kept``."""
+        while len(self._in_flight) > num_kept:
+            step = self._in_flight[0]
+            self._note(step.sequences)
+            runs, self._report = step.collect()
+            self._in_flight.popleft()
+            self.program_s += self._report.program_s
+            self.scheduler.landed(step.sequences)
+            for i, (sequence, run) in enumerate(zip(step.sequences, runs, strict=True)):
+                if not sequence.ended:
+                    self._updates.append(self._emit(sequence, i, run, step))
+
+    def _note(self, sequences: Iterable[Sequence]) -> None:
+        """They fail if this turn does, and are suspects if it kills the process."""
+        self._at_stake.update((sequence.identity, sequence) for sequence in sequences)
+        is_alone = any(sequence.num_alone for sequence in sequences)
+        self._box.note("decode", self._at_stake, is_alone)
+
+    def _tell(self) -> None:
+        """The frame of this turn; what is still on its way stays noted."""
+        updates, self._updates, self._at_stake = self._updates, [], {}
+        self._note([sequence for step in self._in_flight for sequence in step.sequences])
+        self._on_frame(updates)
 
     def _emit(
         self, sequence: Sequence, row: int, run: tuple[int, ...], step: InFlight
@@ -168,3 +198,9 @@ class DecodeEngine:
     def _grant(self) -> None:
         for identity in self.scheduler.grant():
             self._on_grant(identity)
+
+
+def _failed(sequence: Sequence, error: Exception) -> SequenceUpdate:
+    kind = Poisonous if sequence.num_alone else StepFailed
+    failure = failure_of(kind(f"{sequence.identity}: a decode step failed: {error!r}"))
+    return SequenceUpdate(sequence.identity, (), ERROR, failure=failure)

@@ -37,11 +37,12 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class Start:
     """Pull what ``offer`` promises into the granted pages; answered by TransferStats once the
-    sequence steps."""
+    sequence steps. One that ``is_suspect`` begins in steps of its own."""
 
     identity: Identity
     request: Request
     offer: Offer
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 
 from core.answer import TransferStats
 from core.control import Control, Methods, Service
-from core.errors import HandoverError
+from core.errors import HandoverError, RankDied
 from core.identity import Identity
 from core.info import NodeStatus
 from core.request import Beat
@@ -131,21 +131,22 @@ class DecodeNode:
         identity, offer = asked.identity, asked.offer
         try:
             begin = self.engine.scheduler.begin
-            row = await self.loop.call(lambda: begin(identity, asked.request))
+            row = await self.loop.call(lambda: begin(identity, asked.request, asked.is_suspect))
             control = self._find_owner(offer.owner, offer.epoch)
             pulled = await self.intake.pull(offer, control, row.pages)
-            hidden_D, first_token = self._hidden(pulled.seal), pulled.seal.first_token
-            await self.loop.call(lambda: self.engine.activate(identity, first_token, hidden_D))
+            await self.loop.call(lambda: self._activate(identity, pulled.seal))
         except Exception:
             await self._drop(identity)
             raise
         return pulled.stats
 
-    def _hidden(self, seal: Seal) -> torch.Tensor | None:
-        if seal.hidden is None:
-            return None
-        dtype = getattr(torch, seal.hidden_dtype)
-        return torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(self._parts.loaded.device)
+    def _activate(self, identity: Identity, seal: Seal) -> None:
+        """Engine thread: a copy to the device may wait for the step that runs there."""
+        hidden_D = None
+        if seal.hidden is not None:
+            dtype, device = getattr(torch, seal.hidden_dtype), self._parts.loaded.device
+            hidden_D = torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(device)
+        self.engine.activate(identity, seal.first_token, hidden_D)
 
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
@@ -182,13 +183,13 @@ class DecodeNode:
     def _fail(self, error: BaseException) -> None:
         self.frames.fail(error)
         for identity in self._granting:
-            self._settle(identity, HandoverError(f"the engine stopped: {error!r}"))
+            self._settle(identity, RankDied(f"the engine stopped: {error!r}"))
 
     def _beat(self, alive: tuple[Identity, ...]) -> Beat:
         """How far this rank is; read without waiting for the engine."""
         scheduler = self.engine.scheduler
         return Beat(
-            num_steps=self.engine.num_steps,
+            pace=self.loop.watch.pace(),
             num_rows=len(scheduler.sequences),
             num_waiting=scheduler.num_waiting,
             num_free_pages=self.pool.num_free,

@@ -91,10 +91,11 @@ class Scheduler:
             raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
         return sequence
 
-    def begin(self, identity: Identity, request: Request) -> Sequence:
+    def begin(self, identity: Identity, request: Request, is_suspect: bool = False) -> Sequence:
         """The request that was granted. Raises HandoverError when its grant is gone."""
         sequence = self.held(identity)
-        sequence.begin(request, stop_ids(request.sampling, self._eos_ids), self._max_drafts)
+        stops = stop_ids(request.sampling, self._eos_ids)
+        sequence.begin(request, stops, self._max_drafts, is_suspect)
         return sequence
 
     def drop(self, identity: Identity) -> Sequence | None:
@@ -149,15 +150,24 @@ class Scheduler:
             preempted.append(victim)
         return preempted
 
-    def runnable(self) -> list[Sequence]:
+    def has_suspects(self) -> bool:
+        """Whether some active sequence has to be alone in its step."""
+        return any(s.num_alone for s in self._by_age())
+
+    def runnable(self, suspects_turn: bool = False) -> list[Sequence]:
         """Sequences of the next step, by row: active ones that steps on their way, which give at
-        least a token each, do not end for certain."""
+        least a token each, do not end for certain. The oldest suspect alone, or all others,
+        whichever there are; if both, the suspect on its turn."""
         running = [
             s
             for s in self.sequences.values()
             if s.active and s.num_output + s.num_in_flight < s.max_output
         ]
-        return sorted(running, key=lambda sequence: sequence.row)
+        suspects = [s for s in running if s.num_alone]
+        others = [s for s in running if not s.num_alone]
+        if suspects and (suspects_turn or not others):
+            return suspects[:1]
+        return sorted(others, key=lambda sequence: sequence.row)
 
     def _by_age(self) -> list[Sequence]:
         return [s for s in self.sequences.values() if s.active]

@@ -7,6 +7,9 @@ from core.answer import SpeculationCounts
 from core.identity import Identity
 from core.request import Request
 
+NUM_STEPS_ALONE = 8
+"""More than the tokens that a lost rank had made and not told."""
+
 
 @dataclass(slots=True)
 class Sequence:
@@ -16,7 +19,7 @@ class Sequence:
     emitted so far, resumed ones too, as far as steps have been read. ``row`` and ``pages`` are
     owned from the grant until the sequence has ended and no step on its way (``num_in_flight``)
     may touch them. ``num_last_drafts`` are those of the step launched last. ``steps`` counts those
-    of (drafts, accepted drafts).
+    of (drafts, accepted drafts). ``num_alone`` of its next steps it shares with nobody.
     """
 
     identity: Identity
@@ -34,12 +37,17 @@ class Sequence:
     ended: bool = False
     num_in_flight: int = 0
     num_last_drafts: int = 0
+    num_alone: int = 0
     first_accepted: int = 0
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    def begin(self, request: Request, stops: frozenset[int], max_drafts: int) -> None:
-        """The request that the grant was for; a step uses at most ``max_drafts``."""
+    def begin(
+        self, request: Request, stops: frozenset[int], max_drafts: int, is_suspect: bool
+    ) -> None:
+        """The request that the grant was for; a step uses at most ``max_drafts``. If it is what
+        failed a step, it will do so again before it has made NUM_STEPS_ALONE."""
         asked = request.speculation.max_drafts
+        self.num_alone = NUM_STEPS_ALONE if is_suspect else 0
         self.request = request
         self.stops = stops
         self.limit = max_drafts if asked is None else min(asked, max_drafts)
@@ -61,6 +69,7 @@ class Sequence:
         num_accepted = min(num_accepted, num_kept)
         if not self.steps:
             self.first_accepted = num_accepted
+        self.num_alone = max(0, self.num_alone - 1)
         self.steps[num_drafted, num_accepted] += 1
 
     @property

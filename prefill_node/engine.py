@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.errors import Poisonous, StepFailed
+from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
 from model.adjust import no_rules, set_rules
@@ -46,20 +48,24 @@ class Progress:
 
 
 class PrefillEngine:
-    """``on_progress`` is told of every computed chunk, on the engine thread. Prompts get pages from
-    ``pages``, by default from the pool. ``planner`` is asked in every step; None is one of its own,
-    of a gang of one rank."""
+    """``on_progress`` is told of every computed chunk, ``on_failed`` of every prompt whose step
+    raised, both on the engine thread. Prompts get pages from ``pages``, by default from the pool.
+    ``planner`` is asked in every step; None is one of its own, of a gang of one rank."""
 
     def __init__(
         self,
         parts: RankParts,
         on_progress: Callable[[Progress], None],
+        on_failed: Callable[[Identity, StepFailed], None],
         pages: PageSource | None = None,
         planner: Planner[int, int] | None = None,
     ) -> None:
         self._loaded, self._caches = parts.loaded, parts.caches
         self._page_size = parts.pool.page_size
         self._on_progress = on_progress
+        self._on_failed = on_failed
+        self._box = parts.loop.box
+        self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_batch_tokens
         self.scheduler = Scheduler(pages or PageSource(parts.pool), max_batch_tokens)
         self._planner = planner or LocalPlanner(parts.spec.epoch)
@@ -71,11 +77,28 @@ class PrefillEngine:
     @torch.inference_mode()
     def step(self) -> None:
         """Propose → plan → launch: the next chunks in one forward of the planned size."""
-        chunks = self.scheduler.next_chunks()
+        chunks = self._chunks = self.scheduler.next_chunks()
         plan = self._planner.plan(sum(chunk.num_tokens for chunk in chunks))
         if plan.key is not None:
+            self._note(chunks)
             self._compute(chunks, plan.key)
+            self._note([])
         self.num_steps += 1
+
+    def fail(self, error: Exception) -> None:
+        """The prompts of the step that raised this are given up."""
+        for chunk in self._chunks:
+            sequence = chunk.sequence
+            self.scheduler.give_up(sequence)
+            failed = Poisonous if sequence.is_suspect else StepFailed
+            text = f"{sequence.identity}: a prefill step failed: {error!r}"
+            self._on_failed(sequence.identity, failed(text))
+        self._note([])
+
+    def _note(self, chunks: list[Chunk]) -> None:
+        sequences = [chunk.sequence for chunk in chunks]
+        is_alone = any(sequence.is_suspect for sequence in sequences)
+        self._box.note("prefill", (sequence.identity for sequence in sequences), is_alone)
 
     def _compute(self, chunks: list[Chunk], num_rows: int) -> None:
         """Main model, first tokens, drafter; without a chunk a dummy that leaves no trace. Logits

@@ -8,10 +8,12 @@ from core.request import Request, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute ``request``'s prompt and keep it for pulling."""
+    """Compute ``request``'s prompt and keep it for pulling; if it ``is_suspect``, in steps of its
+    own."""
 
     identity: Identity
     request: Request
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from core.control import Methods, Service
-from core.errors import HandoverError
+from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.info import NodeStatus
+from core.pace import Pace
 from core.tasks import resolve
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
@@ -31,7 +32,7 @@ class PrefillNode:
 
     def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
         self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
-        self.engine = PrefillEngine(parts, self._on_progress, pages)
+        self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
         self.source = Source(parts.side())
         self.info = parts.info()
         self._parts = parts
@@ -43,6 +44,7 @@ class PrefillNode:
         own: Methods = {
             "prefill": (Prefill, self._prefill),
             "cancel": (Cancel, self._cancel),
+            "pace": (None, self._pace),
             "status": (None, self._status),
         }
         service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
@@ -69,14 +71,19 @@ class PrefillNode:
         text = f"{identity} was released before its prefill was done"
         self._settle(identity, HandoverError(text))
 
+    def _on_failed(self, identity: Identity, error: StepFailed) -> None:
+        """Its caller learns that first, then the decode rank. Engine thread."""
+        self._settle(identity, error)
+        self.source.fail(identity, str(error))
+
     def _on_engine_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
         text = f"the engine stopped: {error!r}"
         for identity in list(self._callers):
-            self._settle(identity, HandoverError(text))
+            self._settle(identity, RankDied(text))
             self.source.fail(identity, text)
 
-    def _settle(self, identity: Identity, result: Progress | HandoverError) -> None:
+    def _settle(self, identity: Identity, result: Progress | TandemError) -> None:
         """Tell its caller, if there still is one. Engine thread."""
         answer = self._callers.pop(identity, None)
         if answer is not None:
@@ -103,7 +110,7 @@ class PrefillNode:
 
     def _submit(self, asked: Prefill, answer: "asyncio.Future[Progress]") -> None:
         identity = asked.identity
-        self.engine.scheduler.admit(identity, asked.request)
+        self.engine.scheduler.admit(identity, asked.request, asked.is_suspect)
         self._callers[identity] = answer
         self.source.open(identity, lambda: self._on_release(identity))
 
@@ -115,6 +122,9 @@ class PrefillNode:
 
     async def _cancel(self, asked: Cancel) -> None:
         self.source.fail(asked.identity, "it was cancelled")
+
+    async def _pace(self, _: None) -> Pace:
+        return self.loop.watch.pace()
 
     async def _status(self, _: None) -> NodeStatus:
         scheduler, counts = self.engine.scheduler, self.source.counts()

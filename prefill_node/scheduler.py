@@ -62,14 +62,14 @@ class Scheduler:
         """Without pages yet."""
         return len(self._begun) + len(self._fresh)
 
-    def admit(self, identity: Identity, request: Request) -> Sequence:
+    def admit(self, identity: Identity, request: Request, is_suspect: bool = False) -> Sequence:
         """Take in prompt and resumed output; it gets pages, known ones first, in its turn.
 
         Raises ValueError when it can never fit, HandoverError when it is here already.
         """
         if identity in self.sequences:
             raise HandoverError(f"{identity} is here already")
-        sequence = Sequence(identity, request)
+        sequence = Sequence(identity, request, is_suspect)
         self._pages.check(identity, len(sequence.token_ids))
         self.sequences[identity] = sequence
         (self._begun if request.output_ids else self._fresh).append(sequence)
@@ -81,11 +81,15 @@ class Scheduler:
 
         The first prompt leaves ``1 / SHORT_SHARE`` of the budget to those behind it if they want
         it, and they get what it does not need, those with the fewest tokens left first. Nobody
-        waits for ever: whoever came first moves on in every step.
+        waits for ever: whoever came first moves on in every step. A suspect gets one to itself when
+        it has become the first.
         """
         chunks: list[Chunk] = []
         left = self._max_batch_tokens
         waiting = list(self._waiting)
+        if waiting and waiting[0].is_suspect:
+            waiting = waiting[:1]
+        waiting = waiting[:1] + [one for one in waiting[1:] if not one.is_suspect]
         for place, sequence in enumerate(
             waiting[:1] + sorted(waiting[1:], key=lambda one: one.num_left)
         ):
@@ -108,6 +112,11 @@ class Scheduler:
         if first_token is not None:
             self._waiting.remove(sequence)
             self._pages.prefixes.publish((*sequence.token_ids, first_token), sequence.pages)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Compute no more of it; it holds its pages until it is dropped."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
 
     def drop(self, identity: Identity) -> None:
         """End a sequence in any phase and give up its pages; unknown ones are left alone."""

@@ -11,10 +11,12 @@ class Sequence:
     """``token_ids`` are prompt and resumed output; slots [0, num_done) are computed, the first
     ``num_cached`` of them by an earlier prompt. ``pages`` hold all of it, from when it was
     placed until its lease ends. ``started_at`` is the monotonic time its first chunk began at.
+    One that ``is_suspect`` shares no step.
     """
 
     identity: Identity
     request: Request
+    is_suspect: bool = False
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     token_ids: tuple[int, ...] = field(init=False)

@@ -12,8 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from core.config import ControlConfig
 from core.errors import NodeLost
+from runtime.black_box import BlackBox
+from runtime.watch import Watch
 
+MAX_FAILED_STEPS = 4
+"""In a row: after one more it is the engine that is broken, not what it was given."""
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -25,16 +30,26 @@ class Stepper(Protocol):
 
     def step(self) -> None: ...
 
+    def fail(self, error: Exception) -> None:
+        """Its step raised this: end what was in it, and be ready for another one."""
+
 
 class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
-    A step that raises ends the loop: ``failure`` holds the error, later calls raise NodeLost, and
-    everyone who asked with ``on_failure`` is told once, on the engine thread. Posted functions
-    that raise fail only their own future.
+    A step that raises fails what was in it; one whose error leaves the state in doubt (is_fatal)
+    ends the loop: ``failure`` holds it, later calls raise NodeLost, and everyone who asked with
+    ``on_failure`` is told once, on the engine thread. Posted functions that raise fail only their
+    own future. ``watch`` tells how far the thread is, ``box`` is where engines note whom they
+    compute.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, box: BlackBox | None = None, stuck_s: float = ControlConfig().stuck_s
+    ) -> None:
+        self.watch = Watch(stuck_s)
+        self.box = box or BlackBox()
+        self._num_failed = 0
         self.failure: BaseException | None = None
         self._engines: list[Stepper] = []
         self._on_failure: list[Callable[[BaseException], None]] = []
@@ -77,10 +92,12 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait():
+                self.watch.begin()
                 self._drain()
                 for engine in self._engines:
                     if engine.has_work():
-                        engine.step()
+                        self._step(engine)
+                self.watch.end()
         except BaseException as error:
             log.exception("engine loop failed")
             with self._wake:  # whoever posts later is refused, whoever did before is drained
@@ -89,6 +106,17 @@ class EngineLoop:
                 callback(error)
         finally:
             self._drain()
+
+    def _step(self, engine: Stepper) -> None:
+        try:
+            engine.step()
+            self._num_failed = 0
+        except Exception as error:
+            self._num_failed += 1
+            if is_fatal(error) or self._num_failed > MAX_FAILED_STEPS:
+                raise
+            log.exception("a step failed, and what was in it")
+            engine.fail(error)
 
     def _wait(self) -> bool:
         with self._wake:
@@ -105,3 +133,9 @@ class EngineLoop:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether nothing can be trusted after it: a broken invariant of ours, or a device that
+    answers nothing any more. Want of memory and bad input are not."""
+    return isinstance(error, AssertionError) or "CUDA error" in str(error)

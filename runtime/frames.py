@@ -14,7 +14,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from core.errors import NodeLost
+from core.errors import NodeLost, RankDied
 from core.membership import FrameAddress
 from core.schema import Failure, encode_failure, raise_failure, unpack
 
@@ -103,7 +103,7 @@ class FrameServer:
         def send(frame: Frame) -> None:
             if isinstance(frame, BaseException):
                 text = f"the decode engine stopped: {frame!r}"
-                writer.write(_HEADER.pack(0) + encode_failure(NodeLost(text)))
+                writer.write(_HEADER.pack(0) + encode_failure(RankDied(text)))
                 writer.close()
             elif writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 log.error("a reader of frames is %d bytes behind: cut off", MAX_UNREAD_BYTES)
@@ -138,14 +138,15 @@ class FrameStream:
         self._writer.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Packed TokenFrames. Raises NodeLost when the node ended, closes the connection then."""
+        """Packed TokenFrames. Raises NodeLost when the engine ended, RankDied when the node seems
+        to have, and closes the connection then."""
         read = self._reader.readexactly
         try:
             while (num_bytes := _HEADER.unpack(await read(_HEADER.size))[0]) > 0:
                 yield await read(num_bytes)
             raise_failure(unpack(Failure, await self._reader.read()))
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise NodeLost(f"{self._name}: its frames ended: {error}") from error
+            raise RankDied(f"{self._name}: its frames ended: {error}") from error
         finally:
             self._writer.close()
 

@@ -15,6 +15,7 @@ from kv_transfer.side import Side
 from model.cache import Caches
 from model.checkpoint_files import OnLoaded, unheard
 from model.loaded import LoadedModel, default_num_pages, load_model
+from runtime.black_box import BlackBox
 from runtime.engine_loop import EngineLoop
 
 
@@ -78,15 +79,22 @@ class RankParts:
 
 
 async def start_rank(
-    builder: str, spec: RankSpec, config: TandemConfig, on_loaded: OnLoaded = unheard, **links: Any
+    builder: str,
+    spec: RankSpec,
+    config: TandemConfig,
+    on_loaded: OnLoaded = unheard,
+    box_path: str = "",
+    **links: Any,
 ) -> Any:
     """Load the checkpoint, allocate pages, and start what ``build(parts, **links)`` of the module
-    ``builder`` makes of them. Raises ValueError for the user's mistakes."""
+    ``builder`` makes of them; its steps are noted at ``box_path``. Raises ValueError for the user's
+    mistakes."""
     module = await asyncio.to_thread(import_module, builder)
     loaded = await asyncio.to_thread(load_model, config, spec.kind, on_loaded)
     num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
     pool = PagePool(num_pages, config.kv.page_size)
-    caches, loop = loaded.allocate(num_pages, pool.page_size), EngineLoop(f"engine-{spec.gang}")
+    caches = loaded.allocate(num_pages, pool.page_size)
+    loop = EngineLoop(f"engine-{spec.gang}", BlackBox(box_path), config.control.stuck_s)
     rank = await module.build(RankParts(spec, config, loaded, pool, caches, loop), **links)
     loop.start()
     return rank

@@ -1,8 +1,10 @@
 """What every rank's actor is: a shell around a rank, bytes in and bytes out, no Ray in it."""
 
 import asyncio
+import faulthandler
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -10,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from core.config import TandemConfig
-from core.errors import NodeLost
+from core.errors import NodeLost, StepFailed
 from core.membership import NodeInfo, RankSpec, RankState
 from core.schema import encode_failure, failure_of, pack, unpack
 from runtime.engine_loop import EngineLoop
@@ -46,13 +48,17 @@ class RankShell:
         self._rank: Rank | None = None
         self._building: asyncio.Task[None] | None = None
         self._progress = 0.0
-        seen = (0, self._spec.epoch)
-        self._state = RankState(self._spec, config_json, os.getpid(), _stderr_path(), seen)
+        faulthandler.enable()  # its last words say whether a step killed it
+        seen, log_path = (0, self._spec.epoch), _stderr_path()
+        box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.name)
+        self._state = RankState(
+            self._spec, config_json, os.getpid(), log_path, seen, box_path=f"{box}.box"
+        )
 
     async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
         parts = await asyncio.to_thread(import_module, "runtime.parts")
-        links = self.links
-        return await parts.start_rank(self.builder, spec, config, self._on_loaded, **links)
+        told: dict[str, Any] = {"on_loaded": self._on_loaded, "box_path": self._state.box_path}
+        return await parts.start_rank(self.builder, spec, config, **told, **self.links)
 
     async def start(self) -> None:
         """Begin to build the rank, once; ``who`` tells how far that is."""
@@ -65,9 +71,11 @@ class RankShell:
         seen = self._state.seen
         seen = (max(seen[0], incarnation), max(seen[1], epoch))
         self._state = replace(self._state, seen=seen, progress=self._progress)
-        if self._rank is not None and (error := self._rank.loop.failure) is not None:
-            lost = failure_of(NodeLost(f"the engine stopped: {error!r}"))
-            self._state = replace(self._state, failure=lost)
+        if self._rank is not None:
+            self._state = replace(self._state, pace=self._rank.loop.watch.pace())
+            if (error := self._rank.loop.failure) is not None:
+                lost = failure_of(StepFailed(f"the engine stopped: {error!r}"))
+                self._state = replace(self._state, failure=lost)
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
@@ -80,6 +88,7 @@ class RankShell:
         """End the rank in order, if there is one; its process is for others to end."""
         if self._rank is not None:
             await self._rank.stop()
+            self._rank.loop.box.close()
 
     async def _build(self) -> None:
         try:

@@ -71,7 +71,7 @@ class Bench:
         parts = RankParts(
             spec, config, self.loaded, self.pool, self.caches, EngineLoop("never started")
         )
-        self.prefill = PrefillEngine(parts, self.progress.append)
+        self.prefill = PrefillEngine(parts, self.progress.append, lambda *failed: None)
         self.decode = DecodeEngine(
             parts,
             on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),

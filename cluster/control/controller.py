@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import ray
 
-from cluster.control.gang import SILENCE_S, GangKeeper
+from cluster.control.gang import GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences
@@ -20,6 +20,7 @@ from core.membership import DOWN, READY, Membership, RankState
 from core.schema import encode_failure, pack
 
 log = logging.getLogger(__name__)
+SILENCE_S = 10.0
 
 
 class Controller:

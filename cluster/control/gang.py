@@ -2,25 +2,24 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.control.plan import GangPlan
 from core.config import TandemConfig
-from core.errors import NodeLost, Overloaded
-from core.membership import DOWN, LOST, READY, STARTING, Gang, RankState
+from core.errors import NodeLost, Overloaded, StepFailed
+from core.membership import DOWN, LOST, READY, STARTING, EndedLife, Gang, InStep, RankState
 from core.schema import failure_of, raise_failure
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
-SILENCE_S = 10.0
-"""A rank that a gateway suspects is ended when it does not answer for this long."""
 BACK_OFF_S = 1.0
-LOG_BYTES = 2000
+TOLD_BYTES = 2000
+FATAL = "Fatal Python error"
+"""How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
 log = logging.getLogger(__name__)
 
 
@@ -35,11 +34,22 @@ class RankHandle(Protocol):
     def kill(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What a dead rank left: the end of its log, and who was in its step."""
+
+    log: str = ""
+    in_step: InStep | None = None
+
+
 class Machines(Protocol):
     """Where ranks are begun and ended."""
 
     async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> Sequence[RankHandle]:
         """Ranks that build themselves from now on. Raises Overloaded when there is no room."""
+
+    async def last_words(self, state: RankState) -> LastWords:
+        """Of a rank that has been killed, from its machine; empty where that cannot be had."""
 
     async def clear(self, gang: str) -> None:
         """Give back the room of every life of a gang; its ranks have been killed."""
@@ -72,7 +82,7 @@ class GangKeeper:
         self._numbers = numbers
         self._on_change = on_change
         self._ranks: Sequence[RankHandle] = ()
-        self._log_paths: tuple[str, ...] = ()
+        self._states: Sequence[RankState] = ()
         self._num_deaths = 0
         self._ready_at: float | None = None
         self._has_served = False
@@ -127,22 +137,25 @@ class GangKeeper:
             self._look.clear()
             suspicion, self._suspicion = self._suspicion, ""
             try:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(self._config.control.stuck_s):
                     asked = (rank.who(*self._numbers.seen) for rank in self._ranks)
                     self._note(await asyncio.gather(*asked))
             except TimeoutError:
                 suspicion = suspicion or self._suspicion
                 if suspicion:
-                    raise NodeLost(f"no answer for {SILENCE_S:g} s: {suspicion}") from None
+                    silence_s = self._config.control.stuck_s
+                    raise NodeLost(f"no answer for {silence_s:g} s: {suspicion}") from None
             pause_s = POLL_S if self._ready_at else STARTING_POLL_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause_s)
 
     def _note(self, states: Sequence[RankState]) -> None:
-        self._log_paths = tuple(state.log_path for state in states)
+        self._states = states
         for state in states:
             if state.failure is not None:
                 raise_failure(state.failure)
+            if state.pace is not None and state.pace.is_stuck:
+                raise NodeLost(f"{state.spec.name}: its engine is {state.pace}")
         is_ready = all(state.info is not None for state in states)
         if is_ready and self._ready_at is None:
             self._ready_at, self._has_served = time.monotonic(), True
@@ -165,12 +178,18 @@ class GangKeeper:
         if served_s >= control.min_service_s:
             self._num_deaths = 0
         self._num_deaths += not is_full
+        for rank in self._ranks:
+            rank.kill()
+        states, self._states = self._states, ()
+        words = await asyncio.gather(*map(self._machines.last_words, states))
         if not (is_final or is_full):
-            failure = replace(failure, text=f"{failure.text}{_tails(self._log_paths)}")
+            tails = "".join(f"\n{said.log[-TOLD_BYTES:].strip()}" for said in words if said.log)
+            failure = replace(failure, text=f"{failure.text}{tails}")
         log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
-        await self._end()
         is_down = is_final or self._num_deaths >= control.max_deaths
-        self._set(state=DOWN if is_down else LOST, members=(), failure=failure)
+        ended = EndedLife(self.gang.epoch, cause(error, words))
+        self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
+        await self._end()
 
     async def _end(self) -> None:
         for rank in self._ranks:
@@ -187,12 +206,10 @@ class GangKeeper:
             self._on_change()
 
 
-def _tails(paths: Sequence[str]) -> str:
-    """The ends of the logs that can be read on this machine."""
-    texts = []
-    for path in paths:
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                file.seek(max(0, os.path.getsize(path) - LOG_BYTES))
-                texts.append(file.read().decode(errors="replace").strip())
-    return "".join(f"\n{text}" for text in texts if text)
+def cause(error: Exception, words: Sequence[LastWords]) -> InStep | None:
+    """Who was in the step that ended a life; None if it was no step that did. A killed process, a
+    lost machine and silence never count (design.md, Poison)."""
+    for said in words:
+        if said.in_step is not None and (isinstance(error, StepFailed) or FATAL in said.log):
+            return said.in_step
+    return None

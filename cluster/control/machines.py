@@ -1,16 +1,22 @@
 """Ranks as Ray actors: detached, one placement group per gang and life, found again by name."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from cluster.control.colocated_actor import ColocatedActor
+from cluster.control.gang import LastWords
 from cluster.control.plan import GangPlan, hosts_of
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
@@ -19,10 +25,14 @@ from core.membership import RankSpec, RankState
 from core.schema import pack, unpack
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
+from runtime.black_box import read_box
 
 CONTROLLER = "controller"
 ROOM_TIMEOUT_S = 60.0
 GROUPS = "tandem:"
+WORDS_TIMEOUT_S = 10.0
+LOG_BYTES = 64 << 10
+log = logging.getLogger(__name__)
 ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}
 DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 10_000}
 
@@ -67,6 +77,17 @@ class RayMachines:
             for spec in plan.specs(epoch, hosts)
         ]
 
+    async def last_words(self, state: RankState) -> LastWords:
+        try:
+            async with asyncio.timeout(WORDS_TIMEOUT_S):
+                if Path(state.box_path).exists() or Path(state.log_path).exists():
+                    data = await asyncio.to_thread(_last_words, state.log_path, state.box_path)
+                    return unpack(LastWords, data)
+                return await asyncio.to_thread(_last_words_there, state)
+        except Exception as error:
+            log.warning("%s left no last words: %r", state.spec.name, error)
+            return LastWords()
+
     async def clear(self, gang: str) -> None:
         await asyncio.to_thread(remove_groups, (), f"{gang}.")
 
@@ -80,6 +101,28 @@ def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: 
         **DETACHED,
     )
     return RayRank(spec.name, actor.remote(pack(spec), config))
+
+
+def _last_words(log_path: str, box_path: str) -> bytes:
+    """Packed LastWords, on the machine of the rank, whose box is of no further use."""
+    text, in_step = "", read_box(box_path)
+    Path(box_path).unlink(missing_ok=True)
+    if Path(log_path).is_file():
+        with open(log_path, "rb") as file:
+            file.seek(max(0, Path(log_path).stat().st_size - LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    return pack(LastWords(text, in_step))
+
+
+def _last_words_there(state: RankState) -> LastWords:
+    """By a task on the machine of the rank, while its placement group tells which one that was."""
+    spec = state.spec
+    placed = ray.util.placement_group_table(
+        get_placement_group(_group_name(spec.gang, spec.epoch))
+    )["bundles_to_node_id"]
+    there = NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
+    task: Any = ray.remote(_last_words).options(num_cpus=0, scheduling_strategy=there)
+    return unpack(LastWords, ray.get(task.remote(state.log_path, state.box_path)))
 
 
 def _hosts(group: Any, host: str) -> list[str]:

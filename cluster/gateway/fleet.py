@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
-from cluster.gateway.frame_reader import LONGEST_PAUSE_S, read_frames
+from cluster.gateway.frame_reader import LONGEST_PAUSE_S, listen
 from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.control import Control
 from core.identity import Identity
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import READY, Gang, Membership, RankSpec
+from core.membership import READY, Gang, InStep, Membership, RankSpec
 
 log = logging.getLogger(__name__)
-FRAMES, PROBE, WARM_UP = "frames", "probe", "warm-up"
+HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
+LOOK_S = 0.05
+VERDICT_S = 3.0
+"""How long an answer waits to learn what a rank died of before it goes on elsewhere."""
 
 
 class Members(Protocol):
@@ -42,11 +45,17 @@ class Members(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Where an attempt runs; the same rank twice in colocated mode."""
+    """Where an attempt runs; the same rank twice in colocated mode. One that ``is_suspect`` begins
+    in steps of its own."""
 
     prefill: Handle
     decode: Handle
     identity: Identity
+    is_suspect: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.prefill.name, self.decode.name
 
 
 class Fleet:
@@ -57,12 +66,13 @@ class Fleet:
         members: Members,
         session: int,
         beat_s: float,
+        stuck_s: float,
         warm: Callable[[Pair], Awaitable[None]],
     ) -> None:
         self.session = session
         self.ranks: dict[str, Handle] = {}
         self._members = members
-        self._beat_s = beat_s
+        self._beat_s, self._stuck_s = beat_s, stuck_s
         self._warm = warm
         self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
         """By what they do and the names of the ranks that they do it for."""
@@ -94,8 +104,32 @@ class Fleet:
             for p, d in self._pairs()
             if _has_succeeded(self._tasks[WARM_UP, p.name, d.name])
             and not (p.is_out or d.is_out)
+            and p.is_heard.is_set()
             and d.is_heard.is_set()
         ]
+
+    async def pairs(self, patience_s: float) -> list[Ranks]:
+        """``usable`` as soon as there is one, or after ``patience_s``."""
+        now = asyncio.get_running_loop().time
+        give_up_at = now() + patience_s
+        while not (pairs := self.usable()) and now() < give_up_at:
+            await asyncio.sleep(LOOK_S)
+        return pairs
+
+    async def verdict(self, handle: Handle) -> InStep | None:
+        """Who was in the step that a lost rank died of; None if that was not the cause, if it
+        lives, or if the controller does not tell within VERDICT_S."""
+        spec, now = handle.info.spec, asyncio.get_running_loop().time
+        give_up_at = now() + VERDICT_S
+        while now() < give_up_at and not handle.is_heard.is_set():
+            gangs = [gang for gang in self._members.membership.gangs if gang.name == spec.gang]
+            ended = [gang.ended for gang in gangs if gang.ended is not None]
+            if ended and ended[0].epoch >= spec.epoch:
+                return ended[0].in_step if ended[0].epoch == spec.epoch else None
+            if not gangs:
+                return None
+            await asyncio.sleep(LOOK_S)
+        return None
 
     def lose(self, handle: Handle, error: BaseException) -> None:
         """It was found lost: left out until it answers, and asked from now on."""
@@ -132,9 +166,8 @@ class Fleet:
                 self._tasks.pop(key).cancel()
         for name in infos.keys() - self.ranks.keys():
             handle = self.ranks[name] = Handle(infos[name], self._members.control(infos[name].spec))
-            if handle.info.frames is not None:
-                frames = read_frames(handle, self.session, self._beat_s, self.lose)
-                self._start(frames, FRAMES, name)
+            hear = listen(handle, self.session, self._beat_s, self._stuck_s, self.lose)
+            self._start(hear, HEAR, name)
         for p, d in self._pairs():
             if (WARM_UP, p.name, d.name) not in self._tasks:
                 self._start(self._warm_up(p, d), WARM_UP, p.name, d.name)
@@ -156,6 +189,7 @@ class Fleet:
         retries = Retries(LONGEST_PAUSE_S)
         while True:
             try:
+                await p.is_heard.wait()
                 await d.is_heard.wait()
                 await self._warm(Pair(p, d, Identity("warm-up")))
                 return

@@ -15,7 +15,7 @@ from core.answer import Piece, TransferStats
 from core.control import Done
 from core.errors import NodeLost
 from core.request import Request
-from core.schema import decode, pack
+from core.schema import decode, pack, raise_failure
 from core.tasks import Tasks
 from decode_node import messages as on_decode
 from kv_transfer.layout import PROTOCOL
@@ -24,6 +24,8 @@ from prefill_node import messages as on_prefill
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
+GRACE_S = 1.0
+"""A failed prefill is told to its caller and to the decode rank, in no order."""
 _releases = Tasks()
 Reply = TypeVar("Reply")
 
@@ -36,38 +38,48 @@ async def run_request(
     Whatever ends it (the answer's end, an error, its cancellation), row, pages, lease and inbox
     are released on both.
 
-    Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError or
-    NodeLost; after any but the first ``answer.rest()`` may be tried again.
+    Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError,
+    StepFailed or NodeLost, the latter also when a rank is found lost that it waits for; after any
+    but the first ``answer.rest()`` may be tried again.
     """
     inbox = pair.decode.open_inbox(pair.identity)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     pair.prefill.num_tokens += num_tokens
     pair.prefill.num_sent += 1
-    arriving: asyncio.Task[TransferStats] | None = None
     decoded = False
     try:
-        await _grant(request, pair, session)
-        arriving = asyncio.create_task(_start(request, pair, num_tokens))
+        async with pair.decode.needed():
+            await _grant(request, pair, session)
+            async with pair.prefill.needed():
+                await _hand_over(request, pair, num_tokens, answer, tell)
+            while not answer.is_finished:
+                update = await inbox.get()
+                if update.failure is not None:
+                    raise_failure(update.failure)
+                decoded = update.finish_reason is not None
+                answer.update(update)
+                tell(answer.delta(update.token_ids, update.logprobs))
+        tell(answer.finished())
+    finally:
+        pair.prefill.num_tokens -= num_tokens
+        pair.decode.close_inbox(pair.identity)
+        if not decoded:
+            await _released(pair)
+
+
+async def _hand_over(
+    request: Request, pair: Pair, num_tokens: int, answer: Answer, tell: Callable[[Piece], None]
+) -> None:
+    """From the grant to a sequence that steps, or to an answer that its first token ends."""
+    arriving = asyncio.create_task(_start(request, pair, num_tokens))
+    try:
         prefilled = await _prefill(request, pair, arriving)
         answer.prefilled(prefilled)
         tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
         if not answer.is_finished:
             answer.pulled(await arriving)
-        while not answer.is_finished:
-            update = await inbox.get()
-            if update.error is not None:
-                raise NodeLost(update.error)
-            decoded = update.finish_reason is not None
-            answer.update(update)
-            tell(answer.delta(update.token_ids, update.logprobs))
-        tell(answer.finished())
     finally:
-        pair.prefill.num_tokens -= num_tokens
-        pair.decode.close_inbox(pair.identity)
-        if arriving is not None:
-            arriving.cancel()
-        if not decoded:
-            await _releases.detached(_release(pair))
+        arriving.cancel()
 
 
 async def _grant(request: Request, pair: Pair, session: int) -> None:
@@ -82,18 +94,21 @@ async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats
     info = pair.prefill.info
     owner, identity = pair.prefill.name, pair.identity
     offer = Offer(PROTOCOL, owner, info.spec.epoch, identity, info.fingerprint, num_tokens)
-    asked = on_decode.Start(identity, request, offer)
+    asked = on_decode.Start(identity, request, offer, pair.is_suspect)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 
 
 async def _prefill(
     request: Request, pair: Pair, arriving: "asyncio.Task[TransferStats]"
 ) -> on_prefill.Prefilled:
-    """The first token; a hand-over that failed before it ends the wait."""
-    asked = on_prefill.Prefill(pair.identity, request)
+    """The first token; a hand-over that failed before it ends the wait, unless prefill says soon
+    what was wrong."""
+    asked = on_prefill.Prefill(pair.identity, request, pair.is_suspect)
     call = asyncio.create_task(_call(pair.prefill, "prefill", asked, on_prefill.Prefilled))
     try:
         await asyncio.wait([call, arriving], return_when=asyncio.FIRST_COMPLETED)
+        if arriving.done() and arriving.exception() is not None:
+            await asyncio.wait([call], timeout=GRACE_S)
         if not call.done():
             arriving.result()
         return await call
@@ -116,15 +131,22 @@ async def _call(
         raise
 
 
-async def _release(pair: Pair) -> None:
-    """Free both sides; a rank that cannot be told is dead, or its leases run out."""
-    calls = (
-        pair.decode.control.call("abort", pack(on_decode.Abort(pair.identity))),
-        pair.prefill.control.call("cancel", pack(on_prefill.Cancel(pair.identity))),
+async def _released(pair: Pair) -> None:
+    """Both sides are free; one that is lost is told too, but nobody waits for that."""
+    abort, cancel = on_decode.Abort(pair.identity), on_prefill.Cancel(pair.identity)
+    releases = [
+        (rank, _releases.start(_release(rank, method, asked)))
+        for rank, method, asked in ((pair.decode, "abort", abort), (pair.prefill, "cancel", cancel))
+    ]
+    await asyncio.gather(
+        *(asyncio.shield(release) for rank, release in releases if rank.is_heard.is_set())
     )
-    for call in calls:
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await call
-        except Exception as error:
-            log.warning("release of %s failed: %s", pair.identity, error)
+
+
+async def _release(rank: Handle, method: str, asked: on_decode.Abort | on_prefill.Cancel) -> None:
+    """A rank that cannot be told is dead, or its leases run out."""
+    try:
+        async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            await rank.control.call(method, pack(asked))
+    except Exception as error:
+        log.warning("release of %s at %s failed: %r", asked.identity, rank.name, error)

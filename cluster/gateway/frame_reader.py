@@ -1,4 +1,7 @@
-"""Keeps the frames of one decode rank coming, and the rank's leases alive by heartbeats."""
+"""Heartbeats: keep a decode rank's frames coming and its leases alive, and tell lost ranks.
+
+A rank is lost that does not answer within the bound of its pace, or whose engine is stuck.
+"""
 
 import asyncio
 import logging
@@ -9,54 +12,82 @@ from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
 from core.errors import NodeLost
 from core.identity import Identity
+from core.pace import Pace
 from core.request import TokenFrame
-from core.schema import unpack
+from core.schema import decode, unpack
 from runtime.frames import FrameStream, connect
 
 log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 5.0
+OnLost = Callable[[Handle, BaseException], None]
 
 
-async def read_frames(
-    handle: Handle,
-    session: int,
-    beat_s: float,
-    on_lost: Callable[[Handle, BaseException], None],
+async def listen(
+    handle: Handle, session: int, beat_s: float, stuck_s: float, on_lost: OnLost
 ) -> None:
-    """Read until cancelled; a stream that breaks fails what waits for it and is opened again.
+    """Hear the rank until cancelled: its frames if it sends some, else how far it is.
 
-    ``session`` outlives connections.
+    When it is lost, what waits for it fails; it is tried again and again. ``session`` outlives
+    connections, ``stuck_s`` is the bound until it has told its own.
     """
     retries = Retries(LONGEST_PAUSE_S)
-    assert handle.info.frames is not None, f"{handle.name} serves no frames"
     try:
         while True:
             try:
-                stream = await connect(handle.name, handle.info.frames, session)
-                handle.is_heard.set()
-                retries.progressed()
-                await _read(handle, stream, beat_s)
+                if handle.info.frames is None:
+                    await _ask(handle, beat_s, stuck_s, retries)
+                else:
+                    stream = await connect(handle.name, handle.info.frames, session)
+                    await _read(handle, stream, beat_s, stuck_s, retries)
             except Exception as error:
-                log.warning("frames of %s broke: %s", handle.name, error)
-                handle.is_heard.clear()
-                handle.fail_all(str(error))
+                log.warning("%s is not heard: %s", handle.name, error)
+                handle.fail_all(error)
                 on_lost(handle, error)
             await retries.pause()
     finally:
-        handle.fail_all("it has left the cluster")
+        handle.fail_all(NodeLost(f"{handle.name} has left the cluster"))
 
 
-async def _read(handle: Handle, stream: FrameStream, beat_s: float) -> None:
+async def _ask(handle: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
+    while True:
+        try:
+            async with asyncio.timeout(bound_s):
+                pace = decode(Pace, await handle.control.call("pace", b""))
+        except TimeoutError:
+            raise NodeLost(f"no sign of life for {bound_s:g} s") from None
+        bound_s = _heard(handle, pace, retries)
+        await asyncio.sleep(beat_s)
+
+
+async def _read(
+    handle: Handle, stream: FrameStream, beat_s: float, bound_s: float, retries: Retries
+) -> None:
     expected: deque[set[Identity]] = deque()
     beats = asyncio.create_task(_beat(handle, stream, beat_s, expected))
+    now = asyncio.get_running_loop().time
     try:
-        async for data in stream.frames():
-            frame = unpack(TokenFrame, data)
-            handle.deliver(frame, expected.popleft() if frame.beat else set())
+        async with asyncio.timeout(beat_s + bound_s) as silence:
+            async for data in stream.frames():
+                frame = unpack(TokenFrame, data)
+                handle.deliver(frame, expected.popleft() if frame.beat else set())
+                if frame.beat is not None:
+                    bound_s = _heard(handle, frame.beat.pace, retries)
+                silence.reschedule(now() + beat_s + bound_s)
         raise NodeLost(f"{handle.name} ended its frames")
+    except TimeoutError:
+        raise NodeLost(f"no sign of life for {bound_s:g} s") from None
     finally:
         beats.cancel()
         stream.close()
+
+
+def _heard(handle: Handle, pace: Pace, retries: Retries) -> float:
+    """The rank answers; raises NodeLost if its engine does not go on. How long it may be silent."""
+    if pace.is_stuck:
+        raise NodeLost(f"its engine is {pace}")
+    handle.is_heard.set()
+    retries.progressed()
+    return pace.bound_s
 
 
 async def _beat(

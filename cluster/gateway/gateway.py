@@ -17,11 +17,11 @@ from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members, Pair
 from cluster.gateway.flow import run_request
 from cluster.gateway.handles import Handle
-from cluster.gateway.retries import Retries
+from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece
 from core.config import TandemConfig
-from core.errors import HandoverError, NodeLost, Overloaded, Preempted
+from core.errors import HandoverError, NodeLost, Overloaded, Preempted, StepFailed
 from core.identity import Identity, nonce
 from core.info import DECODE, SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request, SamplingParams
@@ -29,9 +29,6 @@ from core.stopping import num_budget
 from model.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
-MAX_FAILURES = 4
-"""Lost nodes and broken hand-overs one request may meet without a token in between."""
-LONGEST_PAUSE_S = 1.0
 WARM_UP_TOKENS = 3
 LONGEST_BEAT_S = 1.0
 
@@ -46,7 +43,7 @@ class ClusterGateway:
         self._affinity = PrefixAffinity()
         self._running: dict[str, Streams] = {}
         beat_s = min(LONGEST_BEAT_S, config.kv_transfer.lease_s / 4)
-        self.fleet = Fleet(members, nonce(), beat_s, self._warm)
+        self.fleet = Fleet(members, nonce(), beat_s, config.control.stuck_s, self._warm)
 
     def model_info(self) -> ModelInfo:
         """What is served; the same for all lives of all ranks."""
@@ -111,8 +108,10 @@ class ClusterGateway:
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        num_rows = sum(rank.info.max_rows for rank in self.fleet.of_kind(DECODE))
+        pairs = self.fleet.usable()
+        infos = [handle.info for pair in pairs for handle in pair]
+        rows = {decode.name: decode.info.max_rows for _, decode in pairs}
+        num_rows = sum(rows.values())
         num_queued = sum(map(len, self._running.values())) - num_rows
         if num_queued + request.sampling.n > self.config.server.max_queued:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
@@ -130,35 +129,38 @@ class ClusterGateway:
     async def _serve(self, answer: Answer, tell: Callable[[Piece], None]) -> None:
         """Run the request, and what is left of it again, until it is answered.
 
-        Preemption is no failure; lost ranks and broken hand-overs are tried again elsewhere, a
-        few times. Who is found lost gets no more requests until it answers again.
+        Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
+        few times.
         """
-        retries, session = Retries(LONGEST_PAUSE_S), self.fleet.session
+        trials, session = Trials(), self.fleet.session
 
         def told(piece: Piece) -> None:
-            retries.progressed()
+            trials.retries.progressed()
             tell(piece)
 
         while not answer.is_finished:
+            pair = None
             try:
                 rest = answer.rest()
-                pair = self._pair(rest, answer.index)
+                pair = await self._pair(rest, answer.index, trials)
                 await run_request(rest, pair, session, answer, told)
             except Preempted:
                 continue
-            except (NodeLost, HandoverError) as error:
-                if isinstance(error, NodeLost) and error.node in self.fleet.ranks:
-                    self.fleet.lose(self.fleet.ranks[error.node], error)
-                if retries.num_failures == MAX_FAILURES:
-                    raise
-                log.warning("trying again after failure %d: %s", retries.num_failures + 1, error)
-                await retries.pause()
+            except (NodeLost, HandoverError, StepFailed) as error:
+                await trials.failed(error, pair, self.fleet)
+                log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
-    def _pair(self, request: Request, index: int) -> Pair:
+    async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
+        """Where it goes on. What has begun waits for a rank if none is left; what has failed
+        between two ranks is not tried there again if there are others."""
+        patience_s = self.config.server.patience_s if request.output_ids else 0.0
+        pairs = await self.fleet.pairs(patience_s)
+        others = [(p, d) for p, d in pairs if (p.name, d.name) not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
-        prefill, decode = choose_route(self.fleet.usable(), self._affinity.find(token_ids))
+        prefill, decode = choose_route(others or pairs, self._affinity.find(token_ids))
         self._affinity.remember(token_ids, prefill.name)
-        return Pair(prefill, decode, Identity(request.request_id, index))
+        identity = Identity(request.request_id, index)
+        return Pair(prefill, decode, identity, trials.is_suspect)
 
 
 async def _node_status(handle: Handle) -> NodeStatus:

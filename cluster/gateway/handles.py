@@ -1,26 +1,30 @@
 """A gateway's view of the ranks: how to call them, and how much it has sent to each."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from core.control import Control
+from core.errors import NodeLost
 from core.identity import Identity
 from core.info import NodeStatus
 from core.membership import NodeInfo
 from core.request import ERROR, SequenceUpdate, TokenFrame
-from core.schema import decode
+from core.schema import Failure, decode
 
 STATUS_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """One life of a rank. While ``is_out`` it was found lost and gets no requests.
+    """One life of a rank. While ``is_out`` it was found lost and gets no requests; ``is_heard`` is
+    set while it answers heartbeats and its engine goes on.
 
     Of a rank that prefills: ``num_tokens`` are prompt tokens sent there and not yet answered,
-    ``num_sent`` requests ever sent there. Of one that decodes: ``is_heard`` is set while frames
-    come, ``granted`` are the sequences that it was heard to hold for this gateway, ``num_others``
-    those of other gateways as of the last heartbeat.
+    ``num_sent`` requests ever sent there. Of one that decodes: ``granted`` are the sequences that
+    it was heard to hold for this gateway, ``num_others`` those of other gateways as of the last
+    heartbeat.
     """
 
     info: NodeInfo
@@ -32,6 +36,8 @@ class Handle:
     inboxes: dict[Identity, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
     granted: set[Identity] = field(default_factory=set)
     num_others: int = 0
+    _scopes: set[asyncio.Timeout] = field(default_factory=set)
+    _loss: NodeLost = field(default_factory=NodeLost)
 
     @property
     def name(self) -> str:
@@ -67,14 +73,34 @@ class Handle:
             for identity in expected - alive:
                 self._fail(identity, "the rank no longer holds it")
 
-    def fail_all(self, reason: str) -> None:
-        """Nobody waits for a rank that cannot be heard."""
-        for identity in self.inboxes:
-            self._fail(identity, reason)
+    @asynccontextmanager
+    async def needed(self) -> AsyncIterator[None]:
+        """As soon as the rank is lost the body ends with the error of that, whatever it awaits."""
+        scope = asyncio.timeout(None)
+        self._scopes.add(scope)
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            error = type(self._loss)(str(self._loss))
+            error.node = self.name
+            raise error from None
+        finally:
+            self._scopes.discard(scope)
+
+    def fail_all(self, error: Exception) -> None:
+        """It is heard no more, and nobody waits for it any longer."""
+        self.is_heard.clear()
+        self._loss = error if isinstance(error, NodeLost) else NodeLost(f"{self.name}: {error!r}")
+        scopes, self._scopes = self._scopes, set()
+        for scope in scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     def _fail(self, identity: Identity, reason: str) -> None:
         text = f"decode rank {self.name} lost {identity}: {reason}"
-        self._put(SequenceUpdate(identity, (), ERROR, error=text))
+        self._put(SequenceUpdate(identity, (), ERROR, failure=Failure("NodeLost", text)))
 
     def _put(self, update: SequenceUpdate) -> None:
         inbox = self.inboxes.get(update.identity)

@@ -4,17 +4,31 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.control import gang as gang_module
-from cluster.control.gang import GangKeeper, RankHandle
+from cluster.control.gang import GangKeeper, LastWords, RankHandle
 from cluster.control.plan import GangPlan, plan_gangs
 from core.config import TandemConfig, load
-from core.errors import NodeLost, Overloaded
+from core.errors import NodeLost, Overloaded, StepFailed
+from core.identity import Identity
 from core.info import ModelInfo
-from core.membership import DOWN, LOST, READY, STARTING, Gang, NodeInfo, RankSpec, RankState
+from core.membership import (
+    DOWN,
+    LOST,
+    READY,
+    STARTING,
+    EndedLife,
+    Gang,
+    InStep,
+    NodeInfo,
+    RankSpec,
+    RankState,
+)
+from core.pace import Pace
 from core.schema import Failure
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -59,6 +73,7 @@ class FakeMachines:
         self.clear_error: Exception | None = None
         self.refusal: Exception | None = None
         self.log_path = ""
+        self.in_step: InStep | None = None
         self.seen = (7, 100)
         self._on_begin = on_begin
 
@@ -74,6 +89,11 @@ class FakeMachines:
         self._on_begin(rank)
         return [rank]
 
+    async def last_words(self, state: RankState) -> LastWords:
+        assert self.lives[state.spec.epoch].is_killed, "it may still write"
+        path = Path(state.log_path)
+        return LastWords(path.read_text() if path.is_file() else "", self.in_step)
+
     async def clear(self, gang: str) -> None:
         if self.clear_error is not None:
             raise self.clear_error
@@ -84,13 +104,12 @@ class FakeMachines:
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
         monkeypatch.setattr(gang_module, name, 0.005)
-    monkeypatch.setattr(gang_module, "SILENCE_S", 0.1)
 
 
 @asynccontextmanager
 async def kept(machines: FakeMachines, *sets: str) -> AsyncIterator[tuple[GangKeeper, list[Gang]]]:
     """A keeper and every value that its gang has had."""
-    config, seen = load(None, list(sets)), list[Gang]()
+    config, seen = load(None, ["control.stuck_s=0.1", *sets]), list[Gang]()
     keeper = GangKeeper(
         plan_gangs(config)[0], config, machines, machines, lambda: seen.append(keeper.gang)
     )
@@ -230,6 +249,49 @@ async def test_a_suspect_that_answers_is_left_alone() -> None:
         machines.lives[101].is_frozen = True
         await asyncio.sleep(0.3)
         assert (keeper.gang.state, keeper.gang.epoch) == (READY, 101)
+
+
+async def test_a_rank_that_answers_but_does_not_step_is_ended() -> None:
+    machines = FakeMachines(lambda rank: rank.become())
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == READY)
+        rank = machines.lives[101]
+        rank.state = replace(rank.state, pace=Pace(7, 9.0, 10.0))
+        await asyncio.sleep(0.1)
+        assert (keeper.gang.state, keeper.gang.epoch) == (READY, 101)
+        rank.state = replace(rank.state, pace=Pace(7, 11.0, 10.0))
+        await until(lambda: keeper.gang.epoch == 102)
+        assert rank.is_killed and "in one step for 11 s, 10 s are the bound" in note(keeper.gang)
+
+
+KILLED, SEGFAULT = "worker died", "Fatal Python error: Segmentation fault\n\nCurrent thread"
+ERRORS = {"death": NodeLost("it died"), "stop": StepFailed("the engine stopped")}
+
+
+@pytest.mark.parametrize(
+    ("end", "log", "counts"),
+    [
+        ("death", SEGFAULT, True),
+        ("death", KILLED, False),
+        ("stop", KILLED, True),
+    ],
+)
+async def test_only_a_death_whose_cause_lay_in_the_step_names_suspects(
+    end: str, log: str, counts: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "err").write_text(log)
+    in_step = InStep((Identity("a"), Identity("b")), False)
+    machines = FakeMachines(lambda rank: rank.become())
+    machines.log_path, machines.in_step = str(tmp_path / "err"), in_step
+    async with kept(machines) as (keeper, _):
+        await until(lambda: keeper.gang.state == READY)
+        machines.lives[101].death = ERRORS[end]
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert keeper.gang.ended == EndedLife(101, in_step if counts else None)
+        machines.in_step = None
+        machines.lives[102].death = ERRORS[end]
+        await until(lambda: keeper.gang.epoch == 103)
+        assert keeper.gang.ended == EndedLife(102, None), "it was in no step"
 
 
 async def test_an_adopted_life_goes_on_and_a_frozen_rank_stops_in_time() -> None:

@@ -12,6 +12,7 @@ from core.errors import NodeLost
 from core.info import ModelInfo
 from core.membership import FrameAddress, Gang, Membership, NodeInfo, RankSpec, RankState
 from core.schema import Failure, decode, pack, unpack
+from runtime.engine_loop import EngineLoop
 from runtime.shell import RankShell
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -112,7 +113,7 @@ async def test_a_shell_answers_from_the_start() -> None:
     async def stop() -> None:
         stops.append("stopped")
 
-    loop = SimpleNamespace(failure=None)
+    loop = EngineLoop("never started")
     one = shell(SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop))
     first = unpack(RankState, await one.who())
     assert first.info is None and first.seen == (0, 5) and first.spec.name == "decode-0.5.0"
@@ -125,7 +126,7 @@ async def test_a_shell_answers_from_the_start() -> None:
     assert await one.call(4, "status", b"!") == b"4 status!", "the rank checks the epoch"
     loop.failure = ValueError("cosmic ray")
     failed = unpack(RankState, await one.who())
-    assert failed.failure == Failure("NodeLost", "the engine stopped: ValueError('cosmic ray')")
+    assert failed.failure == Failure("StepFailed", "the engine stopped: ValueError('cosmic ray')")
     await one.stop()
     assert stops == ["stopped"]
     assert unpack(RankState, await one.who(2, 99)).seen == (8, 99)

@@ -1,0 +1,29 @@
+"""How far a rank's engine has come, and when it counts as stuck (design.md, Progress)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+STUCK_FACTOR = 10
+"""A turn of the engine may take this many times the longest recent one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """``num_turns`` of the engine thread have ended; ``busy_s`` is the age of the one it is in, 0
+    while it waits for work; ``bound_s`` is the age from which on it is stuck."""
+
+    num_turns: int
+    busy_s: float
+    bound_s: float
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.busy_s > self.bound_s
+
+    def __str__(self) -> str:
+        return f"in one step for {self.busy_s:.0f} s, {self.bound_s:.0f} s are the bound"
+
+
+def bound_of(recent_s: Iterable[float], least_s: float) -> float:
+    """The bound after turns that took these; long prefill steps raise it."""
+    return max(least_s, STUCK_FACTOR * max(recent_s, default=0.0))

@@ -1,0 +1,48 @@
+"""Measures the turns of an engine thread, so that others can tell slow from stuck."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from core.pace import Pace, bound_of
+
+LONGEST_GAP_S = 1.5
+"""Who asks for the pace does so every second. More between two questions means that the whole
+process stood still, which is no fault of the turn."""
+NUM_RECENT = 256
+
+
+class Watch:
+    """``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other thread."""
+
+    def __init__(self, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least_s = least_s
+        self._clock = clock
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._num_turns = 0
+        self._began_at: float | None = None
+        self._asked_at = clock()
+        self._seen = (-1, 0.0)
+        """The turn that was under way when the pace was asked last, and its age."""
+
+    def begin(self) -> None:
+        self._began_at = self._clock()
+
+    def end(self) -> None:
+        assert self._began_at is not None, "no turn has begun"
+        turn, age_s = self._seen
+        unseen_s = LONGEST_GAP_S + (age_s if turn == self._num_turns else 0.0)
+        self._recent_s.append(min(self._clock() - self._began_at, unseen_s))
+        self._began_at = None
+        self._num_turns += 1
+
+    def pace(self) -> Pace:
+        now, began_at, turn = self._clock(), self._began_at, self._num_turns
+        gap_s = min(now - self._asked_at, LONGEST_GAP_S)
+        self._asked_at = now
+        age_s = 0.0
+        if began_at is not None:
+            before_s = self._seen[1] if self._seen[0] == turn else 0.0
+            age_s = min(before_s + gap_s, now - began_at)
+            self._seen = (turn, age_s)
+        return Pace(turn, age_s, bound_of(tuple(self._recent_s), self._least_s))

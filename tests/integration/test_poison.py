@@ -1,0 +1,164 @@
+"""A step that fails takes nobody along but who is to blame; slow ranks and stuck ones differ."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from core.config import TINY_MODEL
+from core.errors import NodeLost, Poisonous, StepFailed
+from core.request import Request
+from decode_node.launcher import InFlight, Launcher
+from decode_node.plan import StepKey
+from decode_node.sequence import NUM_STEPS_ALONE, Sequence
+from prefill_node.engine import PrefillEngine
+from prefill_node.scheduler import Chunk
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.integration.test_lost_prefill import prompts
+from tests.rig import Rig, rig
+
+SETS = ("kv.num_pages=400", "kv.page_size=16", "decode.max_rows=8", "speculation.num_tokens=3")
+NUM_TOKENS = 24
+
+
+def poisoned(request_id: str) -> bool:
+    return request_id.startswith("poison")
+
+
+def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
+    """A step with a poison request in it raises; every such step's request ids."""
+    launch, seen = Launcher.launch, list[list[str]]()
+
+    def poisonable(self: Launcher, sequences: list[Sequence], key: StepKey) -> InFlight:
+        names = [one.identity.request_id for one in sequences]
+        if any(map(poisoned, names)):
+            seen.append(names)
+            raise error
+        return launch(self, sequences, key)
+
+    monkeypatch.setattr(Launcher, "launch", poisonable)
+    return seen
+
+
+def break_prefill(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
+    compute, seen = PrefillEngine._compute, list[list[str]]()
+
+    def poisonable(self: PrefillEngine, chunks: list[Chunk], num_rows: int) -> None:
+        names = [chunk.sequence.identity.request_id for chunk in chunks]
+        if any(map(poisoned, names)):
+            seen.append(names)
+            raise error
+        compute(self, chunks, num_rows)
+
+    monkeypatch.setattr(PrefillEngine, "_compute", poisonable)
+    return seen
+
+
+async def ask_all(cluster: Rig, requests: list[Request]) -> list[list[int] | BaseException]:
+    answers = await asyncio.gather(
+        *(cluster.complete(request) for request in requests), return_exceptions=True
+    )
+    return [one if isinstance(one, BaseException) else one[0] for one in answers]
+
+
+@pytest.mark.parametrize(
+    ("break_", "loop"),
+    [(break_decode, "plain"), (break_decode, "overlapped"), (break_prefill, "plain")],
+)
+async def test_a_poison_request_is_refused_once_it_failed_alone_and_the_others_end(
+    monkeypatch: pytest.MonkeyPatch,
+    break_: Callable[[pytest.MonkeyPatch, Exception], list[list[str]]],
+    loop: str,
+) -> None:
+    failed = break_(monkeypatch, RuntimeError("cosmic ray"))
+    async with rig(TINY_MODEL, *SETS, f"decode.loop={loop}") as cluster:
+        asked = [
+            greedy(f"poison-{i}" if i == 5 else f"r{i}", ids, NUM_TOKENS, ignore_eos=True)
+            for i, ids in enumerate(prompts(8, 9))
+        ]
+        answers = await ask_all(cluster, asked)
+        for request, answer in zip(asked, answers, strict=True):
+            if poisoned(request.request_id):
+                assert isinstance(answer, Poisonous), answer
+            else:
+                assert isinstance(answer, list) and len(answer) == NUM_TOKENS, answer
+                assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+        assert len(failed) == 2 and failed[1] == ["poison-5"], failed
+        assert cluster.gateway.is_healthy(), "a failed step is no lost rank"
+        await cluster.check_empty()
+
+
+async def test_a_step_that_failed_once_costs_nobody_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were in it go on alone for a few steps, then together again."""
+    launch, failed_at, widths = Launcher.launch, list[int](), list[int]()
+
+    def flaky(self: Launcher, sequences: list[Sequence], key: StepKey) -> InFlight:
+        widths.append(len(sequences))
+        if len(sequences) == 6 and not failed_at:
+            failed_at.append(len(widths))
+            raise MemoryError("no room for logits")
+        return launch(self, sequences, key)
+
+    monkeypatch.setattr(Launcher, "launch", flaky)
+    async with rig(TINY_MODEL, *SETS) as cluster:
+        asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(6, 9))]
+        for request, answer in zip(asked, await ask_all(cluster, asked), strict=True):
+            assert isinstance(answer, list) and len(answer) == 80, answer
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+        after = widths[failed_at[0] :]
+        assert after[:NUM_STEPS_ALONE] == [1] * NUM_STEPS_ALONE, after
+        assert after.count(1) >= 6 * NUM_STEPS_ALONE and max(after) > 1, after
+        await cluster.check_empty()
+
+
+async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_decode(monkeypatch, AssertionError("two sequences own one page"))
+    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.5") as cluster:
+        [answer] = await ask_all(cluster, [greedy("poison", prompts(1, 9)[0], 8)])
+        assert isinstance(answer, NodeLost) and not isinstance(answer, StepFailed)
+        assert not cluster.gateway.is_healthy()
+        [(gang, _, _)] = cluster.members.reports
+        assert gang == cluster.decodes[0].spec.gang
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(kind: str) -> None:
+    """Its asyncio loop answers every heartbeat meanwhile."""
+    sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stuck_s=0.4")
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert go_on.wait(60)
+
+    async with rig(TINY_MODEL, *sets) as cluster:
+        ranks = cluster.decodes if kind == "decode" else cluster.prefills
+        asked = [greedy(f"r{i}", ids, 120, ignore_eos=True) for i, ids in enumerate(prompts(8, 9))]
+        running = asyncio.create_task(ask_all(cluster, asked))
+        await asyncio.sleep(0.1)
+        stuck = ranks[0]
+        stuck.loop.post(hang)
+        await asyncio.to_thread(entered.wait, 60)
+        answers = await running
+        handle = cluster.gateway.fleet.ranks[stuck.spec.name]
+        async with asyncio.timeout(30):
+            while handle.is_heard.is_set() or not handle.is_out:
+                await asyncio.sleep(0.01)
+        assert {gang for gang, _, _ in cluster.members.reports} == {stuck.spec.gang}
+        assert cluster.gateway.is_healthy(), "the others serve on"
+        go_on.set()
+        for request, answer in zip(asked, answers, strict=True):
+            assert isinstance(answer, list) and len(answer) == 120, answer
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+        async with asyncio.timeout(60):
+            while handle.is_out or not handle.is_heard.is_set():
+                await asyncio.sleep(0.01)
+        again = await ask_all(cluster, [greedy("again", prompts(1, 9)[0], 20, ignore_eos=True)])
+        assert isinstance(again[0], list) and len(again[0]) == 20
+        await cluster.check_empty()

@@ -1,0 +1,191 @@
+"""Slow and stuck are told apart, a failed step takes only what was in it, a dead rank names it."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from core.errors import NodeLost
+from core.identity import Identity
+from core.membership import InStep
+from runtime.black_box import BlackBox, read_box
+from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
+from runtime.watch import NUM_RECENT, Watch
+
+LEAST_S = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turn(watch: Watch, clock: Clock, seconds: float) -> None:
+    """One turn, asked after every second."""
+    watch.begin()
+    for _ in range(int(seconds)):
+        clock.now += 1
+        watch.pace()
+    clock.now += seconds % 1
+    watch.end()
+
+
+def test_a_turn_is_stuck_only_beyond_the_bound_that_long_turns_raise() -> None:
+    clock = Clock()
+    watch = Watch(LEAST_S, clock)
+    assert (watch.pace().busy_s, watch.pace().bound_s) == (0.0, LEAST_S)
+    watch.begin()
+    for second in range(1, 12):
+        clock.now += 1
+        pace = watch.pace()
+        assert pace.busy_s == second and pace.is_stuck == (second > LEAST_S)
+    watch.end()
+    assert watch.pace().num_turns == 1 and watch.pace().bound_s == 110.0
+    turn(watch, clock, 60.0)
+    assert watch.pace().bound_s == 600.0 and not watch.pace().is_stuck
+    for _ in range(NUM_RECENT):
+        turn(watch, clock, 0.01)
+    assert watch.pace().bound_s == LEAST_S, "a long turn counts for a while"
+
+
+def test_a_process_that_stood_still_is_not_stuck_when_it_goes_on() -> None:
+    clock = Clock()
+    watch = Watch(LEAST_S, clock)
+    watch.begin()
+    clock.now += 1
+    watch.pace()
+    clock.now += 500
+    assert watch.pace().busy_s == 2.5 and not watch.pace().is_stuck
+    watch.end()
+    assert watch.pace().bound_s <= 50, "nor does it make later turns look short"
+
+
+class Engine:
+    """Does ``work`` in each step until there is none left."""
+
+    def __init__(self, *work: Callable[[], None]) -> None:
+        self.work = list(work)
+        self.failed: list[Exception] = []
+
+    def has_work(self) -> bool:
+        return bool(self.work)
+
+    def step(self) -> None:
+        self.work.pop(0)()
+
+    def fail(self, error: Exception) -> None:
+        self.failed.append(error)
+
+
+def error(kind: type[Exception], text: str = "bad") -> Callable[[], None]:
+    def work() -> None:
+        raise kind(text)
+
+    return work
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    loop = EngineLoop("test")
+    yield loop
+    loop.stop()
+
+
+def run(loop: EngineLoop, engine: Engine) -> None:
+    loop.add(engine)
+    loop.start()
+    while engine.work and loop.failure is None:
+        loop.post(lambda: None).exception(5)
+
+
+async def test_a_step_that_raises_fails_what_was_in_it_and_the_engine_goes_on(
+    loop: EngineLoop,
+) -> None:
+    done: list[int] = []
+    odd = [error(RuntimeError, "out of memory"), lambda: done.append(1)] * 20
+    engine = Engine(*odd, error(MemoryError), *odd)
+    await asyncio.to_thread(run, loop, engine)
+    assert loop.failure is None and await loop.call(lambda: 7) == 7
+    assert len(done) == 40 and len(engine.failed) == 41
+
+
+@pytest.mark.parametrize("fatal", [error(AssertionError), error(RuntimeError, "CUDA error: bad")])
+async def test_what_leaves_the_state_in_doubt_ends_the_engine(
+    loop: EngineLoop, fatal: Callable[[], None]
+) -> None:
+    engine = Engine(fatal, lambda: None)
+    await asyncio.to_thread(run, loop, engine)
+    assert loop.failure is not None and not engine.failed and len(engine.work) == 1
+    with pytest.raises(NodeLost):
+        await loop.call(lambda: 7)
+
+
+async def test_an_engine_that_only_fails_is_given_up(loop: EngineLoop) -> None:
+    engine = Engine(*[error(RuntimeError)] * 20)
+    await asyncio.to_thread(run, loop, engine)
+    assert isinstance(loop.failure, RuntimeError) and len(engine.failed) == MAX_FAILED_STEPS
+
+
+async def test_the_pace_tells_a_turn_that_does_not_end(loop: EngineLoop) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        go_on.wait(30)
+
+    loop.add(Engine(hang))
+    loop.start()
+    await asyncio.to_thread(entered.wait, 30)
+    before = loop.watch.pace()
+    await asyncio.sleep(0.05)
+    now = loop.watch.pace()
+    go_on.set()
+    assert now.num_turns == before.num_turns and now.busy_s > before.busy_s
+    async with asyncio.timeout(30):
+        while loop.watch.pace().busy_s:
+            await asyncio.sleep(0.001)
+    assert loop.watch.pace().num_turns > now.num_turns
+
+
+A, B, C = Identity("a", 0, 1), Identity("b", 1, 2), Identity("c", 0, 3)
+
+
+def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
+    path = str(tmp_path / "rank.box")
+    box = BlackBox(path)
+    assert read_box(path) is None
+    box.note("decode", [A, B])
+    assert read_box(path) == InStep((A, B), False)
+    box.note("prefill", [C], is_alone=True)
+    assert read_box(path) == InStep((A, B, C), False), "nobody is alone beside others"
+    box.note("decode", [])
+    assert read_box(path) == InStep((C,), True)
+    box.note("prefill", [])
+    assert read_box(path) is None
+    box.note("prefill", [C], is_alone=True)
+    assert read_box(path) == InStep((C,), True), "the same rows once more"
+    box.close()
+    assert read_box(path) is None and not (tmp_path / "rank.box").exists()
+
+
+def _die(path: str) -> None:
+    box = BlackBox(path)
+    box.note("decode", [A, B])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_box_outlives_its_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "rank.box")
+    process = multiprocessing.get_context("spawn").Process(target=_die, args=(path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert read_box(path) == InStep((A, B), False)
