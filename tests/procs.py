@@ -109,16 +109,17 @@ def serving(
     head: RayHead | None = None,
     command: Sequence[str] = COMMAND,
     cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Serving]:
     """``tandem serve``, in a Ray of its own or in ``head``, until the block ends; it is ended by
-    id whatever happens."""
+    id whatever happens. ``env`` is that of its own Ray too, None this process's."""
     args = [arg for item in ("server.address=127.0.0.1:0", *sets) for arg in ("--set", item)]
     if head is not None:
         args += ["--ray-address", head.address]
     process = subprocess.Popen(
         [*command, "serve", *args],
         cwd=cwd,
-        env=None if head is None else head.env,
+        env=env if head is None else head.env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,93 @@
+"""On the path of a cluster under test, every process of it reads this first: faults from within.
+
+In a rank's process, a file ``<pid>.engine`` or ``<pid>.loop`` in $FAULTS blocks its engine thread
+or its asyncio loop for as long as it is there, and a decode step with a POISON prompt in it that
+has emitted NUM_TOLD tokens reads memory that is nobody's.
+"""
+
+import asyncio
+import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+POISON = (0, 77, 78, 79, 77, 78)
+NUM_TOLD = 12
+
+
+def _poison_steps(launcher: Any) -> None:
+    launch = launcher.Launcher.launch
+
+    def poisonable(self: Any, sequences: list[Any], key: Any) -> Any:
+        for one in sequences:
+            if one.request.prompt_ids[: len(POISON)] == POISON and one.num_output >= NUM_TOLD:
+                ctypes.string_at(0)
+        return launch(self, sequences, key)
+
+    launcher.Launcher.launch = poisonable
+
+
+def _block_on_demand(engine_loop: Any) -> None:
+    begin = engine_loop.EngineLoop.__init__
+
+    def watched(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=_watch, args=(self.post, loop), daemon=True).start()
+
+    engine_loop.EngineLoop.__init__ = watched
+
+
+def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractEventLoop) -> None:
+    def blocked_by(path: Path) -> Callable[[], None]:
+        def block() -> None:
+            while path.exists():
+                time.sleep(0.02)
+
+        return block
+
+    ways = {"engine": post, "loop": loop.call_soon_threadsafe}
+    while True:
+        for name, way in ways.items():
+            path = Path(os.environ["FAULTS"], f"{os.getpid()}.{name}")
+            if path.exists():
+                way(blocked_by(path))
+                while path.exists():
+                    time.sleep(0.02)
+        time.sleep(0.02)
+
+
+PATCHES = {
+    "decode_node.launcher": _poison_steps,
+    "runtime.engine_loop": _block_on_demand,
+}
+
+
+class _Patcher(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_patch(module: ModuleType) -> None:
+            run(module)
+            PATCHES[name](module)
+
+        spec.loader.exec_module = run_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+if "FAULTS" in os.environ:
+    sys.meta_path.insert(0, _Patcher())

@@ -1,0 +1,234 @@
+"""Ranks that die, stand still or are poisoned, through real processes: every answer goes on."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from core.config import TINY_MODEL
+from core.info import NodeStatus
+from tandem import Client, InferenceError
+from tests.exact import near_ties
+from tests.faults.sitecustomize import NUM_TOLD, POISON
+from tests.integration.test_lost_prefill import prompts
+from tests.procs import ROOT, Serving, actors, serving
+
+SETS = ("decode.replicas=2", "kv.num_pages=700", "kv.page_size=16", "server.patience_s=120")
+PATIENCE_S = 150
+NUM_ROWS = 8
+Answers = list["Future[list[int]]"]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@contextmanager
+def faulty(faults: Path, max_rows: int) -> Iterator[Serving]:
+    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    env = os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
+    with serving(*SETS, f"decode.max_rows={max_rows}", env=env) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(faults: Path) -> Iterator[Serving]:
+    with faulty(faults, NUM_ROWS) as running:
+        yield running
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(64) as threads:
+        yield threads
+
+
+def ask(server: Serving, prompt: list[int], num_tokens: int, told: list[int]) -> list[int]:
+    with Client(server.address, max_retries=0) as client:
+        for piece in client.generate(prompt, max_tokens=num_tokens, ignore_eos=True):
+            told += getattr(piece, "token_ids", ())
+    return told
+
+
+def begun(
+    pool: ThreadPoolExecutor, server: Serving, asked: list[list[int]], num_tokens: int
+) -> Answers:
+    """An answer to each prompt, once all of them have begun."""
+    told = [list[int]() for _ in asked]
+    answers = [
+        pool.submit(ask, server, prompt, num_tokens, so_far)
+        for prompt, so_far in zip(asked, told, strict=True)
+    ]
+    until(lambda: all(told))
+    assert not any(answer.done() for answer in answers), "too short to be interrupted"
+    return answers
+
+
+def check(asked: list[list[int]], answers: Answers, num_tokens: int) -> None:
+    for prompt, answer in zip(asked, answers, strict=True):
+        token_ids = answer.result(PATIENCE_S)
+        assert len(token_ids) == num_tokens
+        assert not near_ties(TINY_MODEL, prompt, token_ids)
+
+
+def until(condition: Callable[[], object]) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < PATIENCE_S, "it took too long"
+        time.sleep(0.05)
+
+
+def nodes_of(server: Serving) -> list[NodeStatus]:
+    with Client(server.address) as client:
+        return list(client.status().nodes)
+
+
+def epochs(server: Serving) -> dict[str, int]:
+    return {node.name: node.epoch for node in nodes_of(server)}
+
+
+def is_empty(server: Serving) -> bool:
+    return all(
+        node.alive
+        and not node.num_active_rows
+        and not node.num_open_leases
+        and node.num_free_pages == node.num_pages - 1
+        for node in nodes_of(server)
+    )
+
+
+@contextmanager
+def blocked(faults: Path, pid: int, what: str) -> Iterator[None]:
+    """A rank's engine thread, or its asyncio loop."""
+    path = faults / f"{pid}.{what}"
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+@pytest.mark.slow
+def test_one_poison_among_sixty_four(faults: Path, pool: ThreadPoolExecutor) -> None:
+    with faulty(faults, 32) as server:
+        check_poison(server, pool, 64)
+
+
+def test_poison_is_refused_when_it_killed_alone_and_the_innocent_finish(
+    server: Serving, pool: ThreadPoolExecutor
+) -> None:
+    check_poison(server, pool, 2 * NUM_ROWS)
+
+
+def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
+    """A segmentation fault takes a full rank; suspects run alone; nobody else pays."""
+    before = epochs(server)
+    asked = [*prompts(num - 1, seed=31), [*POISON, 9]]
+    answers = begun(pool, server, asked, 100)
+    *innocent, poison = answers
+    with pytest.raises(InferenceError) as refused:
+        poison.result(PATIENCE_S)
+    assert refused.value.code == grpc.StatusCode.INTERNAL
+    assert "was alone in the step that killed" in refused.value.details
+    assert len(refused.value.token_ids) >= NUM_TOLD - 8
+    check(asked[:-1], innocent, 100)
+    until(lambda: is_empty(server))
+    after = epochs(server)
+    assert {name for name in before if after[name] != before[name]} == {"decode-0", "decode-1"}
+
+
+def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
+    server: Serving, pool: ThreadPoolExecutor
+) -> None:
+    """Both decode nodes are full when one is killed; half of the answers wait for room."""
+    until(lambda: is_empty(server))
+    asked = prompts(2 * NUM_ROWS, seed=32)
+    answers = begun(pool, server, asked, 200)
+    first, second = actors(server.process.pid, "DecodeActor")
+    os.kill(first, signal.SIGKILL)
+    until(lambda: second in actors(server.process.pid, "DecodeActor")[:1])
+    until(lambda: len(actors(server.process.pid, "DecodeActor")) == 2)
+    os.kill(second, signal.SIGKILL)
+    check(asked, answers, 200)
+    until(lambda: is_empty(server))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped_s", [6, 20, 40, None])
+def test_a_stopped_decode_node_is_routed_around_and_brings_nothing_stale(
+    server: Serving, pool: ThreadPoolExecutor, stopped_s: float | None
+) -> None:
+    until(lambda: is_empty(server))
+    before = epochs(server)
+    asked = prompts(12, seed=33)
+    answers = begun(pool, server, asked, 600)
+    stopped = actors(server.process.pid, "DecodeActor")[0]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    if stopped_s is not None:
+        while time.monotonic() - began < stopped_s:
+            time.sleep(0.1)
+        if stopped in actors(server.process.pid, "DecodeActor"):
+            os.kill(stopped, signal.SIGCONT)
+    check(asked, answers, 600)
+    until(lambda: is_empty(server))
+    changed = {name for name, epoch in epochs(server).items() if epoch != before[name]}
+    if stopped_s is None or stopped_s > 30:
+        assert changed and changed <= {"decode-0", "decode-1"}
+    elif stopped_s < 10:
+        assert not changed, "six seconds are no death"
+    again = prompts(6, seed=34)
+    check(again, begun(pool, server, again, 200), 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["engine", "loop"])
+def test_a_rank_of_which_half_is_blocked_is_replaced(
+    server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str
+) -> None:
+    """The engine thread with the asyncio loop alive, and the reverse."""
+    until(lambda: is_empty(server))
+    before = epochs(server)
+    asked = prompts(12, seed=35)
+    answers = begun(pool, server, asked, 600)
+    pid = actors(server.process.pid, "DecodeActor")[0]
+    with blocked(faults, pid, what):
+        check(asked, answers, 600)
+        until(lambda: pid not in actors(server.process.pid, "DecodeActor"))
+    until(lambda: is_empty(server))
+    changed = {name for name, epoch in epochs(server).items() if epoch != before[name]}
+    assert len(changed) == 1 and changed <= {"decode-0", "decode-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["engine", "loop", "stop"])
+def test_health_follows_the_only_prefill_node(
+    server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str
+) -> None:
+    """Nothing runs there, so only heartbeats can tell; answers wait for its next life."""
+    until(lambda: is_empty(server))
+    [pid] = actors(server.process.pid, "PrefillActor")
+    if what == "stop":
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: not is_healthy(server))
+    else:
+        with blocked(faults, pid, what):
+            until(lambda: not is_healthy(server))
+    until(lambda: is_healthy(server))
+    asked = prompts(4, seed=36)
+    check(asked, begun(pool, server, asked, 60), 60)
+
+
+def is_healthy(server: Serving) -> bool:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(server.address) as channel:
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
