@@ -21,6 +21,8 @@ STORY = "Zwei Bären 🐻🐻 aßen Käse. "
 class ByteTokenizer:
     """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
 
+    longest_token_bytes = None
+
     def encode(self, text: str) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]
 
