@@ -1,15 +1,18 @@
 """From errors to gRPC statuses: the one place where that is decided."""
 
 import asyncio
+import errno
 import logging
 from dataclasses import dataclass
 
 import grpc
 
 from cluster.proto.wire import RETRY_AFTER_KEY
-from core.errors import Draining, NodeLost, Overloaded
+from core.errors import Draining, HandoverError, NodeLost, Overloaded, Preempted
 
 _MAX_DETAILS = 2000
+_RETRY_AFTER_S = 1.0
+_OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
 _log = logging.getLogger(__name__)
 
 
@@ -27,9 +30,8 @@ def status_of(error: BaseException) -> RpcStatus:
     details = (str(error) or type(error).__name__)[:_MAX_DETAILS]
     match error:
         case Overloaded():
-            metadata = ((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"),)
-            return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, metadata)
-        case Draining() | NodeLost():
+            return _exhausted(details, error.retry_after_s)
+        case Draining() | NodeLost() | HandoverError() | Preempted():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)
         case ValueError():
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, details)
@@ -37,5 +39,23 @@ def status_of(error: BaseException) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.DEADLINE_EXCEEDED, details)
         case asyncio.CancelledError():
             return RpcStatus(grpc.StatusCode.CANCELLED, details)
+        case _ if _is_out_of_resources(error):
+            _log.error("this process is out of resources: %r", error)
+            return _exhausted(details, _RETRY_AFTER_S)
     _log.error("unexpected error", exc_info=error)
     return RpcStatus(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {details}")
+
+
+def _exhausted(details: str, retry_after_s: float) -> RpcStatus:
+    metadata = ((RETRY_AFTER_KEY, f"{retry_after_s:g}"),)
+    return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, metadata)
+
+
+def _is_out_of_resources(error: BaseException) -> bool:
+    """Of memory, threads, open files or disk, all of which may come back."""
+    match error:
+        case OSError():
+            return error.errno in _OUT_OF
+        case RuntimeError():
+            return "can't start new thread" in str(error)
+    return isinstance(error, MemoryError)
