@@ -126,6 +126,8 @@ class ServerConfig(Section):
     """HOST:PORT of the gRPC server; port 0 takes any free one"""
     max_queued: Count = 256
     """requests waiting before new ones are refused"""
+    write_s: float = Field(default=30.0, gt=0, le=3600)
+    """how long a client may leave an answer unread before its stream is ended"""
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """how long running streams may finish at shutdown"""
 

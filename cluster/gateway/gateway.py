@@ -34,6 +34,8 @@ MAX_FAILURES = 4
 LONGEST_PAUSE_S = 1.0
 WARM_UP_TOKENS = 3
 LONGEST_BEAT_S = 1.0
+SPARE_STREAMS = 64
+"""Open ones beyond those that may have or wait for a row: their clients still read."""
 
 
 class ClusterGateway:
@@ -54,8 +56,18 @@ class ClusterGateway:
             self._model = self.fleet.of_kind(DECODE)[0].info.model
         return self._model
 
-    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def check_room(self, num_streams: int) -> None:
+        """Overloaded when a request more could not be queued, or when ``num_streams`` open ones are
+        more than can have or wait for a row, and some to spare. Costs nothing."""
+        if num_streams > self._num_rows() + self.config.server.max_queued + SPARE_STREAMS:
+            raise Overloaded(f"{num_streams - 1} streams are open already")
+        self._check_queue(1)
+
+    async def generate(
+        self, request: Request, *, is_aborted: bool = False
+    ) -> AsyncGenerator[Piece, None]:
         """Deltas, then a Finished for each answer. Closing it early frees everything it holds.
+        What ``is_aborted`` before it begins asks no rank for anything.
 
         Raises what run_request raises, Overloaded when the queue is full, and ValueError for a
         request id that is running already.
@@ -69,6 +81,8 @@ class ClusterGateway:
         if not all(answer.is_finished for answer in answers):
             self._admit(request)
         streams = self._running[request.request_id] = Streams(answers, self._serve)
+        if is_aborted:
+            streams.abort()
         try:
             async with aclosing(streams.pieces()) as pieces:
                 async for piece in pieces:
@@ -106,16 +120,21 @@ class ClusterGateway:
         answer = self._begin(0, request)
         await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
 
+    def _num_rows(self) -> int:
+        return sum(rank.info.max_rows for rank in self.fleet.of_kind(DECODE))
+
+    def _check_queue(self, num_answers: int) -> None:
+        num_queued = sum(map(len, self._running.values())) - self._num_rows()
+        if num_queued + num_answers > self.config.server.max_queued:
+            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
+
     def _admit(self, request: Request) -> None:
         """Refuse what no rank could ever hold, and more than may wait for the rows there are.
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
+        self._check_queue(request.sampling.n)
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        num_rows = sum(rank.info.max_rows for rank in self.fleet.of_kind(DECODE))
-        num_queued = sum(map(len, self._running.values())) - num_rows
-        if num_queued + request.sampling.n > self.config.server.max_queued:
-            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
         num_prompt, sampling = len(request.prompt_ids), request.sampling
         most = num_prompt + num_budget(
             num_prompt, 0, sampling.max_tokens, self.model_info().max_model_len
