@@ -130,6 +130,8 @@ class ServerConfig(Section):
     """requests waiting before new ones are refused"""
     patience_s: float = Field(default=60.0, ge=0, le=3600)
     """how long begun answers wait for a node when none is left"""
+    write_s: float = Field(default=30.0, gt=0, le=3600)
+    """how long a client may leave an answer unread before its stream is ended"""
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """how long running streams may finish at shutdown"""
 

@@ -1,5 +1,9 @@
 """Named errors that cross node borders. ``ValueError`` is the user's mistake throughout."""
 
+import errno
+
+_OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
+
 
 class TandemError(Exception):
     """A failure of one request or node that the caller may act upon."""
@@ -50,3 +54,13 @@ class LayoutMismatch(HandoverError):
 
 class StalePages(HandoverError):
     """Pages changed hands while a transfer still named them."""
+
+
+def is_out_of_resources(error: BaseException) -> bool:
+    """Whether a process has no memory, threads, open files or disk left; all may come back."""
+    match error:
+        case OSError():
+            return error.errno in _OUT_OF
+        case RuntimeError():
+            return "can't start new thread" in str(error)
+    return isinstance(error, MemoryError)

@@ -1,5 +1,7 @@
 """Text to token ids and back, from the checkpoint's own tokenizer.json."""
 
+import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from model.chat import ChatTemplate
 from model.json_file import read_json
+from model.token_bytes import longest_token_bytes
 
 REPLACEMENT = "\ufffd"
 # Tokens looked back at: a character has at most 4 bytes, and a token with text at least one.
@@ -43,6 +46,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
+
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Most bytes of text that one token stands for; None where no number bounds it."""
+        return longest_token_bytes(json.loads(self._tokenizer.to_str()))
 
     def encode(self, text: str) -> list[int]:
         """Token ids, the begin-of-sentence token once in front if the checkpoint wants one."""

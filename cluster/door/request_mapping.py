@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from google.protobuf.message import Message
@@ -16,6 +16,8 @@ from core.stopping import stop_ids
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 MAX_REQUEST_ID_LEN = 128
+MAX_STOPS, MAX_STOP_CHARS = 32, 4096
+MAX_STOP_TOKEN_IDS = MAX_LOGIT_BIASES = 1024
 MAX_DELTA = {pb.ACCEPTANCE_RELAXED: 1, pb.ACCEPTANCE_RELAXED_LOG_PROBS: 100}
 _KINDS = {number: f"{number} ({name})" for name, number in pb.Acceptance.items()}
 _ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
@@ -26,6 +28,10 @@ ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 
 
 
 class Tokenizer(Protocol):
+    @property
+    def longest_token_bytes(self) -> int | None:
+        """Most bytes of text that one token stands for; None where no number bounds it."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, the beginning-of-sequence token in front."""
 
@@ -95,9 +101,14 @@ def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokeniz
     _refuse_unknown(message, "")
     table = bounds(message, model)
     request = Request(
-        request_id=_request_id(message.request_id),
+        request_id=request_id(message.request_id),
         prompt_ids=_prompt_ids(message, model, tokenizer, table["token_ids"]),
-        output_ids=_token_ids("resume_token_ids", message.resume_token_ids, table["token_ids"]),
+        output_ids=_token_ids(
+            "resume_token_ids",
+            message.resume_token_ids,
+            table["token_ids"],
+            model.max_model_len - 1,
+        ),
         sampling=_sampling(message.sampling, table),
         speculation=_speculation(message.speculation, table, model),
     )
@@ -116,14 +127,15 @@ def _refuse_unknown(message: Message, prefix: str) -> None:
         raise ValueError(f"{name} is unknown to this server; leave it out or update the server")
 
 
-def _request_id(request_id: str) -> str:
-    if not request_id:
+def request_id(given: str) -> str:
+    """The name that was given, one made up if it is "". ``ValueError`` if it cannot be one."""
+    if not given:
         return uuid.uuid4().hex
-    readable = request_id.isprintable() and not any(map(str.isspace, request_id))
-    if not readable or len(request_id) > MAX_REQUEST_ID_LEN:
+    readable = len(given) <= MAX_REQUEST_ID_LEN and given.isprintable()
+    if not readable or any(map(str.isspace, given)):
         remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
-        refuse("request_id", request_id[: MAX_REQUEST_ID_LEN + 1], remedy)
-    return request_id
+        refuse("request_id", given[: MAX_REQUEST_ID_LEN + 1], remedy)
+    return given
 
 
 def _prompt_ids(
@@ -135,9 +147,11 @@ def _prompt_ids(
     if kind == "text" and not message.text:
         refuse("text", "", "the prompt is empty; give some text")
     _refuse_unknown(message.token_ids, "token_ids.")
-    ids = _token_ids(kind, message.token_ids.ids, token)
     if kind == "text":
-        ids = tuple(tokenizer.encode(message.text))
+        _check_bytes(message.text, model, tokenizer)
+        ids: Sequence[int] = tokenizer.encode(message.text)
+    else:
+        ids = message.token_ids.ids
     if not ids:
         raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
     if len(ids) >= model.max_model_len:
@@ -145,14 +159,31 @@ def _prompt_ids(
             f"{kind}: the prompt has {len(ids)} tokens; at most {model.max_model_len - 1} leave "
             f"room for an answer in model.max_model_len={model.max_model_len}"
         )
-    return ids
+    return tuple(ids) if kind == "text" else _token_ids(kind, ids, token, len(ids))
 
 
-def _token_ids(field: str, ids: Iterable[int], token: Bounds) -> tuple[int, ...]:
-    ids = tuple(ids)
+def _check_bytes(text: str, model: ModelInfo, tokenizer: Tokenizer) -> None:
+    """Refuse untokenised what has too many tokens however it is tokenised."""
+    num_bytes, longest = len(text.encode()), tokenizer.longest_token_bytes
+    if longest is not None and num_bytes > (most := (model.max_model_len - 1) * longest):
+        raise ValueError(
+            f"text: the prompt has {num_bytes} bytes; the {model.max_model_len - 1} tokens that "
+            f"leave room for an answer in model.max_model_len={model.max_model_len} hold {most} "
+            "at the very most"
+        )
+
+
+def _token_ids(field: str, ids: Collection[int], token: Bounds, most: int) -> tuple[int, ...]:
+    """In the order given; counted before they are looked at."""
+    _check_count(field, ids, most)
     for i, value in enumerate(ids):
         token.check(f"{field}[{i}]", value)
-    return ids
+    return tuple(ids)
+
+
+def _check_count(field: str, values: Sized, most: int) -> None:
+    if len(values) > most:
+        refuse(f"len({field})", len(values), f"use at most {most}")
 
 
 def _scalars(message: Message, prefix: str, table: Mapping[str, Bounds]) -> dict[str, Any]:
@@ -172,14 +203,18 @@ def _scalars(message: Message, prefix: str, table: Mapping[str, Bounds]) -> dict
 
 def _sampling(message: pb.Sampling, table: Mapping[str, Bounds]) -> SamplingParams:
     found = _scalars(message, "sampling.", table)
+    _check_count("sampling.stop", message.stop, MAX_STOPS)
+    if (num_chars := sum(map(len, message.stop))) > MAX_STOP_CHARS:
+        raise ValueError(f"sampling.stop: {num_chars} characters; use at most {MAX_STOP_CHARS}")
     if "" in message.stop:
         refuse("sampling.stop", list(message.stop), "use texts of at least one character")
+    token = table["token_ids"]
+    biased = _token_ids("sampling.logit_bias", message.logit_bias, token, MAX_LOGIT_BIASES)
     # In order of token id: a map has none of its own.
-    biased = _token_ids("sampling.logit_bias", sorted(message.logit_bias), table["token_ids"])
-    biases = tuple(TokenBias(token, message.logit_bias[token]) for token in biased)
+    biases = tuple(TokenBias(token_id, message.logit_bias[token_id]) for token_id in sorted(biased))
     for item in biases:
         table["sampling.logit_bias"].check(f"sampling.logit_bias[{item.token_id}]", item.bias)
-    stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, table["token_ids"])
+    stops = _token_ids("sampling.stop_token_ids", message.stop_token_ids, token, MAX_STOP_TOKEN_IDS)
     return SamplingParams(
         **found, stop=tuple(message.stop), stop_token_ids=stops, logit_bias=biases
     )

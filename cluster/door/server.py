@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.door.malformed import RefuseMalformed
 from cluster.door.servicer import Gateway, InferenceServicer
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MAX_MESSAGE_BYTES
@@ -25,6 +26,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
+SPARE_RPCS = 1024
 WATCH_S = 1.0
 """How often health follows the state of the nodes."""
 
@@ -38,9 +40,13 @@ class Server:
 
     def __init__(self, config: TandemConfig) -> None:
         self._config = config.server
-        self._servicer = InferenceServicer(config.mode)
+        self._servicer = InferenceServicer(config.mode, config.server.write_s)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=(RefuseMalformed(),),
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=max_rpcs(config),
+        )
         rpc.add_InferenceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -105,6 +111,13 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+def max_rpcs(config: TandemConfig) -> int:
+    """Calls open at once, well above the streams that a gateway lets in: a flood of those, which
+    are refused one by one, leaves room for health and status."""
+    num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
+    return 2 * (num_rows + config.server.max_queued) + SPARE_RPCS
 
 
 def _bind_problem(host: str, port: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.door.request_mapping import Tokenizer, to_request
+from cluster.door.request_mapping import Tokenizer, request_id, to_request
 from cluster.door.status_codes import status_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
@@ -19,6 +19,9 @@ from core.answer import Finished, Piece
 from core.errors import Draining
 from core.info import DRAINING, STARTING, ModelInfo, ServerStatus
 from core.request import Request
+
+STATUS_S = 5.0
+"""How long the status of a failed call waits for its client to read what was sent before."""
 
 _Answer = TypeVar("_Answer")
 _Message = TypeVar("_Message")
@@ -41,8 +44,15 @@ class Gateway(Protocol):
     def is_healthy(self) -> bool:
         """Whether new requests can be served: a usable pair of nodes is left."""
 
-    def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def check_room(self, num_streams: int) -> None:
+        """``Overloaded`` when a request more could not be queued, or when so many open streams are
+        more than this server can have answers for. Cheap: asked before the prompt is read."""
+
+    def generate(
+        self, request: Request, *, is_aborted: bool = False
+    ) -> AsyncGenerator[Piece, None]:
         """Deltas, and one ``Finished`` per answer. Closed or cancelled when the client has gone.
+        One that ``is_aborted`` already ends before it is begun.
 
         The text of the deltas goes on where complete characters of ``request.output_ids`` end; if
         those are a whole answer there is no delta.
@@ -58,6 +68,7 @@ class _Stream:
 
     nonce: str
     request_id: str = ""
+    is_aborted: bool = False
     end_reason: str = ""
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -72,7 +83,8 @@ class _Stream:
 def _reported(
     call: Callable[[Any, _Message, _Context], Coroutine[Any, Any, _Answer]],
 ) -> Callable[[Any, _Message, _Context], Coroutine[Any, Any, _Answer]]:
-    """An error of ``call`` ends the RPC with its status, unless the client has gone."""
+    """An error of ``call`` ends the RPC with its status, unless the client has gone, which a write
+    of ours may be the first to learn."""
 
     @wraps(call)
     async def reported(self: Any, message: _Message, context: _Context) -> _Answer:
@@ -80,10 +92,16 @@ def _reported(
             return await call(self, message, context)
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if context.cancelled() or (task is not None and task.cancelling()):
+            is_ended = context.cancelled() or (task is not None and task.cancelling())
+            if is_ended or isinstance(error, grpc.aio.InternalError):
                 raise asyncio.CancelledError from error
             status = status_of(error)
-        return await context.abort(status.code, status.details, status.trailing_metadata)
+        try:
+            async with asyncio.timeout(STATUS_S):
+                return await context.abort(status.code, status.details, status.trailing_metadata)
+        except (TimeoutError, grpc.aio.InternalError):
+            # The client has gone, or the status follows what it leaves unread: no wait for that.
+            raise asyncio.CancelledError from None
 
     return reported
 
@@ -91,10 +109,11 @@ def _reported(
 class InferenceServicer(rpc.InferenceServicer):
     """Refuses requests with UNAVAILABLE until it has a ``gateway`` and while ``draining``."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, write_s: float) -> None:
         self.gateway: Gateway | None = None
         self.draining = False
         self._mode = mode
+        self._write_s = write_s
         self._streams: set[_Stream] = set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -115,17 +134,23 @@ class InferenceServicer(rpc.InferenceServicer):
         gateway = self._ready()
         nonce = dict(context.invocation_metadata() or ()).get(STREAM_KEY, "")
         async with self._admitted(_Stream(str(nonce))) as stream:
+            message.request_id = request_id(message.request_id)
+            await self._claim(message.request_id, stream)
+            gateway.check_room(len(self._streams))
             request = await asyncio.to_thread(
                 to_request, message, gateway.model_info(), gateway.tokenizer
             )
-            await self._claim(request.request_id, stream)
-            await _send_answer(gateway, request, context)
+            pieces = gateway.generate(request, is_aborted=stream.is_aborted)
+            await _send_answer(pieces, request, context, self._write_s)
 
     @_reported
     async def Abort(self, message: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         if not message.request_id:
             raise ValueError("request_id='': name the request to abort")
-        return pb.AbortResponse(found=await self._ready().abort(message.request_id))
+        found = [stream for stream in self._streams if stream.request_id == message.request_id]
+        for stream in found:
+            stream.is_aborted = True
+        return pb.AbortResponse(found=await self._ready().abort(message.request_id) or bool(found))
 
     @_reported
     async def GetModelInfo(self, _: pb.GetModelInfoRequest, context: _Context) -> pb.ModelInfo:
@@ -176,11 +201,23 @@ class InferenceServicer(rpc.InferenceServicer):
         stream.request_id = request_id
 
 
-async def _send_answer(gateway: Gateway, request: Request, context: _Context) -> None:
+async def _send_answer(
+    answer: AsyncGenerator[Piece, None], request: Request, context: _Context, write_s: float
+) -> None:
     num_left = request.sampling.n
-    async with aclosing(gateway.generate(request)) as pieces:
+    async with aclosing(answer) as pieces:
         async for piece in pieces:
             assert num_left, f"{request.request_id}: {piece} after the last Finished"
             num_left -= isinstance(piece, Finished)
-            await context.write(piece_to_proto(piece))
+            await _write(piece_to_proto(piece), context, write_s)
     assert not num_left, f"{request.request_id}: the stream ended without a Finished"
+
+
+async def _write(message: pb.GenerateResponse, context: _Context, within_s: float) -> None:
+    """``Draining`` if the client does not read it, nor what came before, in that time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await context.write(message)
+    except TimeoutError:
+        reason = f"the answer was left unread for {within_s:g} s (server.write_s); resume it"
+        raise Draining(reason) from None

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.proto.wire import RETRY_AFTER_KEY
-from core.errors import Draining, NodeLost, Overloaded
+from core.errors import (
+    Draining,
+    HandoverError,
+    NodeLost,
+    Overloaded,
+    Preempted,
+    is_out_of_resources,
+)
 
 _MAX_DETAILS = 2000
+_RETRY_AFTER_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -27,9 +35,8 @@ def status_of(error: BaseException) -> RpcStatus:
     details = (str(error) or type(error).__name__)[:_MAX_DETAILS]
     match error:
         case Overloaded():
-            metadata = ((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"),)
-            return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, metadata)
-        case Draining() | NodeLost():
+            return _exhausted(details, error.retry_after_s)
+        case Draining() | NodeLost() | HandoverError() | Preempted():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)
         case ValueError():
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, details)
@@ -37,5 +44,13 @@ def status_of(error: BaseException) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.DEADLINE_EXCEEDED, details)
         case asyncio.CancelledError():
             return RpcStatus(grpc.StatusCode.CANCELLED, details)
+        case _ if is_out_of_resources(error):
+            _log.error("this process is out of resources: %r", error)
+            return _exhausted(details, _RETRY_AFTER_S)
     _log.error("unexpected error", exc_info=error)
     return RpcStatus(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {details}")
+
+
+def _exhausted(details: str, retry_after_s: float) -> RpcStatus:
+    metadata = ((RETRY_AFTER_KEY, f"{retry_after_s:g}"),)
+    return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, metadata)

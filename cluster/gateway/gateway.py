@@ -31,6 +31,8 @@ from model.tokenizer import TextStream, Tokenizer
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3
 LONGEST_BEAT_S = 1.0
+SPARE_STREAMS = 64
+"""Open ones beyond those that may have or wait for a row: their clients still read."""
 
 
 class ClusterGateway:
@@ -51,8 +53,18 @@ class ClusterGateway:
             self._model = self.fleet.of_kind(DECODE)[0].info.model
         return self._model
 
-    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def check_room(self, num_streams: int) -> None:
+        """Overloaded when a request more could not be queued, or when ``num_streams`` open ones are
+        more than can have or wait for a row, and some to spare. Costs nothing."""
+        if num_streams > self._num_rows() + self.config.server.max_queued + SPARE_STREAMS:
+            raise Overloaded(f"{num_streams - 1} streams are open already")
+        self._check_queue(1)
+
+    async def generate(
+        self, request: Request, *, is_aborted: bool = False
+    ) -> AsyncGenerator[Piece, None]:
         """Deltas, then a Finished for each answer. Closing it early frees everything it holds.
+        What ``is_aborted`` before it begins asks no rank for anything.
 
         Raises what run_request raises, Overloaded when the queue is full, and ValueError for a
         request id that is running already.
@@ -66,6 +78,8 @@ class ClusterGateway:
         if not all(answer.is_finished for answer in answers):
             self._admit(request)
         streams = self._running[request.request_id] = Streams(answers, self._serve)
+        if is_aborted:
+            streams.abort()
         try:
             async with aclosing(streams.pieces()) as pieces:
                 async for piece in pieces:
@@ -103,18 +117,23 @@ class ClusterGateway:
         answer = self._begin(0, request)
         await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
 
+    def _num_rows(self) -> int:
+        """Of the decode ranks that are well."""
+        rows = {decode.name: decode.info.max_rows for _, decode in self.fleet.usable()}
+        return sum(rows.values())
+
+    def _check_queue(self, num_answers: int) -> None:
+        num_queued = sum(map(len, self._running.values())) - self._num_rows()
+        if num_queued + num_answers > self.config.server.max_queued:
+            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
+
     def _admit(self, request: Request) -> None:
         """Refuse what no rank could ever hold, and more than may wait for the rows there are.
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        pairs = self.fleet.usable()
-        infos = [handle.info for pair in pairs for handle in pair]
-        rows = {decode.name: decode.info.max_rows for _, decode in pairs}
-        num_rows = sum(rows.values())
-        num_queued = sum(map(len, self._running.values())) - num_rows
-        if num_queued + request.sampling.n > self.config.server.max_queued:
-            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
+        self._check_queue(request.sampling.n)
+        infos = [handle.info for pair in self.fleet.usable() for handle in pair]
         num_prompt, sampling = len(request.prompt_ids), request.sampling
         most = num_prompt + num_budget(
             num_prompt, 0, sampling.max_tokens, self.model_info().max_model_len
@@ -130,7 +149,7 @@ class ClusterGateway:
         """Run the request, and what is left of it again, until it is answered.
 
         Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
-        few times.
+        few times, and what has begun also where there is no room.
         """
         trials, session = Trials(), self.fleet.session
 
@@ -146,7 +165,9 @@ class ClusterGateway:
                 await run_request(rest, pair, session, answer, told)
             except Preempted:
                 continue
-            except (NodeLost, HandoverError, StepFailed) as error:
+            except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
+                if isinstance(error, Overloaded) and not answer.rest().output_ids:
+                    raise
                 await trials.failed(error, pair, self.fleet)
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 

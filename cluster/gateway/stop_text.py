@@ -4,54 +4,93 @@ What has been told after a token depends on the tokens alone, not on how they ar
 resumed stream goes on exactly where the broken one ended.
 """
 
+from functools import lru_cache
+
 from model.tokenizer import TextStream
+
+
+class _Node:
+    """A beginning of one or more stop strings, ``depth`` characters long; the root is empty."""
+
+    __slots__ = ("depth", "fallback", "is_whole", "longest", "next")
+
+    def __init__(self, depth: int) -> None:
+        self.next: dict[str, _Node] = {}
+        self.depth = depth
+        self.is_whole = False
+        self.fallback: _Node | None = None
+        """The longest end of it that is a beginning too; of the root, None."""
+        self.longest = 0
+        """Length of the longest stop string that ends here."""
+
+    def step(self, char: str) -> "_Node":
+        """The longest beginning that the text ends with after ``char``."""
+        node = self
+        while char not in node.next:
+            if node.fallback is None:
+                return node
+            node = node.fallback
+        return node.next[char]
+
+    def unfinished(self) -> "_Node":
+        """The longest end that a stop string goes on from."""
+        node = self
+        while not node.next and node.fallback is not None:
+            node = node.fallback
+        return node
+
+
+@lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> _Node:
+    """All stop strings in one trie, with fallbacks (Aho and Corasick). The n answers to a request
+    share it: nothing changes it any more."""
+    root = _Node(0)
+    layer = {root}
+    for stop in stops:
+        node = root
+        for char in stop:
+            node = node.next.setdefault(char, _Node(node.depth + 1))
+        node.is_whole = True
+    while layer:
+        for node in layer:
+            for char, child in node.next.items():
+                child.fallback = root if node.fallback is None else node.fallback.step(char)
+                child.longest = child.depth if child.is_whole else child.fallback.longest
+        layer = {child for node in layer for child in node.next.values()}
+    return root
 
 
 class StopText:
     """Holds back what may be the start of a stop string.
 
     The answer stops where the first stop string is complete (the longest of those that end
-    there); it and all that follows are never told.
+    there); it and all that follows are never told. A character costs the same however long and
+    many the stop strings are.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+        self._root = self._node = _automaton(stops)
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """What is certain of the text now, and whether a stop string was completed. Those
         completed while ``may_stop`` is False are ordinary text."""
-        num_old, whole = len(self._held), self._held + text
-        found = self._first_stop(whole, num_old) if may_stop else None
-        if found is not None:
-            self._held = ""
-            return whole[: found[0]], True
-        num_held = self._num_to_hold(whole)
-        self._held = whole[len(whole) - num_held :]
-        return whole[: len(whole) - num_held], False
+        whole = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._node = self._node.step(char)
+            if may_stop and self._node.longest:
+                start = end - self._node.longest
+                self._held, self._node = "", self._root
+                return whole[:start], True
+        self._node = self._node.unfinished()
+        num_told = len(whole) - self._node.depth
+        self._held = whole[num_told:]
+        return whole[:num_told], False
 
     def finish(self) -> str:
         """What was held back; the text ends here."""
-        held, self._held = self._held, ""
+        held, self._held, self._node = self._held, "", self._root
         return held
-
-    def _first_stop(self, whole: str, num_old: int) -> tuple[int, int] | None:
-        """(start, end) of the stop string that the characters after ``num_old`` complete first."""
-        spans = []
-        for stop in self._stops:
-            start = whole.find(stop, max(0, num_old - len(stop) + 1))
-            if start >= 0:
-                spans.append((start, start + len(stop)))
-        return min(spans, key=lambda span: (span[1], span[0]), default=None)
-
-    def _num_to_hold(self, whole: str) -> int:
-        """Length of the longest end of ``whole`` that a stop string goes on from."""
-        longest = min(len(whole), max(map(len, self._stops), default=1) - 1)
-        for num in range(longest, 0, -1):
-            end = whole[-num:]
-            if any(len(stop) > num and stop.startswith(end) for stop in self._stops):
-                return num
-        return 0
 
 
 class AnswerText:

@@ -10,6 +10,7 @@ import pytest
 from cluster.door.server import Server
 from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.config import TandemConfig, load
+from core.errors import Overloaded
 from core.info import SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request
 from tandem import InferenceError
@@ -20,6 +21,8 @@ STORY = "Zwei Bären 🐻🐻 aßen Käse. "
 
 class ByteTokenizer:
     """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
+
+    longest_token_bytes = None
 
     def encode(self, text: str) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]
@@ -43,6 +46,7 @@ class EchoGateway:
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.hold_after: int | None = None
+        self.max_streams = 1000
         self.go_on = asyncio.Event()
         self.failures: list[tuple[int, BaseException]] = []
         self.requests: list[Request] = []
@@ -66,9 +70,17 @@ class EchoGateway:
             self.go_on.set()
         return event is not None
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+    def check_room(self, num_streams: int) -> None:
+        if num_streams > self.max_streams:
+            raise Overloaded(f"{num_streams - 1} streams are open already")
+
+    async def generate(
+        self, request: Request, *, is_aborted: bool = False
+    ) -> AsyncGenerator[Delta | Finished, None]:
         self.requests.append(request)
         aborted = self._aborted[request.request_id] = asyncio.Event()
+        if is_aborted:
+            aborted.set()
         num_before = len(request.output_ids)
         limit, failure = self.failures.pop(0) if self.failures else (1 << 30, None)
         tokens = answer_to(request.prompt_ids, request.sampling.max_tokens)
@@ -124,9 +136,9 @@ async def launch(
 
 
 @asynccontextmanager
-async def echo_server(gateway: EchoGateway) -> AsyncIterator[Server]:
+async def echo_server(gateway: EchoGateway, *sets: str) -> AsyncIterator[Server]:
     """A server on any port that drains for 0.3 s; checks that every stream was closed."""
-    config = load(None, ["server.address=127.0.0.1:0", "server.drain_s=0.3"])
+    config = load(None, ["server.address=127.0.0.1:0", "server.drain_s=0.3", *sets])
     async with Server(config) as server:
         await server.attach(gateway)
         yield server

@@ -34,11 +34,13 @@ class CountingGateway(EchoGateway):
         super().__init__()
         self.num_running = self.most_running = 0
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta | Finished, None]:
+    async def generate(
+        self, request: Request, *, is_aborted: bool = False
+    ) -> AsyncGenerator[Delta | Finished, None]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            async for piece in super().generate(request):
+            async for piece in super().generate(request, is_aborted=is_aborted):
                 yield piece
         finally:
             self.num_running -= 1

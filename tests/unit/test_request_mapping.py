@@ -36,6 +36,11 @@ THINKER = replace(MODEL, think_token_ids=(8, 9))
 
 
 class Bytes:
+    """A token a byte. ``longest_token_bytes`` is what it says of itself."""
+
+    def __init__(self, longest_token_bytes: int | None = None) -> None:
+        self.longest_token_bytes = longest_token_bytes
+
     def encode(self, text: str) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]
 
@@ -145,6 +150,7 @@ def test_defaults_spelled_out_are_accepted() -> None:
         ("max_tokens", -1),
         ("stop_token_ids", [300]),
         ("stop", ["a", ""]),
+        ("stop", ["a" * 4096, "b"]),
         ("logprobs", -1),
         ("logprobs", 21),
         ("n", -1),
@@ -165,6 +171,38 @@ def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, value: Any
 
 
 @pytest.mark.parametrize(
+    ("field", "allowed", "one_more"),
+    [
+        ("stop", [*"a" * 31, "b" * 4065], [*"a" * 32, ""]),
+        ("stop_token_ids", [7] * 1024, [-1] * 1025),
+        ("logit_bias", dict.fromkeys(range(1024), 1.0), dict.fromkeys(range(-1, 1024), math.nan)),
+    ],
+)
+def test_lists_are_counted_before_they_are_read(field: str, allowed: Any, one_more: Any) -> None:
+    model = replace(MODEL, vocab_size=2000)
+    request = to_request(make(sampling=pb.Sampling(**{field: allowed})), model, Bytes())
+    assert len(getattr(request.sampling, field)) == len(allowed)
+    count = len(one_more)
+    with pytest.raises(ValueError, match=rf"^len\(sampling\.{field}\)={count}: use at most"):
+        to_request(make(sampling=pb.Sampling(**{field: one_more})), model, Bytes())
+
+
+class Untouched(Bytes):
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    """31 tokens of up to 4 bytes each: 124 bytes might fit, one more cannot."""
+    with pytest.raises(ValueError, match=r"^text: the prompt has 125 bytes; .* hold 124 at"):
+        to_request(make(text="é" * 62 + "x"), MODEL, Untouched(4))
+    with pytest.raises(AssertionError, match="it was tokenised"):
+        to_request(make(text="é" * 62), MODEL, Untouched(4))
+    with pytest.raises(ValueError, match="text: the prompt has 126 tokens"):
+        to_request(make(text="é" * 62 + "x"), MODEL, Bytes(None))
+
+
+@pytest.mark.parametrize(
     ("message", "expected"),
     [
         (pb.GenerateRequest(), "no prompt"),
@@ -177,6 +215,8 @@ def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, value: Any
         (make(request_id="x" * 129), "request_id="),
         (make(resume_token_ids=[300]), r"resume_token_ids\[0\]=300"),
         (make(resume_token_ids=[2, 5]), r"resume_token_ids\[0\]=2: ends the answer"),
+        (make(resume_token_ids=[300] * 32), r"len\(resume_token_ids\)=32: .* at most 31"),
+        (make(token_ids=pb.TokenIds(ids=[-1] * 32)), "32 tokens; at most 31"),
         (make(resume_token_ids=[5] * 30), r"len\(resume_token_ids\)=30: .* at most 29"),
     ],
 )

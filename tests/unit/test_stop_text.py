@@ -1,5 +1,9 @@
 """Stop strings against an oracle that sees the whole text; counts of what they cut off."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +54,75 @@ def test_text_is_cut_as_the_whole_text_would_be(
 
 def begins(end: str, stops: list[str]) -> bool:
     return any(stop.startswith(end) and stop != end for stop in stops)
+
+
+class SlowStopText:
+    """The definition, which looks at every end of the text held: cost grows with it."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        num_old, whole = len(self._held), self._held + text
+        spans = [
+            (start, start + len(stop))
+            for stop in self._stops
+            if (start := whole.find(stop, max(0, num_old - len(stop) + 1))) >= 0
+        ]
+        if may_stop and spans:
+            self._held = ""
+            return whole[: min(spans, key=lambda span: (span[1], span[0]))[0]], True
+        ends = [whole[num_told:] for num_told in range(len(whole))]
+        self._held = next((end for end in ends if begins(end, list(self._stops))), "")
+        return whole.removesuffix(self._held), False
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), max_size=16),
+    st.lists(st.text("ab", min_size=1, max_size=7), max_size=5),
+)
+@example([("ab", False), ("b", True)], ["ab", "bb"])
+@example([("aa", False), ("a", True)], ["aa", "aaa"])
+@example([("abab", True), ("c", False), ("b", True)], ["ababb", "bab", "b"])
+def test_push_by_push_it_tells_what_the_definition_tells(
+    pushes: list[tuple[str, bool]], stops: list[str]
+) -> None:
+    """Also in phases that may not stop, after them, and on after a stop."""
+    fast, slow = StopText(tuple(stops)), SlowStopText(tuple(stops))
+    for text, may_stop in pushes:
+        assert fast.push(text, may_stop=may_stop) == slow.push(text, may_stop=may_stop)
+    assert fast.finish() == slow.finish()
+
+
+def lines_of(stops: tuple[str, ...], text: str) -> int:
+    """Lines of Python that pushing ``text`` by characters takes once StopText is made."""
+    stop_text, num_lines = StopText(stops), 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for char in text:
+            assert stop_text.push(char) == ("", False)
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+def test_a_token_costs_the_same_however_much_is_held() -> None:
+    """What begins many long stop strings is held, character by character."""
+    few, many = ("a" * 200 + "b",), tuple("a" * 200 + chr(0x100 + i) for i in range(32))
+    assert lines_of(many, "a" * 200) <= lines_of(few, "a" * 200) <= 10 * lines_of(few, "a" * 20)
 
 
 @settings(max_examples=200, deadline=None)

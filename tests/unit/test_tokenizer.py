@@ -69,6 +69,67 @@ def test_tokens_without_text_do_not_part_a_character(silent: int) -> None:
     assert text.push(rest) + text.finish() == "😀"
 
 
+RAW = json.loads((TINY_MODEL / "tokenizer.json").read_text())
+LONGEST = TOKENIZER.longest_token_bytes
+SPLIT = {"type": "Split", "pattern": {"Regex": r"\s+"}, "invert": False}
+BYTE_LEVEL = RAW["pre_tokenizer"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text(" \n=aé", max_size=200))
+def test_no_token_stands_for_more_bytes_than_the_longest(text: str) -> None:
+    assert LONGEST is not None
+    assert len(text.encode()) <= LONGEST * len(TOKENIZER.encode(text))
+
+
+def test_every_token_as_a_text_of_its_own_is_within_the_longest() -> None:
+    sizes = [
+        len(TOKENIZER._tokenizer.decode([i], skip_special_tokens=False).encode())
+        for i in range(TOKENIZER.vocab_size)
+    ]
+    assert max(sizes) == LONGEST
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, LONGEST),
+        ({"normalizer": {"type": "Sequence", "normalizers": []}}, LONGEST),
+        ({"normalizer": {"type": "NFC"}}, None),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}}, None),
+        ({"pre_tokenizer": None}, None),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                SPLIT | {"behavior": "Isolated"}, BYTE_LEVEL]}},
+            LONGEST,
+        ),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                SPLIT | {"behavior": "Removed"}, BYTE_LEVEL]}},
+            None,
+        ),
+        ({"added_tokens": [RAW["added_tokens"][0] | {"lstrip": True}]}, None),
+        ({"truncation": {"max_length": 9, "strategy": "LongestFirst", "stride": 0,
+                         "direction": "Right"}}, None),
+    ],
+)  # fmt: skip
+def test_what_may_shorten_a_text_leaves_it_without_a_bound(
+    tmp_path: Path, changes: dict[str, object], longest: int | None
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(RAW | changes))
+    assert Tokenizer(tmp_path).longest_token_bytes == longest
+
+
+def test_a_byte_without_a_token_leaves_a_text_without_a_bound(tmp_path: Path) -> None:
+    vocab = {token: i for token, i in RAW["model"]["vocab"].items() if token != "z"}
+    merges = [m for m in RAW["model"]["merges"] if "z" not in "".join(m)]
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(RAW | {"model": RAW["model"] | {"vocab": vocab, "merges": merges}})
+    )
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("z" * 99) == [0] and tokenizer.longest_token_bytes is None
+
+
 def test_begin_of_sentence_comes_once() -> None:
     ids = TOKENIZER.encode("x")
     assert ids[0] == 0 and ids.count(0) == 1

@@ -1,0 +1,161 @@
+"""What a client does not read, and what it aborts too soon or twice, holds no row on any node."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.door.server import Server
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
+from core.config import TINY_MODEL
+from core.errors import Overloaded
+from tests import tiny
+from tests.exact import near_ties
+from tests.gates import until
+from tests.rig import Rig, rig
+from tests.scene import Scene, prompts, scene
+
+SETS = ("server.address=127.0.0.1:0", "kv.num_pages=300", "kv.page_size=16", "decode.max_rows=2")
+NAME = "unread"
+NUM_TOKENS = 700
+"""With log probabilities, far more bytes than the window of a client that does not read."""
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    tiny.write_tiny(folder, seed=41, vocab_size=2048)
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    return folder
+
+
+@asynccontextmanager
+async def served(path: Path) -> AsyncIterator[tuple[Rig, rpc.InferenceStub]]:
+    async with (
+        rig(path, *SETS) as cluster,
+        Server(cluster.config) as server,
+        grpc.aio.insecure_channel(server.address, NARROW) as channel,
+    ):
+        await server.attach(cluster.gateway)
+        yield cluster, rpc.InferenceStub(channel)
+        await cluster.check_empty()
+
+
+def long_answer(ids: list[int]) -> pb.GenerateRequest:
+    sampling = pb.Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=20)
+    return pb.GenerateRequest(request_id=NAME, token_ids=pb.TokenIds(ids=ids), sampling=sampling)
+
+
+def num_unread(cluster: Rig) -> int:
+    return cluster.gateway._running[NAME]._queue.qsize()
+
+
+def num_rows(cluster: Rig) -> int:
+    return len(cluster.decodes[0].engine.scheduler.sequences)
+
+
+async def test_a_row_is_free_when_decode_is_done_though_nobody_has_read() -> None:
+    [ids] = prompts(1, 20)
+    async with served(TINY_MODEL) as (cluster, stub):
+        call = stub.Generate(long_answer(ids))
+        await until(lambda: num_rows(cluster) == 1)
+        await until(lambda: num_rows(cluster) == 0)
+        assert num_unread(cluster) > 20
+        await cluster.check_empty()
+        tokens = []
+        async for piece in call:
+            tokens += piece.delta.token_ids
+        assert piece.finished.finish_reason == "length" and len(tokens) == NUM_TOKENS
+        assert not near_ties(TINY_MODEL, ids, tokens)
+
+
+async def test_an_abort_frees_the_row_of_a_stream_that_nobody_reads() -> None:
+    [ids] = prompts(1, 20)
+    async with served(TINY_MODEL) as (cluster, stub):
+        call = stub.Generate(long_answer(ids))
+        await until(lambda: NAME in cluster.gateway._running and num_unread(cluster) > 20)
+        for _ in range(2):
+            assert (await stub.Abort(pb.AbortRequest(request_id=NAME))).found
+        await until(lambda: num_rows(cluster) == 0)
+        await cluster.check_empty()
+        assert [p async for p in call][-1].finished.finish_reason == "abort"
+
+
+async def test_a_request_aborted_while_it_is_tokenised_asks_for_no_row(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(small_model) as (cluster, stub):
+        loop, begun, goes_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        tokenizer = cluster.gateway.tokenizer
+        encode = tokenizer.encode
+
+        def held(text: str) -> list[int]:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
+            return encode(text)
+
+        monkeypatch.setattr(tokenizer, "encode", held)
+        num_steps = cluster.prefills[0].engine.num_steps
+        sampling = pb.Sampling(n=3)
+        call = stub.Generate(pb.GenerateRequest(request_id=NAME, text="abc", sampling=sampling))
+        await begun.wait()
+        assert (await stub.Abort(pb.AbortRequest(request_id=NAME))).found
+        goes_on.set()
+        ends = [piece.finished async for piece in call]
+        assert [(end.finish_reason, end.usage.prompt > 1) for end in ends] == [("abort", True)] * 3
+        assert cluster.prefills[0].engine.num_steps == num_steps
+
+
+async def test_a_full_queue_refuses_before_it_tokenises(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(small_model, "server.max_queued=1") as at:
+        gateway = at.cluster.gateway
+        for name in ("runs", "waits"):
+            gateway.check_room(3)
+            at.ask(name, prompts(1, 10)[0], 4)
+            await until(lambda name=name: name in gateway._running, at.answer)
+        with pytest.raises(Overloaded, match="1 requests are queued already"):
+            gateway.check_room(1)
+        monkeypatch.delattr(type(gateway.tokenizer), "encode")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(at.stub.Generate(pb.GenerateRequest(text="x" * 10_000))))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await go_on(at)
+        gateway.check_room(2 + 1 + 64)
+        with pytest.raises(Overloaded, match="67 streams are open already"):
+            gateway.check_room(2 + 1 + 65)
+
+
+@pytest.mark.parametrize("way", ["abort", "drop"])
+async def test_a_second_end_while_the_first_unwinds_changes_nothing(
+    small_model: Path, way: str
+) -> None:
+    """The decode step is held, so that the release of the row waits for it."""
+    async with scene(small_model) as at:
+        at.ask(NAME, prompts(1, 10)[0], 30)
+        await until(lambda: len(at.streams[NAME].tokens) >= 2, lambda: at.decode_on(NAME))
+        await until(lambda: at.decode.is_held)
+        await at.end(NAME, "abort")
+        await until(lambda: at.decode.is_asked)
+        assert NAME in at.cluster.gateway._running, "it unwinds"
+        await at.end(NAME, way)
+        await until(lambda: not at.is_held(NAME), at.answer)
+        [ended] = await asyncio.gather(at.streams.pop(NAME).task, return_exceptions=True)
+        assert ended == "abort" or (way == "drop" and isinstance(ended, asyncio.CancelledError))
+        await go_on(at)
+
+
+async def go_on(at: Scene) -> None:
+    """All others finish, and nothing is left."""
+    at.prefill.open()
+    at.decode.open()
+    for stream in at.streams.values():
+        assert await stream.task == "length"
+    await at.cluster.check_empty()

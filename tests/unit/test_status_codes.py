@@ -1,0 +1,60 @@
+"""Which status tells a client of which error."""
+
+import errno
+import logging
+
+import grpc
+import pytest
+
+from cluster.door.status_codes import status_of
+from cluster.proto.wire import RETRY_AFTER_KEY
+from core.errors import (
+    Draining,
+    HandoverError,
+    LayoutMismatch,
+    NodeLost,
+    Overloaded,
+    Preempted,
+    StalePages,
+)
+
+
+@pytest.mark.parametrize(
+    "error", [NodeLost, Draining, HandoverError, LayoutMismatch, StalePages, Preempted]
+)
+def test_what_can_be_resumed_elsewhere_is_unavailable(error: type[Exception]) -> None:
+    status = status_of(error("why"))
+    assert (status.code, status.details) == (grpc.StatusCode.UNAVAILABLE, "why")
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (Overloaded("full", 2.5), "2.5"),
+        (MemoryError(), "1"),
+        (RuntimeError("can't start new thread"), "1"),
+        *(
+            (OSError(getattr(errno, name), name), "1")
+            for name in ("EMFILE", "ENFILE", "ENOSPC", "ENOMEM", "EAGAIN")
+        ),
+    ],
+)
+def test_what_may_have_room_again_is_exhausted_with_a_hint(error: Exception, hint: str) -> None:
+    status = status_of(error)
+    assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert status.trailing_metadata == ((RETRY_AFTER_KEY, hint),)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "disk"), RuntimeError("no"), KeyError("k")])
+def test_what_nobody_expected_is_internal_and_logged(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        status = status_of(error)
+    assert status.code == grpc.StatusCode.INTERNAL
+    assert status.details.startswith(type(error).__name__)
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
+def test_a_timeout_is_no_lack_of_resources() -> None:
+    assert status_of(TimeoutError("slow")).code == grpc.StatusCode.DEADLINE_EXCEEDED
