@@ -131,7 +131,8 @@ class DecodeEngine:
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
         plan = self._plan(sequences)
         if plan.key is not None:
-            self._launch(sequences, plan.key)
+            # Who has ended since it was proposed is padding now.
+            self._launch([one for one in sequences if not one.ended], plan.key)
         self._read(num_kept=1 if overlaps and plan.key is not None else 0)
 
     def _make_room(self) -> None:

@@ -42,7 +42,7 @@ class Sequence:
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def begin(
-        self, request: Request, stops: frozenset[int], max_drafts: int, is_suspect: bool
+        self, request: Request, stops: frozenset[int], max_drafts: int, is_suspect: bool = False
     ) -> None:
         """The request that the grant was for; a step uses at most ``max_drafts``. If it is what
         failed a step, it will do so again before it has made NUM_STEPS_ALONE."""

@@ -14,7 +14,7 @@ from core.request import ERROR, SequenceUpdate, TokenFrame
 from core.schema import Failure, decode
 
 STATUS_TIMEOUT_S = 2.0
-SLOW_STATUS_S = 10.0
+SLOW_STATUS_S = 6.0
 """Of a rank that answers heartbeats: its status waits for the end of a step."""
 
 

@@ -53,7 +53,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
         assert "prefill" in cut.calls and cluster.gateway.is_healthy()
         cut.calls.clear()
         await ask("left out")
-        assert set(cut.calls) <= {"status"}
+        assert set(cut.calls) <= {"status", "pace"}
         cut.is_down = False
         async with asyncio.timeout(20):
             while handle.is_out:
