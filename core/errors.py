@@ -58,9 +58,6 @@ class StalePages(HandoverError):
 
 def is_out_of_resources(error: BaseException) -> bool:
     """Whether a process has no memory, threads, open files or disk left; all may come back."""
-    match error:
-        case OSError():
-            return error.errno in _OUT_OF
-        case RuntimeError():
-            return "can't start new thread" in str(error)
-    return isinstance(error, MemoryError)
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    no_file = isinstance(error, OSError) and error.errno in _OUT_OF
+    return no_thread or no_file or isinstance(error, MemoryError)

@@ -15,34 +15,26 @@ def longest_token_bytes(tree: dict[str, Any]) -> int | None:
     that swallow spaces), or the tokens are not byte-level BPE.
     """
     model, added = tree["model"], tree["added_tokens"]
-    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-    if model["type"] != "BPE" or affixes or tree["truncation"] is not None:
-        return None
-    if not _is_identity(tree["normalizer"]) or not _is_byte_level(tree["pre_tokenizer"]):
-        return None
-    if any(token["lstrip"] or token["rstrip"] for token in added):
-        return None
-    if not model["vocab"].keys() >= set(ByteLevel.alphabet()):
+    is_whole = (
+        tree["truncation"] is None
+        and (tree["normalizer"] is None or tree["normalizer"].get("normalizers") == [])
+        and _is_byte_level(tree["pre_tokenizer"] or {})
+        and model["type"] == "BPE"
+        and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])
+        and model["vocab"].keys() >= set(ByteLevel.alphabet())
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+    )
+    if not is_whole:
         return None
     # A character of a byte-level token is a byte.
-    return max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added), 1)
+    return max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added))
 
 
-def _is_identity(normalizer: dict[str, Any] | None) -> bool:
-    return normalizer is None or (
-        normalizer["type"] == "Sequence" and all(map(_is_identity, normalizer["normalizers"]))
-    )
-
-
-def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _is_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
     """Whether it turns bytes into characters in the end, having dropped nothing."""
-    if pre_tokenizer is None:
-        return False
-    steps = [pre_tokenizer]
-    if pre_tokenizer["type"] == "Sequence":
-        steps = pre_tokenizer["pretokenizers"]
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kept = all(
-        step["type"] in ("ByteLevel", "Digits") or step.get("behavior") in _KEEPS_ALL
+        step.get("type") in ("ByteLevel", "Digits") or step.get("behavior") in _KEEPS_ALL
         for step in steps
     )
     return kept and any(step["type"] == "ByteLevel" for step in steps)

@@ -167,9 +167,8 @@ def _check_bytes(text: str, model: ModelInfo, tokenizer: Tokenizer) -> None:
     num_bytes, longest = len(text.encode()), tokenizer.longest_token_bytes
     if longest is not None and num_bytes > (most := (model.max_model_len - 1) * longest):
         raise ValueError(
-            f"text: the prompt has {num_bytes} bytes; the {model.max_model_len - 1} tokens that "
-            f"leave room for an answer in model.max_model_len={model.max_model_len} hold {most} "
-            "at the very most"
+            f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "
+            f"in model.max_model_len={model.max_model_len} hold {most} at the very most"
         )
 
 
