@@ -70,6 +70,7 @@ class Prefill(Rank):
         self.pages: dict[Identity, list[int]] = {}
         self.released: list[Identity] = []
         self.asked: list[str] = []
+        self.send_delay_s = 0.0
 
     def on_release(self, key: Identity) -> None:
         assert threading.current_thread().name == "prefill"
@@ -79,6 +80,8 @@ class Prefill(Rank):
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         if not method.startswith("test."):
             self.asked.append(method)
+            if method == "send":
+                await asyncio.sleep(self.send_delay_s)
             return await self.service.handle(epoch, method, payload)
         order = msgpack.unpackb(payload)
         reply = await getattr(self, method.removeprefix("test."))(**order)
@@ -142,11 +145,14 @@ class Prefill(Rank):
 
         self.caches.gather = slow  # type: ignore[method-assign]
 
+    async def slow_send(self, delay_s: float) -> None:
+        self.send_delay_s = delay_s
+
     async def report(self) -> dict[str, Any]:
         self.source.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
-        self.asked = []
+        self.asked, self.send_delay_s = [], 0.0
         self.caches.__dict__.pop("gather", None)
         return {**self.source.counts(), "pages": used, "released": len(self.released),
                 "asked": asked}  # fmt: skip

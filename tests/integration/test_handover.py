@@ -160,7 +160,7 @@ async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, NodeLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 1 here, 9 there"),
+        ({"protocol": 9}, LayoutMismatch, "protocol: 2 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
         ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
         ({"num_tokens": 19}, HandoverError, "20, 20. tokens reported.*19 were offered"),
@@ -192,7 +192,7 @@ async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> 
 async def test_another_layout_is_refused_by_field(world: World) -> None:
     narrow = Layout((LAYOUT.groups[0],), "bfloat16", "tiny")
     rank = Rank("narrow", 4, 10, narrow)
-    sink = Sink("narrow", Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
+    sink = Sink("narrow", 1, Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
     with pytest.raises(LayoutMismatch) as caught:
         await sink.connect("p0", EPOCH, world.control())
     assert "dtype: 'float32' here, 'bfloat16' there" in str(caught.value)
@@ -217,7 +217,7 @@ async def test_cancelling_while_waiting_for_prefill_frees_everything(world: Worl
 async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world: World) -> None:
     await world.sink.connect("p0", EPOCH, world.control())
     channel = await world.sink._links["p0"].ready()
-    await world.tell("slow_gather", delay_s=0.3)
+    await world.tell("slow_send", delay_s=0.3)
     asked = offer(40)
     running = world.prefill(asked)
     pulling = asyncio.create_task(world.pull(asked))
