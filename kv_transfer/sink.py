@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.answer import TransferStats
 from core.control import Control, Done
-from core.errors import HandoverError, LayoutMismatch, NodeLost, TandemError
+from core.errors import HandoverError, LayoutMismatch, TandemError
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
@@ -105,15 +105,12 @@ class Sink:
         self._side.staging.check_integrity()
 
     def _link(self, owner: str, epoch: int, control: Control) -> Link:
-        """The link to this life of a rank; one to an earlier life is dropped. Raises NodeLost for
-        an earlier life than the latest."""
+        """The link to this life of a rank; one to another life is dropped."""
         rank = rank_of(owner, epoch)
         link = self._links.get(rank)
-        if link is not None and link.epoch > epoch:
-            raise NodeLost(f"{owner}: epoch {epoch} was asked for, {link.epoch} has come since")
-        if link is None or link.epoch < epoch:
+        if link is None or link.epoch != epoch:
             if link is not None:
-                link.drop(f"a later life of {rank} is here")
+                link.drop(f"another life of {rank} is asked for")
             link = self._links[rank] = Link(self._me, owner, epoch, control, self._side)
         return link
 

@@ -62,10 +62,10 @@ class Rank:
 class Prefill(Rank):
     """A prefill engine that computes made-up values, scripted by ``test.*`` control calls."""
 
-    def __init__(self, maker: ChannelMaker) -> None:
+    def __init__(self, maker: ChannelMaker, deadlines: Deadlines = DEADLINES) -> None:
         super().__init__("prefill", page_size=5, num_pages=200)
         self.maker = maker
-        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, DEADLINES))
+        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, deadlines))
         self.service = Service("prefill", EPOCH, self.source.methods)
         self.pages: dict[Identity, list[int]] = {}
         self.released: list[Identity] = []

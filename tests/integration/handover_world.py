@@ -20,7 +20,7 @@ from kv_transfer.base import ChannelMaker
 from kv_transfer.channel import make_channels
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from kv_transfer.side import Side
+from kv_transfer.side import Deadlines, Side
 from kv_transfer.sink import Pulled, Sink
 from tests.integration.handover_peer import (
     CONFIG,
@@ -189,9 +189,16 @@ def offer(num_tokens: int = 33, **changed: Any) -> Offer:
 
 
 @asynccontextmanager
-async def world_over(handler: Handler, maker: ChannelMaker) -> AsyncIterator[World]:
+async def world_over(
+    handler: Handler,
+    maker: ChannelMaker,
+    name: str = "",
+    epoch: int = 1,
+    deadlines: Deadlines = DEADLINES,
+) -> AsyncIterator[World]:
     decode = Rank("decode", page_size=4, num_pages=100)
-    sink = Sink(f"d{next(_ids)}", 1, Side(decode.caches, decode.engine, maker, CONFIG, DEADLINES))
+    side = Side(decode.caches, decode.engine, maker, CONFIG, deadlines)
+    sink = Sink(name or f"d{next(_ids)}", epoch, side)
     yield World(decode, sink, handler, maker)
     await sink.close()
     assert not any(sink.counts().values()), sink.counts()
