@@ -69,7 +69,6 @@ class NcclWire:
         self._stream = torch.cuda.Stream(device)
         self._last: torch.cuda.Event | None = None
         self._aborting = threading.Event()
-        self._is_aborted = False
         self._lock = threading.Lock()
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
@@ -98,11 +97,11 @@ class NcclWire:
             raise ConnectionAbortedError("aborted")
 
     def abort(self) -> None:
+        """May be repeated: a communicator that was being created meanwhile needs another."""
         self._aborting.set()
         with self._lock:
-            if not self._is_aborted:
+            if self._group is not None:
                 self._group.abort()
-                self._is_aborted = True
 
     def destroy(self) -> None:
         """Only the event says that the kernel is gone: also a failed abort waits for it."""
@@ -111,7 +110,8 @@ class NcclWire:
         finally:
             while self._last is not None and not self._last.query():
                 time.sleep(POLL_S)
-            self._group = None
+            with self._lock:
+                self._group = None
 
 
 def _reason(work: Any, is_over: bool, timeout_s: float) -> Exception:

@@ -68,6 +68,7 @@ class Prefill(Rank):
         self.source = Source(Side(self.caches, self.engine, maker, CONFIG, deadlines))
         self.service = Service("prefill", EPOCH, self.source.methods)
         self.pages: dict[Identity, list[int]] = {}
+        self.num_computed: dict[Identity, int] = {}
         self.released: list[Identity] = []
         self.asked: list[str] = []
         self.send_delay_s = 0.0
@@ -109,7 +110,20 @@ class Prefill(Rank):
         for layer, cache in enumerate(self.layers()):
             count = counts[0] if layer < 3 else counts[1]
             cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
+        self.num_computed[key] = hi
         self.source.advance(key, pages, counts)
+
+    async def seal(self, request_id: str, attempt: int) -> None:
+        """What ends a prefill that was run without a seal, in a step of its own."""
+        key = Identity(request_id, attempt=attempt)
+
+        def end() -> None:
+            pages = self.pages[key]
+            num_tokens = self.num_computed[key]
+            self.source.advance(key, pages, (num_tokens, num_tokens))
+            self.source.seal(key, 77)
+
+        await self.engine.call(end)
 
     async def fail(self, request_id: str, attempt: int) -> None:
         key = Identity(request_id, attempt=attempt)

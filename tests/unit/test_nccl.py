@@ -43,7 +43,7 @@ class Group:
         self.error: Exception | None = None
         self.frees_on_abort = True
         self.abort_error: Exception | None = None
-        self.aborted_on = ""
+        self.aborted_on: set[threading.Thread] = set()
         Event.group = self
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "Work":
@@ -54,7 +54,7 @@ class Group:
 
     def abort(self) -> None:
         self.num_aborts += 1
-        self.aborted_on = threading.current_thread().name
+        self.aborted_on.add(threading.current_thread())
         if self.abort_error is not None:
             raise self.abort_error
         if self.frees_on_abort:
@@ -107,7 +107,7 @@ def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
     transfer.done.result(2)
     made.abort()
     made.terminal.result(2)
-    assert group.num_aborts == 1
+    assert group.num_aborts, "communicator and watchdog are left"
 
 
 def test_the_deadline_is_ours_and_memory_is_free_only_once_the_kernel_is_gone() -> None:
@@ -117,7 +117,7 @@ def test_the_deadline_is_ours_and_memory_is_free_only_once_the_kernel_is_gone() 
     with pytest.raises(HandoverError, match="not done within 0.2 s"):
         transfer.done.result(2)
     time.sleep(0.1)
-    assert group.num_aborts == 1 and not made.terminal.done(), "the kernel still runs"
+    assert group.num_aborts and not made.terminal.done(), "the kernel still runs"
     group.num_passed = 1
     made.terminal.result(2)
 
@@ -143,7 +143,27 @@ def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
     with pytest.raises(HandoverError, match="the pull was given up"):
         transfer.done.result(2)
     made.terminal.result(2)
-    assert group.aborted_on.startswith("channel-") and group.num_aborts == 1
+    assert group.aborted_on and threading.current_thread() not in group.aborted_on
+
+
+def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None:
+    """The first transfer creates it and may block in that for long."""
+    made, group = channel()
+    creating = threading.Event()
+    post = group.recv
+    group.recv = lambda *asked: creating.wait(5) and post(*asked)  # type: ignore[method-assign]
+    transfer = made.recv(torch.zeros(8))
+    while not made._running:
+        time.sleep(0.01)
+    made.abort("the deadline of set-up")
+    with pytest.raises(HandoverError, match="the deadline of set-up"):
+        transfer.done.result(2)
+    while not group.num_aborts:
+        time.sleep(0.01)
+    assert not made.terminal.done()
+    creating.set()
+    made.terminal.result(2)
+    assert group.num_aborts > 1 and group.num_passed == 1
 
 
 def test_a_failed_abort_is_logged_and_memory_waits_for_the_kernel(
