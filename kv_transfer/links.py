@@ -17,22 +17,16 @@ from kv_transfer.waiting import ended, opened
 log = logging.getLogger(__name__)
 
 
-def rank_of(name: str, epoch: int) -> str:
-    """What all lives of a rank have in common, of the name of one (RankSpec.name)."""
-    return name.replace(f".{epoch}.", ".")
-
-
 class Link:
     """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking.
 
-    ``peer`` is this rank as P knows it, ``num_pulls`` how many pulls hold on to the link.
+    ``me`` is this rank as P knows it, its seat and epoch; ``num_pulls`` hold on to the link.
     """
 
     def __init__(
         self, me: tuple[str, int], owner: str, epoch: int, control: Control, side: Side
     ) -> None:
-        name, self._my_epoch = me
-        self.peer = rank_of(name, self._my_epoch)
+        self.peer, self._my_epoch = me
         self.owner = owner
         self.epoch = epoch
         self.lease_s = side.config.lease_s

@@ -26,11 +26,13 @@ from kv_transfer.layout import Layout
 class Offer:
     """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group.
 
-    ``owner`` and ``epoch`` say which life of which rank will have it.
+    ``owner`` and ``epoch`` say which life of which rank will have it, ``seat`` which rank that is
+    in all its lives.
     """
 
     protocol: int
     owner: str
+    seat: str
     epoch: int
     identity: Identity
     fingerprint: str

@@ -12,7 +12,7 @@ from core.errors import HandoverError, LayoutMismatch, TandemError
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
-from kv_transfer.links import Link, rank_of
+from kv_transfer.links import Link
 from kv_transfer.receiver import Job, Receiver
 from kv_transfer.side import Side
 
@@ -28,14 +28,14 @@ class Pulled:
 
 
 class Sink:
-    """One decode rank's side. ``name`` and ``epoch`` are those of its RankSpec.
+    """One decode rank's side. ``seat`` and ``epoch`` are those of its RankSpec.
 
     Made inside a running asyncio loop, to which it belongs; tensors are touched on the engine
     thread only.
     """
 
-    def __init__(self, name: str, epoch: int, side: Side) -> None:
-        self._me = name, epoch
+    def __init__(self, seat: str, epoch: int, side: Side) -> None:
+        self._me = seat, epoch
         self._side = side
         self._layout = side.caches.layout
         self._receiver = Receiver(side)
@@ -43,12 +43,12 @@ class Sink:
         self._num_pulls = 0
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def connect(self, owner: str, epoch: int, control: Control) -> None:
+    async def connect(self, owner: str, seat: str, epoch: int, control: Control) -> None:
         """Build and warm the channel to a prefill rank ahead of its first pull.
 
         Raises LayoutMismatch, NodeLost or HandoverError.
         """
-        await self._link(owner, epoch, control).ready()
+        await self._link(owner, seat, epoch, control).ready()
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
@@ -60,7 +60,7 @@ class Sink:
         """
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
-        link = self._link(offer.owner, offer.epoch, control)
+        link = self._link(offer.owner, offer.seat, offer.epoch, control)
         job = Job(link, offer, pages, (0,) * len(self._layout.groups))
         renewal = self._side.tasks.start(self._keep_lease(job))
         self._num_pulls += 1
@@ -104,24 +104,23 @@ class Sink:
     def check_integrity(self) -> None:
         self._side.staging.check_integrity()
 
-    def _link(self, owner: str, epoch: int, control: Control) -> Link:
+    def _link(self, owner: str, seat: str, epoch: int, control: Control) -> Link:
         """The link to this life of a rank; one to another life is dropped."""
-        rank = rank_of(owner, epoch)
-        link = self._links.get(rank)
+        link = self._links.get(seat)
         if link is None or link.epoch != epoch:
             if link is not None:
-                link.drop(f"another life of {rank} is asked for")
-            link = self._links[rank] = Link(self._me, owner, epoch, control, self._side)
+                link.drop(f"another life of {seat} is asked for")
+            link = self._links[seat] = Link(self._me, owner, epoch, control, self._side)
         return link
 
     async def _sweep(self) -> None:
         idle_s = self._side.deadlines.idle_s
         while True:
             await asyncio.sleep(idle_s / 4)
-            for rank, link in list(self._links.items()):
+            for seat, link in list(self._links.items()):
                 link.drop_if_idle(idle_s)
                 if not link.has_channel and not link.num_pulls:
-                    del self._links[rank]
+                    del self._links[seat]
 
     async def _check(self, link: Link, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:

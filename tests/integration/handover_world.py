@@ -184,7 +184,7 @@ class World:
 
 def offer(num_tokens: int = 33, **changed: Any) -> Offer:
     fingerprint = LAYOUT.fingerprint()
-    made = Offer(PROTOCOL, "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
+    made = Offer(PROTOCOL, "p0", "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
     return replace(made, **changed)
 
 
