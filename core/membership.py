@@ -37,6 +37,11 @@ class RankSpec:
         """Unique among all ranks that are or ever were."""
         return f"{self.gang}.{self.epoch}.{self.rank}"
 
+    @property
+    def seat(self) -> str:
+        """The same in all lives of the rank."""
+        return f"{self.gang}.{self.rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class FrameAddress:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from core.errors import TandemError
+
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,12 @@ class Tasks:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.debug("background task of a hand-over failed: %r", task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, TandemError):
+            # Whoever awaits the task has it too; where nobody does, this is its only trace.
+            log.info("a background task failed: %s", error)
+        elif error is not None:
+            log.error("a background task failed", exc_info=error)
 
 
 def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> None:
@@ -53,6 +59,11 @@ def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> Non
 
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Run what blocks for long on a thread of its own, so that it starves nobody's executor."""
+    return await asyncio.wrap_future(threaded(function))
+
+
+def threaded(function: Callable[[], Result]) -> "Future[Result]":
+    """The result of what runs on a thread of its own; waiters cannot cancel it."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
@@ -63,4 +74,4 @@ async def in_thread(function: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, name="kv-blocking", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future

@@ -212,6 +212,6 @@ class DecodeNode:
 
 async def build(parts: RankParts, find_owner: Callable[[str, int], Control]) -> DecodeNode:
     """A rank that pulls, and serves frames. Raises ValueError where it cannot listen."""
-    node = DecodeNode(parts, sink.Sink(parts.spec.name, parts.side()), find_owner)
+    node = DecodeNode(parts, sink.Sink(parts.spec.seat, parts.spec.epoch, parts.side()), find_owner)
     await node.listen()
     return node

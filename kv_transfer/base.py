@@ -1,18 +1,18 @@
 """What a channel is: two ends, one transfer at a time, destroyed at the first error."""
 
+import logging
 import queue
 import threading
-from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from core.errors import HandoverError
-from kv_transfer.staging import Fence
 
 Direction = Literal["send", "recv"]
+log = logging.getLogger(__name__)
 
 
 def pending() -> "Future[None]":
@@ -22,14 +22,35 @@ def pending() -> "Future[None]":
     return future
 
 
+class Wire(Protocol):
+    """One end of a connection of two ranks. Used by its channel's thread, `abort` by any."""
+
+    def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
+        """Start a transfer; what is returned is for `wait`. Raises where it cannot start."""
+        ...
+
+    def wait(self, posted: Any, timeout_s: float) -> None:
+        """Block the host until the transfer's tensor is free; raise on failure or deadline."""
+        ...
+
+    def abort(self) -> None:
+        """Have a running transfer fail as soon as the backend can. May block, may raise."""
+        ...
+
+    def destroy(self) -> None:
+        """Free what the backend holds. Returns or raises only when no posted transfer can touch
+        its tensor any more; may block until then."""
+        ...
+
+
 @dataclass(slots=True)
 class Transfer:
-    """``launched`` resolves when the transfer is posted, ``done`` when its tensor is free."""
+    """``launched`` resolves when the transfer is posted, ``done`` when its tensor is free; where
+    that fails, the tensor is free once the channel is terminal."""
 
     direction: Direction
     tensor: Tensor
     transfer_id: int
-    after: Fence | None
     launched: "Future[None]" = field(default_factory=pending)
     done: "Future[None]" = field(default_factory=pending)
 
@@ -38,46 +59,54 @@ class Transfer:
             if not future.done():
                 future.set_exception(error)
 
+    @property
+    def what(self) -> str:
+        return f"{self.direction} {self.transfer_id} of {self.tensor.nbytes} B"
 
-class Channel(ABC):
+
+class Channel:
     """Transfers run in order on the channel's own thread, each within ``timeout_s``.
 
-    Both ends number their transfers alike. After any error, `abort` or `close` nothing more
-    is accepted; ``terminal`` resolves once no memory given to the channel can be touched.
+    Takes ownership of ``wire``. Both ends number their transfers alike. After any error or
+    `abort` nothing more is accepted and what was fails at once. ``terminal`` resolves once no
+    memory given to the channel can be touched: when the wire is destroyed, also when that
+    raised. A backend that hangs in it keeps the memory: that is logged, and nothing else can be
+    done about it but ending the process.
     """
 
-    def __init__(self, name: str, backend: str, timeout_s: float) -> None:
+    def __init__(self, wire: Wire, name: str, backend: str, timeout_s: float) -> None:
         self.name = name
         self.backend = backend
         self.timeout_s = timeout_s
         self.num_transfers = 0
         self.terminal = pending()
         self.failure: Exception | None = None
+        self._wire = wire
+        self._running: Transfer | None = None
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"channel-{name}", daemon=True)
-        self._thread.start()
+        self._lock = threading.RLock()
+        threading.Thread(target=self._run, name=f"channel-{name}", daemon=True).start()
 
     @property
     def usable(self) -> bool:
         return self.failure is None
 
-    def send(self, tensor: Tensor, after: Fence | None = None) -> Transfer:
-        """Send a tensor once ``after`` has passed. Never blocks; errors arrive in ``done``."""
-        return self._enqueue("send", tensor, after)
+    def send(self, tensor: Tensor) -> Transfer:
+        """Send a tensor that is ready to be read. Never blocks; errors arrive in ``done``."""
+        return self._enqueue("send", tensor)
 
     def recv(self, tensor: Tensor) -> Transfer:
         """Receive into a contiguous tensor of the size sent. Never blocks."""
-        return self._enqueue("recv", tensor, None)
+        return self._enqueue("recv", tensor)
 
     def abort(self, reason: str = "aborted") -> None:
-        """Refuse new transfers and end the running one as soon as the backend can."""
-        if self._fail(HandoverError(f"channel {self.name}: {reason}")):
-            self._interrupt()
+        """Refuse new transfers and end the running one as soon as the backend can. Never
+        blocks."""
+        self._fail(HandoverError(f"channel {self.name}: {reason}"))
 
-    def _enqueue(self, direction: Direction, tensor: Tensor, after: Fence | None) -> Transfer:
+    def _enqueue(self, direction: Direction, tensor: Tensor) -> Transfer:
         with self._lock:
-            transfer = Transfer(direction, tensor, self.num_transfers, after)
+            transfer = Transfer(direction, tensor, self.num_transfers)
             if self.failure is not None:
                 transfer.fail(self.failure)
                 return transfer
@@ -85,42 +114,68 @@ class Channel(ABC):
             self._queue.put(transfer)
         return transfer
 
-    def _fail(self, error: Exception) -> bool:
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             if self.failure is not None:
-                return False
+                return
             self.failure = error
             self._queue.put(None)
-            return True
+            running = self._running
+            if running is not None:
+                running.fail(error)
+        if running is not None:
+            name = f"channel-abort-{self.name}"
+            threading.Thread(target=self._interrupt, name=name, daemon=True).start()
+        self._watch_the_end()
+
+    def _interrupt(self) -> None:
+        try:
+            self._wire.abort()
+        except Exception:
+            log.exception("channel %s: abort failed", self.name)
+
+    def _watch_the_end(self) -> None:
+        # A wire without an abort ends at its own deadline; twice that is no longer slow.
+        late_s = 2 * self.timeout_s
+        text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
+        watch = threading.Timer(late_s, log.error, (text, self.name, late_s, self.failure))
+        watch.name, watch.daemon = f"channel-end-{self.name}", True
+        watch.start()
+        self.terminal.add_done_callback(lambda _: watch.cancel())
 
     def _run(self) -> None:
         while (transfer := self._queue.get()) is not None:
+            with self._lock:
+                if self.failure is not None:
+                    transfer.fail(self.failure)
+                    continue
+                self._running = transfer
+            self._transfer(transfer)
+        try:
+            self._wire.destroy()
+        except BaseException:
+            log.exception("channel %s was not destroyed as it should be", self.name)
+        finally:
+            self.terminal.set_result(None)
+
+    def _transfer(self, transfer: Transfer) -> None:
+        failure: Exception | None = None
+        try:
+            posted = self._wire.post(transfer.direction, transfer.tensor, transfer.transfer_id)
+            with self._lock:
+                if not transfer.launched.done():
+                    transfer.launched.set_result(None)
+            self._wire.wait(posted, self.timeout_s)
+        except BaseException as error:
+            failure = HandoverError(f"channel {self.name}: {transfer.what} failed: {error}")
+        with self._lock:
+            self._running = None
+            if failure is not None:
+                self._fail(failure)
             if self.failure is not None:
-                transfer.fail(self.failure)
-                continue
-            try:
-                self._transfer(transfer)
-            except Exception as error:
-                what = f"{transfer.direction} {transfer.transfer_id} of {transfer.tensor.nbytes} B"
-                self._fail(HandoverError(f"channel {self.name}: {what} failed: {error}"))
-                assert self.failure is not None
                 transfer.fail(self.failure)
             else:
                 transfer.done.set_result(None)
-        self._destroy()
-        self.terminal.set_result(None)
-
-    @abstractmethod
-    def _transfer(self, transfer: Transfer) -> None:
-        """Post it, resolve ``launched``, block until done; raise on failure or deadline."""
-
-    @abstractmethod
-    def _interrupt(self) -> None:
-        """Make a running transfer fail soon, from any thread."""
-
-    @abstractmethod
-    def _destroy(self) -> None:
-        """Free what the backend holds; afterwards it touches no memory of ours."""
 
 
 class ChannelMaker(Protocol):

@@ -1,14 +1,14 @@
-"""Channels over torch.distributed: a process group of exactly two ranks, gloo or NCCL.
+"""Channels over torch.distributed: a process group of exactly two ranks.
 
 No default group exists. P (rank 0) hosts one store per rank on the configured address; each
-channel meets there under its own nonce.
+channel meets there under its own nonce. What differs between gloo and NCCL is a `Backend`.
 """
 
-import contextlib
 import socket
 import threading
+import time
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,58 +16,34 @@ import torch.distributed as dist
 from core.config import TandemConfig
 from core.errors import HandoverError
 from core.info import COLOCATED
-from kv_transfer.base import Channel, ChannelMaker, Transfer
+from kv_transfer.base import Channel, ChannelMaker, Wire
+from kv_transfer.gloo import GlooBackend
+from kv_transfer.nccl import NcclBackend
 
-ProcessGroup = Any  # ProcessGroupGloo | ProcessGroupNCCL; torch's stubs lack their methods
-BACKENDS = ("gloo", "nccl")
 
+class Backend(Protocol):
+    """A library that moves tensors between two ranks."""
 
-class ProcessGroupChannel(Channel):
-    """Takes ownership of ``group``. Tensors must lie where the backend can reach them."""
+    name: str
+    device: str
+    """Where tensors must lie for it."""
 
-    def __init__(
-        self, group: ProcessGroup, rank: int, name: str, backend: str, timeout_s: float, device: str
-    ) -> None:
-        self._group: ProcessGroup | None = group
-        self._peer_rank = 1 - rank
-        self._stream = torch.cuda.Stream(device) if backend == "nccl" else None
-        super().__init__(name, backend, timeout_s)
-
-    def _transfer(self, transfer: Transfer) -> None:
-        group = self._group
-        assert group is not None, "a destroyed channel was used"
-        if transfer.after is not None:
-            transfer.after()
-        operation = group.send if transfer.direction == "send" else group.recv
-        on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
-        with on_stream:
-            work = operation([transfer.tensor], self._peer_rank, transfer.transfer_id)
-            transfer.launched.set_result(None)
-            work.wait(timedelta(seconds=self.timeout_s))
-
-    def _interrupt(self) -> None:
-        # Gloo's abort leaves a blocked wait to its deadline, or to the peer's closing.
-        group = self._group
-        if group is not None and self.backend == "nccl":
-            group.abort()
-
-    def _destroy(self) -> None:
-        if self._group is not None and self.backend == "nccl":
-            self._group.abort()
-        self._group = None
+    def join(self, store: dist.Store, rank: int) -> Wire:
+        """One end of two that meet in ``store``. May block; raises RuntimeError or OSError."""
+        ...
 
 
 class ProcessGroupChannels:
-    """Makes process-group channels that listen on ``host`` only."""
+    """Makes channels of one backend; the store listens on ``host`` only.
 
-    def __init__(
-        self, backend: str, host: str, timeout_s: float = 30.0, device: str | None = None
-    ) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"kv_transfer.backend must be one of {BACKENDS}, got {backend!r}")
-        self.backend = backend
-        self.device = device or ("cuda" if backend == "nccl" else "cpu")
+    `accept` and `connect` end within ``timeout_s`` unless the backend hangs: see `opened`.
+    """
+
+    def __init__(self, backend: Backend, host: str, timeout_s: float = 30.0) -> None:
+        self.backend = backend.name
+        self.device = backend.device
         self.timeout_s = timeout_s
+        self._backend = backend
         self._host = host
         self._server: dist.TCPStore | None = None
         self._address = ""
@@ -86,37 +62,21 @@ class ProcessGroupChannels:
         return self._make(address, nonce, peer, rank=1)
 
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
-        name = f"{self.backend}:{peer}"
+        name, ends_at = f"{self.backend}:{peer}", time.monotonic() + self.timeout_s
         try:
-            group = self._group(address, nonce, rank)
-            channel = ProcessGroupChannel(
-                group, rank, name, self.backend, self.timeout_s, self.device
-            )
-        except RuntimeError as error:  # DistError is one
+            store = dist.PrefixStore(nonce, self._client(address))
+            wire = self._backend.join(store, rank)
+        except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
             raise HandoverError(f"channel {name} at {address}: {error}") from None
-        _warm(channel, rank, self.device)
+        channel = Channel(wire, name, self.backend, self.timeout_s)
+        _warm(channel, rank, self.device, ends_at)
         return channel
 
-    def _group(self, address: str, nonce: str, rank: int) -> ProcessGroup:
+    def _client(self, address: str) -> dist.Store:
+        """One for each channel: one store's waits would block all other channels' set-up."""
         host, port = address.rsplit(":", 1)
         timeout = timedelta(seconds=self.timeout_s)
-        # A client of its own: one store's waits would block all other channels' set-up.
-        client = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(nonce, client)
-        if self.backend == "nccl":
-            return _nccl(store, rank, timeout)
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = timeout
-        options._threads = 1
-        return dist.ProcessGroupGloo(store, rank, 2, options)
-
-
-def _nccl(store: dist.Store, rank: int, timeout: timedelta) -> ProcessGroup:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.config.max_ctas = 4
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+        return dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
 
 
 def _store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
@@ -133,12 +93,27 @@ def _store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
     return server, f"{host}:{port}"
 
 
-def _warm(channel: Channel, rank: int, device: str) -> None:
+def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:
     """One element each way: sockets, communicators and threads exist before real use."""
     element = torch.zeros(1, dtype=torch.uint8, device=device)
+    # Kept for as long as the channel can touch it, also if this fails.
+    channel.terminal.add_done_callback(lambda _: element.numel())
     for sender in (0, 1):
         transfer = channel.send(element) if rank == sender else channel.recv(element)
-        transfer.done.result()
+        try:
+            transfer.done.result(max(0.0, ends_at - time.monotonic()))
+        except TimeoutError:
+            channel.abort("the first transfers took too long")
+            raise HandoverError(f"channel {channel.name}: {transfer.what}: no end of it") from None
+
+
+def make_channels(backend: str, host: str, timeout_s: float = 30.0) -> ProcessGroupChannels:
+    """Raises ValueError for an unknown backend, and for a host that NCCL cannot be bound to."""
+    if backend == "gloo":
+        return ProcessGroupChannels(GlooBackend(host, timeout_s), host, timeout_s)
+    if backend == "nccl":
+        return ProcessGroupChannels(NcclBackend(host), host, timeout_s)
+    raise ValueError(f"kv_transfer.backend must be 'gloo' or 'nccl', got {backend!r}")
 
 
 def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
@@ -148,4 +123,4 @@ def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
     if backend == "auto":
         on_gpus = config.of_kind(kind).device == "cuda" and kind != COLOCATED
         backend = "nccl" if on_gpus else "gloo"
-    return ProcessGroupChannels(backend, host)
+    return make_channels(backend, host)

@@ -3,28 +3,36 @@
 import asyncio
 import logging
 import secrets
+import time
 from functools import partial
 from typing import Any
 
 from core.control import Control, Done, ask
 from core.errors import HandoverError, NodeLost, TandemError
-from core.tasks import in_thread
 from kv_transfer.base import Channel
 from kv_transfer.messages import Address, Connect, HangUp
 from kv_transfer.side import Side
+from kv_transfer.waiting import ended, opened
 
 log = logging.getLogger(__name__)
 
 
 class Link:
-    """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking."""
+    """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking.
 
-    def __init__(self, name: str, owner: str, epoch: int, control: Control, side: Side) -> None:
+    ``me`` is this rank as P knows it, its seat and epoch; ``num_pulls`` hold on to the link.
+    """
+
+    def __init__(
+        self, me: tuple[str, int], owner: str, epoch: int, control: Control, side: Side
+    ) -> None:
+        self.peer, self._my_epoch = me
         self.owner = owner
         self.epoch = epoch
         self.lease_s = side.config.lease_s
         self.lock = asyncio.Lock()
-        self._name = name
+        self.num_pulls = 0
+        self._used_at = time.monotonic()
         self._control = control
         self._side = side
         self._connecting: asyncio.Task[tuple[str, Channel]] | None = None
@@ -34,10 +42,21 @@ class Link:
 
         Raises LayoutMismatch, NodeLost (another epoch, no answer) or HandoverError.
         """
+        self._used_at = time.monotonic()
         if not self._may_work():
             self._connecting = self._side.tasks.start(self._connect())
         assert self._connecting is not None
         return await asyncio.shield(self._connecting)
+
+    @property
+    def has_channel(self) -> bool:
+        """A channel, or one that is being built."""
+        return self._may_work()
+
+    def drop_if_idle(self, idle_s: float) -> None:
+        """End a channel that nobody has used for ``idle_s``."""
+        if not self.lock.locked() and time.monotonic() - self._used_at > idle_s:
+            self.drop(f"not used for {idle_s} s")
 
     def drop(self, reason: str) -> None:
         """End whatever channel there is; the next `ready` builds another."""
@@ -48,7 +67,7 @@ class Link:
     def discard(self, nonce: str, channel: Channel, reason: str) -> None:
         """End a failed channel here, and have P end its side: that is what stops a receive."""
         channel.abort(reason)
-        self._side.tasks.start(self._hang_up(nonce, channel))
+        self._side.tasks.start(self._end(nonce, channel))
 
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
         """One control call to this owner; may take ``wait_s`` plus the usual deadline.
@@ -73,11 +92,16 @@ class Link:
 
     async def _connect(self) -> tuple[str, Channel]:
         nonce, maker = secrets.token_hex(16), self._side.maker
-        hello = Connect(self._name, nonce, maker.backend, self._side.caches.layout)
+        layout = self._side.caches.layout
+        hello = Connect(self.peer, self._my_epoch, nonce, maker.backend, layout)
         address: Address = await self.call("connect", hello, Address)
         self.lease_s = address.lease_s
-        channel = await in_thread(partial(maker.connect, address.address, nonce, self.owner))
-        return nonce, channel
+        make = partial(maker.connect, address.address, nonce, self.owner)
+        try:
+            return nonce, await opened(make, maker.timeout_s)
+        except BaseException:
+            self._side.tasks.start(self._hang_up(nonce))
+            raise
 
     async def _drop_when_built(
         self, connecting: "asyncio.Task[tuple[str, Channel]]", reason: str
@@ -86,9 +110,12 @@ class Link:
         if connecting.exception() is None:
             self.discard(*connecting.result(), reason)
 
-    async def _hang_up(self, nonce: str, channel: Channel) -> None:
+    async def _end(self, nonce: str, channel: Channel) -> None:
+        await self._hang_up(nonce)
+        await ended(channel)
+
+    async def _hang_up(self, nonce: str) -> None:
         try:
             await self.call("hang_up", HangUp(nonce), Done)
         except TandemError as error:
             log.info("%s was not told to hang up: %s", self.owner, error)
-        await asyncio.wrap_future(channel.terminal)

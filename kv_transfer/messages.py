@@ -5,7 +5,8 @@ method     reply     meaning
 =========  ========  =====================================================================
 connect    Address   P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
-send       Sent      D's receive is launched: P gathers and sends one chunk
+gather     Gathered  P puts one chunk into its staging and keeps it; may take a prefill step
+send       Sent      D's receive is launched: P sends a chunk that it has gathered
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine
 hang_up    Done      D's end of the channel is gone, P shall drop its own
@@ -25,11 +26,13 @@ from kv_transfer.layout import Layout
 class Offer:
     """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group.
 
-    ``owner`` and ``epoch`` say which life of which rank will have it.
+    ``owner`` and ``epoch`` say which life of which rank will have it, ``seat`` which rank that is
+    in all its lives.
     """
 
     protocol: int
     owner: str
+    seat: str
     epoch: int
     identity: Identity
     fingerprint: str
@@ -38,9 +41,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """``peer`` is D's name; a new channel of the same peer replaces its old one."""
+    """``peer`` is D's rank, the same in all its lives, ``epoch`` its life; a new channel of a
+    peer replaces its old one."""
 
     peer: str
+    epoch: int
     nonce: str
     backend: str
     layout: Layout
@@ -95,25 +100,43 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send tokens ``[lo, hi)`` of a group as transfer ``transfer_id`` of channel ``nonce``."""
+class Gather:
+    """Read tokens ``[lo, hi)`` of a group; ``ticket`` is the chunk's name within the identity.
+
+    ``peer`` is D's rank, as in `Connect`.
+    """
 
     identity: Identity
-    nonce: str
-    transfer_id: int
+    peer: str
+    ticket: int
     group: str
     lo: int
     hi: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Gathered:
     """``generations`` of P's pages ``first_page ...`` (counted within the request) as read."""
 
-    transfer_id: int
     num_bytes: int
     first_page: int
     generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the chunk ``ticket`` as transfer ``transfer_id`` of channel ``nonce``."""
+
+    identity: Identity
+    ticket: int
+    nonce: str
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    transfer_id: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

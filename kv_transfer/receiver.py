@@ -1,32 +1,32 @@
-"""D's half of transfers: reserve staging, receive, scatter; and what one pull has received."""
+"""D's half of transfers: have P gather, receive, scatter; and what one pull has received."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.errors import HandoverError, StalePages
-from core.tasks import in_thread
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group
 from kv_transfer.links import Link
 from kv_transfer.side import Side
-from kv_transfer.staging import Buffer, Fence, fence
+from kv_transfer.staging import Buffer, Fence, fence, passed
+from kv_transfer.waiting import GRACE_S, settled
 
-GRACE_S = 1.0
-"""A channel that P dropped fails here at once; P's reason may be a little behind."""
 MAX_CHUNKS_IN_FLIGHT = 2
-"""Per pull: one on the wire while another is scattered; others get their turn in between."""
+"""Per pull: one on the wire while another is gathered or scattered; others get their turn in
+between."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """One pull under way: where from, into which pages, and its transfers on the wire.
 
-    ``num_pulled`` tokens per layout group have come and were scattered: ``sent`` says as what.
+    ``num_pulled`` tokens per layout group have come and were scattered: ``read`` says as what.
     ``wire_s`` is the time from their receives to their arrivals.
     """
 
@@ -34,9 +34,10 @@ class Job:
     offer: m.Offer
     pages: Sequence[int]
     num_pulled: tuple[int, ...]
-    sent: list[m.Sent] = field(default_factory=list)
+    read: list[m.Gathered] = field(default_factory=list)
+    tickets: Iterator[int] = field(default_factory=itertools.count)
     wire_s: float = 0.0
-    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
+    exchanges: set[asyncio.Task[None]] = field(default_factory=set)
     window: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
     )
@@ -60,12 +61,12 @@ class Job:
                 f"{identity}: sealed at {seal.num_tokens} tokens, {self.num_pulled} were pulled "
                 f"and {offered} offered"
             )
-        for sent in self.sent:
-            sealed = seal.generations[sent.first_page : sent.first_page + len(sent.generations)]
-            if sealed != sent.generations:
+        for read in self.read:
+            sealed = seal.generations[read.first_page : read.first_page + len(read.generations)]
+            if sealed != read.generations:
                 raise StalePages(
-                    f"{identity}: pages from {sent.first_page} on were sent at generations "
-                    f"{sent.generations} and sealed at {sealed}"
+                    f"{identity}: pages from {read.first_page} on were sent at generations "
+                    f"{read.generations} and sealed at {sealed}"
                 )
 
 
@@ -81,9 +82,11 @@ class Receiver:
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
         async with job.window:
-            exchange, buffer = await self._start(job, group, lo, hi)
+            ticket = next(job.tickets)
+            read = await self._gather(job, ticket, group, lo, hi)
+            exchange, buffer = await self._start(job, ticket, read.num_bytes)
             try:
-                sent = await asyncio.shield(exchange)
+                await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
@@ -91,21 +94,31 @@ class Receiver:
                 await self._scatter(group, job.pages, lo, hi, buffer)
             finally:
                 self._side.staging.free(buffer)
-            job.sent.append(sent)
+            job.read.append(read)
+
+    async def _gather(self, job: Job, ticket: int, group: Group, lo: int, hi: int) -> m.Gathered:
+        """Have P stage a chunk, which waits for the end of its step: neither the wire nor
+        staging here is held meanwhile."""
+        ask = m.Gather(job.offer.identity, job.link.peer, ticket, group.name, lo, hi)
+        gather_s = self._side.deadlines.gather_s
+        read: m.Gathered = await job.link.call("gather", ask, m.Gathered, gather_s)
+        num_bytes = (hi - lo) * group.bytes_per_token_all_layers
+        if read.num_bytes != num_bytes:
+            raise HandoverError(f"asked for {ask} of {num_bytes} B, got {read}")
+        return read
 
     async def _start(
-        self, job: Job, group: Group, lo: int, hi: int
-    ) -> tuple[asyncio.Task[m.Sent], Buffer]:
+        self, job: Job, ticket: int, num_bytes: int
+    ) -> tuple[asyncio.Task[None], Buffer]:
         link = job.link
         await link.lock.acquire()
         try:
             nonce, channel = await link.ready()
-            buffer = await self._side.staging.reserve()
+            buffer = await self._side.staging.reserve(self._side.deadlines.gather_s)
         except BaseException:
             link.lock.release()
             raise
-        num_bytes = staged(group, buffer, hi - lo).nbytes
-        ask = m.Send(job.offer.identity, nonce, channel.num_transfers, group.name, lo, hi)
+        ask = m.Send(job.offer.identity, ticket, nonce, channel.num_transfers)
         exchange = self._side.tasks.start(self._exchange(job, channel, buffer, ask, num_bytes))
         job.exchanges.add(exchange)
         exchange.add_done_callback(job.exchanges.discard)
@@ -113,16 +126,15 @@ class Receiver:
 
     async def _exchange(
         self, job: Job, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
-    ) -> m.Sent:
+    ) -> None:
         """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
-        began, link = time.perf_counter(), job.link
+        began, link, tasks = time.perf_counter(), job.link, self._side.tasks
         try:
             transfer = channel.recv(buffer.bytes[:num_bytes])
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
-            await asyncio.wrap_future(transfer.launched)
-            sending = link.call("send", ask, m.Sent, channel.timeout_s)
-            call = self._side.tasks.start(sending)
-            sent = await _arrival(call, asyncio.wrap_future(transfer.done))
+            await settled(transfer.launched, channel)
+            call = tasks.start(link.call("send", ask, m.Sent, channel.timeout_s))
+            sent = await _arrival(call, tasks.start(settled(transfer.done, channel)))
             if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, num_bytes):
                 raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
         except BaseException as error:
@@ -132,9 +144,8 @@ class Receiver:
         finally:
             link.lock.release()
         job.wire_s += time.perf_counter() - began
-        return sent
 
-    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
+    def _free_unread(self, exchange: "asyncio.Task[None]", buffer: Buffer) -> None:
         if not exchange.cancelled() and exchange.exception() is None:
             self._side.staging.free(buffer)
 
@@ -153,15 +164,14 @@ class Receiver:
         except asyncio.CancelledError:
             if not posted.cancel():
                 await asyncio.wait([waiting])
-                await _pass(waiting.result())
+                await passed(waiting.result())
             raise
-        await _pass(waiting.result())
+        await passed(waiting.result())
 
 
-async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Future[None]") -> m.Sent:
+async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Task[None]") -> m.Sent:
     """P's answer, once the bytes are here too. P's own error goes before that of the wire."""
-    done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    both: list[asyncio.Future[Any]] = [call, done]
+    both: list[asyncio.Task[Any]] = [call, done]
     await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
     if not call.done():
         await asyncio.wait([call], timeout=GRACE_S)
@@ -169,8 +179,3 @@ async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Future[None]") -
         call.result()
     await done
     return await call
-
-
-async def _pass(mark: Fence | None) -> None:
-    if mark is not None:
-        await in_thread(mark)

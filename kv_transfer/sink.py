@@ -28,31 +28,27 @@ class Pulled:
 
 
 class Sink:
-    """One decode rank's side. ``name`` must differ between ranks and their lives.
+    """One decode rank's side. ``seat`` and ``epoch`` are those of its RankSpec.
 
-    Belongs to one asyncio loop; tensors are touched on the engine thread only.
+    Made inside a running asyncio loop, to which it belongs; tensors are touched on the engine
+    thread only.
     """
 
-    def __init__(self, name: str, side: Side) -> None:
-        self.name = name
+    def __init__(self, seat: str, epoch: int, side: Side) -> None:
+        self._me = seat, epoch
         self._side = side
         self._layout = side.caches.layout
         self._receiver = Receiver(side)
         self._links: dict[str, Link] = {}
         self._num_pulls = 0
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def connect(self, owner: str, epoch: int, control: Control) -> None:
+    async def connect(self, owner: str, seat: str, epoch: int, control: Control) -> None:
         """Build and warm the channel to a prefill rank ahead of its first pull.
 
         Raises LayoutMismatch, NodeLost or HandoverError.
         """
-        await self._link(owner, epoch, control).ready()
-
-    def forget(self, owner: str) -> None:
-        """Drop the channel to a prefill rank that is gone."""
-        link = self._links.pop(owner, None)
-        if link is not None:
-            link.drop(f"{owner} was forgotten")
+        await self._link(owner, seat, epoch, control).ready()
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
@@ -64,10 +60,11 @@ class Sink:
         """
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
-        link = self._link(offer.owner, offer.epoch, control)
+        link = self._link(offer.owner, offer.seat, offer.epoch, control)
         job = Job(link, offer, pages, (0,) * len(self._layout.groups))
         renewal = self._side.tasks.start(self._keep_lease(job))
         self._num_pulls += 1
+        link.num_pulls += 1
         reason = "failed"
         try:
             await self._check(link, offer)
@@ -79,13 +76,16 @@ class Sink:
             raise
         finally:
             self._num_pulls -= 1
+            link.num_pulls -= 1
             renewal.cancel()
             self._side.tasks.start(self._release(job, reason))
 
     async def close(self) -> None:
         """Drop every channel and wait for all that is under way."""
-        for owner in list(self._links):
-            self.forget(owner)
+        self._sweeper.cancel()
+        await asyncio.wait([self._sweeper])
+        for rank in list(self._links):
+            self._links.pop(rank).drop("closed")
         await self.idle()
 
     async def idle(self) -> None:
@@ -96,7 +96,7 @@ class Sink:
         """What is held right now; all zero after `close`."""
         return {
             "pulls": self._num_pulls,
-            "channels": len(self._links),
+            "channels": sum(link.has_channel for link in self._links.values()),
             "staging": self._side.staging.num_taken,
             "tasks": len(self._side.tasks),
         }
@@ -104,14 +104,23 @@ class Sink:
     def check_integrity(self) -> None:
         self._side.staging.check_integrity()
 
-    def _link(self, owner: str, epoch: int, control: Control) -> Link:
-        link = self._links.get(owner)
-        if link is not None and link.epoch != epoch:
-            self.forget(owner)
-            link = None
-        if link is None:
-            link = self._links[owner] = Link(self.name, owner, epoch, control, self._side)
+    def _link(self, owner: str, seat: str, epoch: int, control: Control) -> Link:
+        """The link to this life of a rank; one to another life is dropped."""
+        link = self._links.get(seat)
+        if link is None or link.epoch != epoch:
+            if link is not None:
+                link.drop(f"another life of {seat} is asked for")
+            link = self._links[seat] = Link(self._me, owner, epoch, control, self._side)
         return link
+
+    async def _sweep(self) -> None:
+        idle_s = self._side.deadlines.idle_s
+        while True:
+            await asyncio.sleep(idle_s / 4)
+            for seat, link in list(self._links.items()):
+                link.drop_if_idle(idle_s)
+                if not link.has_channel and not link.num_pulls:
+                    del self._links[seat]
 
     async def _check(self, link: Link, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:
@@ -162,7 +171,7 @@ class Sink:
 
     def _stats(self, job: Job) -> TransferStats:
         return TransferStats(
-            bytes=sum(sent.num_bytes for sent in job.sent),
+            bytes=sum(read.num_bytes for read in job.read),
             tokens=job.offer.num_tokens,
             backend=self._side.maker.backend,
             seconds=job.wire_s,
@@ -178,8 +187,8 @@ class Sink:
 
     async def _release(self, job: Job, reason: str) -> None:
         if job.exchanges:
-            # P still reads for a transfer that was cut off; released now, it would fail, and
-            # its channel with it.
+            # P may not have begun to send for a transfer that was cut off; released now, it
+            # would fail, and its channel with it.
             await asyncio.wait(list(job.exchanges))
         identity = job.offer.identity
         try:

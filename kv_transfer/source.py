@@ -10,6 +10,8 @@ from core.control import Methods
 from core.errors import HandoverError
 from core.identity import Identity
 from kv_transfer import messages as m
+from kv_transfer.accepted import AcceptedChannels
+from kv_transfer.gathered import GatheredChunks
 from kv_transfer.layout import check_same
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.sender import Sender
@@ -29,12 +31,15 @@ class Source:
         self._side = side
         self._layout = side.caches.layout
         self._book = OfferBook(len(self._layout.groups), side.config.lease_s, clock)
-        self._sender = Sender(side, self._book)
+        self._channels = AcceptedChannels(side)
+        self._gathered = GatheredChunks(side, self._book, clock)
+        self._sender = Sender(self._channels, self._gathered)
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
+            "gather": (m.Gather, self._gather),
             "send": (m.Send, self._send),
             "renew": (m.Renew, self._renew),
             "release": (m.Release, self._release),
@@ -47,7 +52,7 @@ class Source:
         await asyncio.wait([self._sweeper])
         for identity in self._book.open_ones():
             self._end(identity, "the prefill node is shutting down")
-        self._sender.channels.drop_all()
+        self._channels.drop_all()
         await self.idle()
 
     async def idle(self) -> None:
@@ -94,7 +99,7 @@ class Source:
         return {
             "leases": len(self._book.open_ones()),
             "waiting": self._book.num_waiting,
-            "channels": len(self._sender.channels),
+            "channels": len(self._channels),
             "staging": self._side.staging.num_taken,
             "tasks": len(self._side.tasks),
         }
@@ -107,11 +112,11 @@ class Source:
         if ask.backend != backend:
             raise HandoverError(f"backend {backend!r} here, {ask.backend!r} there")
         check_same(self._layout, ask.layout)
-        address = await self._sender.channels.accept(ask.nonce, ask.peer)
+        address = await self._channels.accept(ask)
         return m.Address(address, self._book.lease_s)
 
     async def _hang_up(self, ask: m.HangUp) -> None:
-        self._sender.channels.drop(ask.nonce)
+        self._channels.drop(ask.nonce)
 
     async def _pull(self, ask: m.Pull) -> m.Ready:
         num_groups = len(self._layout.groups)
@@ -128,11 +133,15 @@ class Source:
     async def _release(self, ask: m.Release) -> None:
         self._end(ask.identity, f"released: {ask.reason}")
 
+    async def _gather(self, ask: m.Gather) -> m.Gathered:
+        return await self._side.tasks.detached(self._gathered.gather(ask))
+
     async def _send(self, ask: m.Send) -> m.Sent:
         return await self._side.tasks.detached(self._sender.send(ask))
 
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)
+        self._gathered.drop(identity)
         if entry is not None:
             self._call_on_engine(entry.on_release)
 
@@ -143,11 +152,16 @@ class Source:
         self._loop.call_soon_threadsafe(function)
 
     async def _sweep(self) -> None:
+        idle_s = self._side.deadlines.idle_s
         while True:
-            await asyncio.sleep(self._book.lease_s / 4)
+            await asyncio.sleep(min(self._book.lease_s, idle_s) / 4)
             for identity, entry in self._book.sweep().items():
                 log.warning("lease of %s expired", identity)
+                self._gathered.drop(identity)
                 self._call_on_engine(entry.on_release)
+            self._gathered.sweep()
+            # D drops an idle channel first; what is left longer belongs to a dead one.
+            self._channels.sweep(2 * idle_s)
 
 
 def _log_failure(future: "Future[None]") -> None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.errors import HandoverError
+from core.tasks import in_thread
+
 Fence = Callable[[], None]
 """Blocks its caller until the device work that was enqueued before it is done."""
 
@@ -46,9 +49,16 @@ class StagingPool:
         """Buffers that are reserved or quarantined."""
         return self.num_buffers - len(self._free)
 
-    async def reserve(self) -> Buffer:
-        """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer."""
-        await self._credits.acquire()
+    async def reserve(self, timeout_s: float | None = None) -> Buffer:
+        """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer.
+
+        Raises HandoverError after ``timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._credits.acquire()
+        except TimeoutError:
+            raise HandoverError(f"no staging buffer came free within {timeout_s} s") from None
         buffer = self._free.popleft()
         self._held.add(buffer.index)
         return buffer
@@ -111,6 +121,12 @@ def fence(device: torch.device) -> Fence | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
+
+
+async def passed(mark: Fence | None) -> None:
+    """Wait for a fence without blocking the loop."""
+    if mark is not None:
+        await in_thread(mark)
 
 
 def _widest_view(staged: Tensor) -> Tensor:

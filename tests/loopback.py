@@ -2,17 +2,20 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from core.errors import HandoverError
-from kv_transfer.base import Channel, Transfer
+from kv_transfer.base import Channel, Direction
 
 
-class _Wire:
+class _Way:
     """One direction. Everything, the copy included, happens under ``changed``."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.offered: Transfer | None = None
+        self.offered: Tensor | None = None
         self.is_cut = False
 
     def cut(self) -> None:
@@ -20,22 +23,24 @@ class _Wire:
             self.is_cut = True
             self.changed.notify_all()
 
-    def send(self, transfer: Transfer, timeout_s: float) -> None:
+    def send(self, tensor: Tensor, timeout_s: float) -> None:
         with self.changed:
             self._wait(lambda: self.offered is not None, timeout_s)
             assert self.offered is not None
-            target = self.offered.tensor
-            if target.nbytes != transfer.tensor.nbytes:
-                raise ValueError(f"{transfer.tensor.nbytes} B to send, {target.nbytes} to receive")
-            target.copy_(transfer.tensor.view(target.shape))
+            target = self.offered
+            if target.nbytes != tensor.nbytes:
+                raise ValueError(f"{tensor.nbytes} B to send, {target.nbytes} to receive")
+            target.copy_(tensor.view(target.shape))
             self.offered = None
             self.changed.notify_all()
 
-    def recv(self, transfer: Transfer, timeout_s: float) -> None:
+    def offer(self, tensor: Tensor) -> None:
         with self.changed:
-            self.offered = transfer
+            self.offered = tensor
             self.changed.notify_all()
-            transfer.launched.set_result(None)
+
+    def taken(self, timeout_s: float) -> None:
+        with self.changed:
             try:
                 self._wait(lambda: self.offered is None, timeout_s)
             finally:
@@ -48,29 +53,30 @@ class _Wire:
             raise ConnectionError("the other end is gone")
 
 
-class LoopbackChannel(Channel):
+class LoopbackWire:
     """One end; a receiver offers its tensor, the sender copies into it."""
 
-    def __init__(self, outgoing: _Wire, incoming: _Wire, name: str, timeout_s: float) -> None:
+    def __init__(self, outgoing: _Way, incoming: _Way) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
-        super().__init__(name, "loopback", timeout_s)
 
-    def _transfer(self, transfer: Transfer) -> None:
-        if transfer.after is not None:
-            transfer.after()
-        if transfer.direction == "recv":
-            self._incoming.recv(transfer, self.timeout_s)
+    def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
+        if direction == "recv":
+            self._incoming.offer(tensor)
+        return direction, tensor
+
+    def wait(self, posted: Any, timeout_s: float) -> None:
+        direction, tensor = posted
+        if direction == "recv":
+            self._incoming.taken(timeout_s)
         else:
-            transfer.launched.set_result(None)
-            self._outgoing.send(transfer, self.timeout_s)
+            self._outgoing.send(tensor, timeout_s)
 
-    def _interrupt(self) -> None:
+    def abort(self) -> None:
         self._outgoing.cut()
         self._incoming.cut()
 
-    def _destroy(self) -> None:
-        self._interrupt()
+    destroy = abort
 
 
 class LoopbackChannels:
@@ -81,21 +87,21 @@ class LoopbackChannels:
     def __init__(self, timeout_s: float = 30.0, device: str = "cpu") -> None:
         self.timeout_s = timeout_s
         self.device = device
-        self._waiting: dict[str, tuple[_Wire, _Wire]] = {}
+        self._waiting: dict[str, tuple[_Way, _Way]] = {}
         self._met = threading.Condition()
 
     def listen(self) -> str:
         return "loopback:0"
 
     def accept(self, nonce: str, peer: str) -> Channel:
-        wires = (_Wire(), _Wire())
+        wires = (_Way(), _Way())
         with self._met:
             self._waiting[nonce] = wires
             self._met.notify_all()
             if not self._met.wait_for(lambda: nonce not in self._waiting, self.timeout_s):
                 del self._waiting[nonce]
                 raise HandoverError(f"channel loopback:{peer}: nobody connected")
-        return LoopbackChannel(wires[0], wires[1], f"loopback:{peer}", self.timeout_s)
+        return _channel(wires[0], wires[1], peer, self.timeout_s)
 
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
         with self._met:
@@ -103,7 +109,11 @@ class LoopbackChannels:
                 raise HandoverError(f"channel loopback:{peer}: nobody accepts {nonce}")
             incoming, outgoing = self._waiting.pop(nonce)
             self._met.notify_all()
-        return LoopbackChannel(outgoing, incoming, f"loopback:{peer}", self.timeout_s)
+        return _channel(outgoing, incoming, peer, self.timeout_s)
 
     def close(self) -> None:
         assert not self._waiting, f"channels never met: {list(self._waiting)}"
+
+
+def _channel(outgoing: _Way, incoming: _Way, peer: str, timeout_s: float) -> Channel:
+    return Channel(LoopbackWire(outgoing, incoming), f"loopback:{peer}", "loopback", timeout_s)

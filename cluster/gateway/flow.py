@@ -91,9 +91,10 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
 
 
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
-    info = pair.prefill.info
-    owner, identity = pair.prefill.name, pair.identity
-    offer = Offer(PROTOCOL, owner, info.spec.epoch, identity, info.fingerprint, num_tokens)
+    owner, identity = pair.prefill.info.spec, pair.identity
+    fingerprint = pair.prefill.info.fingerprint
+    place = owner.name, owner.seat, owner.epoch
+    offer = Offer(PROTOCOL, *place, identity, fingerprint, num_tokens)
     asked = on_decode.Start(identity, request, offer, pair.is_suspect)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 

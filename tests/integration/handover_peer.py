@@ -62,14 +62,16 @@ class Rank:
 class Prefill(Rank):
     """A prefill engine that computes made-up values, scripted by ``test.*`` control calls."""
 
-    def __init__(self, maker: ChannelMaker) -> None:
+    def __init__(self, maker: ChannelMaker, deadlines: Deadlines = DEADLINES) -> None:
         super().__init__("prefill", page_size=5, num_pages=200)
         self.maker = maker
-        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, DEADLINES))
+        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, deadlines))
         self.service = Service("prefill", EPOCH, self.source.methods)
         self.pages: dict[Identity, list[int]] = {}
+        self.num_computed: dict[Identity, int] = {}
         self.released: list[Identity] = []
         self.asked: list[str] = []
+        self.send_delay_s = 0.0
 
     def on_release(self, key: Identity) -> None:
         assert threading.current_thread().name == "prefill"
@@ -79,6 +81,8 @@ class Prefill(Rank):
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         if not method.startswith("test."):
             self.asked.append(method)
+            if method == "send":
+                await asyncio.sleep(self.send_delay_s)
             return await self.service.handle(epoch, method, payload)
         order = msgpack.unpackb(payload)
         reply = await getattr(self, method.removeprefix("test."))(**order)
@@ -106,7 +110,20 @@ class Prefill(Rank):
         for layer, cache in enumerate(self.layers()):
             count = counts[0] if layer < 3 else counts[1]
             cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
+        self.num_computed[key] = hi
         self.source.advance(key, pages, counts)
+
+    async def seal(self, request_id: str, attempt: int) -> None:
+        """What ends a prefill that was run without a seal, in a step of its own."""
+        key = Identity(request_id, attempt=attempt)
+
+        def end() -> None:
+            pages = self.pages[key]
+            num_tokens = self.num_computed[key]
+            self.source.advance(key, pages, (num_tokens, num_tokens))
+            self.source.seal(key, 77)
+
+        await self.engine.call(end)
 
     async def fail(self, request_id: str, attempt: int) -> None:
         key = Identity(request_id, attempt=attempt)
@@ -142,11 +159,14 @@ class Prefill(Rank):
 
         self.caches.gather = slow  # type: ignore[method-assign]
 
+    async def slow_send(self, delay_s: float) -> None:
+        self.send_delay_s = delay_s
+
     async def report(self) -> dict[str, Any]:
         self.source.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
-        self.asked = []
+        self.asked, self.send_delay_s = [], 0.0
         self.caches.__dict__.pop("gather", None)
         return {**self.source.counts(), "pages": used, "released": len(self.released),
                 "asked": asked}  # fmt: skip

@@ -17,10 +17,10 @@ from core.control import Control, Handler, InProcessControl
 from core.errors import NodeLost
 from core.identity import Identity
 from kv_transfer.base import ChannelMaker
-from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.channel import make_channels
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from kv_transfer.side import Side
+from kv_transfer.side import Deadlines, Side
 from kv_transfer.sink import Pulled, Sink
 from tests.integration.handover_peer import (
     CONFIG,
@@ -93,7 +93,7 @@ def prefill_process(pipe: Connection) -> None:
 
 
 async def _prefill_process(pipe: Connection) -> None:
-    prefill = Prefill(ProcessGroupChannels("gloo", HOST, DEADLINE_S))
+    prefill = Prefill(make_channels("gloo", HOST, DEADLINE_S))
     server = await asyncio.start_server(lambda r, w: serve(prefill.handle, r, w), HOST, 0)
     pipe.send(server.sockets[0].getsockname()[1])
     await asyncio.to_thread(pipe.recv)
@@ -184,14 +184,21 @@ class World:
 
 def offer(num_tokens: int = 33, **changed: Any) -> Offer:
     fingerprint = LAYOUT.fingerprint()
-    made = Offer(PROTOCOL, "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
+    made = Offer(PROTOCOL, "p0", "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
     return replace(made, **changed)
 
 
 @asynccontextmanager
-async def world_over(handler: Handler, maker: ChannelMaker) -> AsyncIterator[World]:
+async def world_over(
+    handler: Handler,
+    maker: ChannelMaker,
+    name: str = "",
+    epoch: int = 1,
+    deadlines: Deadlines = DEADLINES,
+) -> AsyncIterator[World]:
     decode = Rank("decode", page_size=4, num_pages=100)
-    sink = Sink(f"d{next(_ids)}", Side(decode.caches, decode.engine, maker, CONFIG, DEADLINES))
+    side = Side(decode.caches, decode.engine, maker, CONFIG, deadlines)
+    sink = Sink(name or f"d{next(_ids)}", epoch, side)
     yield World(decode, sink, handler, maker)
     await sink.close()
     assert not any(sink.counts().values()), sink.counts()
@@ -201,7 +208,7 @@ async def world_over(handler: Handler, maker: ChannelMaker) -> AsyncIterator[Wor
 @asynccontextmanager
 async def over_process(process: Process) -> AsyncIterator[World]:
     control = SocketControl(*await asyncio.open_connection(HOST, process.port))
-    maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+    maker = make_channels("gloo", HOST, DEADLINE_S)
     async with world_over(control.call, maker) as world:
         yield world
     await control.close()

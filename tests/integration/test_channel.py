@@ -14,7 +14,7 @@ import torch
 
 from core.errors import HandoverError
 from kv_transfer.base import Channel
-from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.channel import make_channels
 from kv_transfer.staging import StagingPool
 
 HOST = "127.0.0.1"
@@ -24,7 +24,7 @@ DEADLINE_S = 2.0
 def sender_process(pipe: Connection) -> None:
     """P: makes and uses channels as told, until told to stop."""
     torch.set_num_threads(1)
-    maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+    maker = make_channels("gloo", HOST, DEADLINE_S)
     pipe.send(maker.listen())
     channel: Channel | None = None
     while (order := pipe.recv())[0] != "stop":
@@ -47,7 +47,7 @@ class Peer:
         self.process = context.Process(target=sender_process, args=(theirs,), daemon=True)
         self.process.start()
         self.address = self.pipe.recv()
-        self.maker = ProcessGroupChannels("gloo", HOST, DEADLINE_S)
+        self.maker = make_channels("gloo", HOST, DEADLINE_S)
         self.num_channels = 0
 
     def connect(self) -> Channel:
@@ -183,7 +183,7 @@ def test_a_frozen_peer_is_given_up_at_the_deadline(mortal: Peer) -> None:
 
 
 def test_nobody_at_the_rendezvous_is_a_named_error() -> None:
-    maker = ProcessGroupChannels("gloo", HOST, timeout_s=0.5)
+    maker = make_channels("gloo", HOST, timeout_s=0.5)
     address = maker.listen()
     with pytest.raises(HandoverError, match="channel gloo:p at 127.0.0.1"):
         maker.connect(address, "nobody", "p")
@@ -191,7 +191,7 @@ def test_nobody_at_the_rendezvous_is_a_named_error() -> None:
 
 
 def test_the_rendezvous_listens_on_its_address_only() -> None:
-    maker = ProcessGroupChannels("gloo", HOST, timeout_s=1)
+    maker = make_channels("gloo", HOST, timeout_s=1)
     port = int(maker.listen().rsplit(":", 1)[1])
     listening = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -203,6 +203,6 @@ def test_the_rendezvous_listens_on_its_address_only() -> None:
 
 def test_wrong_settings_are_the_users_mistake() -> None:
     with pytest.raises(ValueError, match="kv_transfer.backend"):
-        ProcessGroupChannels("mpi", HOST)
+        make_channels("mpi", HOST)
     with pytest.raises(ValueError, match="cannot listen"):
-        ProcessGroupChannels("gloo", "192.0.2.1").listen()
+        make_channels("gloo", "192.0.2.1").listen()

@@ -81,7 +81,7 @@ async def test_lengths_around_page_borders(world: World, num_tokens: int) -> Non
 
 async def test_a_pull_follows_a_chunked_prefill(world: World) -> None:
     asked = offer(60)
-    await world.sink.connect("p0", EPOCH, world.control())
+    await world.sink.connect("p0", "p0", EPOCH, world.control())
     pulling = asyncio.create_task(world.pull(asked))
     await asyncio.sleep(0.05)
     running = world.prefill(asked, step=10, delay_s=0.1)
@@ -144,23 +144,36 @@ async def test_a_page_that_changed_hands_is_never_served(world: World) -> None:
 async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
     world: World,
 ) -> None:
-    """The gather was right at the time, so nothing but the seal can tell."""
+    """Every gather was right at the time, so nothing but the seal can tell."""
     asked = offer(20)
-    running = world.prefill(asked, step=10, delay_s=0.3)
+    await world.prefill(asked, step=10, seal=False)
     pulling = asyncio.create_task(world.pull(asked))
-    await asyncio.sleep(0.45)
-    assert (await world.tell("report"))["asked"].count("send") == 3, "10 and 9 tokens came"
+    async with asyncio.timeout(3):
+        while not (await world.tell("report"))["waiting"]:  # it has all and waits for the seal
+            await asyncio.sleep(0.02)
     await world.tell("steal_page", **named(asked))
+    await world.tell("seal", **named(asked))
     with pytest.raises(StalePages, match="pages from 0 on were sent at generations .* and sealed"):
         await pulling
-    await running
+    await world.check_clean(channels=1)
+
+
+async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
+    """By its release: the lease would end by itself a little later."""
+    asked = offer(20)
+    await world.prefill(asked)
+    _, pages = await world.pull(asked)
+    await world.sink.idle()
+    report = await world.tell("report")
+    assert not report["leases"] and report["asked"].count("release") == 1
+    await world.check_bytes(asked, pages)
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, NodeLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 1 here, 9 there"),
+        ({"protocol": 9}, LayoutMismatch, "protocol: 2 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
         ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
         ({"num_tokens": 19}, HandoverError, "20, 20. tokens reported.*19 were offered"),
@@ -192,9 +205,9 @@ async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> 
 async def test_another_layout_is_refused_by_field(world: World) -> None:
     narrow = Layout((LAYOUT.groups[0],), "bfloat16", "tiny")
     rank = Rank("narrow", 4, 10, narrow)
-    sink = Sink("narrow", Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
+    sink = Sink("narrow", 1, Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
     with pytest.raises(LayoutMismatch) as caught:
-        await sink.connect("p0", EPOCH, world.control())
+        await sink.connect("p0", "p0", EPOCH, world.control())
     assert "dtype: 'float32' here, 'bfloat16' there" in str(caught.value)
     assert "groups: ['main', 'mtp'] here, ['main'] there" in str(caught.value)
     await sink.close()
@@ -215,9 +228,9 @@ async def test_cancelling_while_waiting_for_prefill_frees_everything(world: Worl
 
 
 async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world: World) -> None:
-    await world.sink.connect("p0", EPOCH, world.control())
+    await world.sink.connect("p0", "p0", EPOCH, world.control())
     channel = await world.sink._links["p0"].ready()
-    await world.tell("slow_gather", delay_s=0.3)
+    await world.tell("slow_send", delay_s=0.3)
     asked = offer(40)
     running = world.prefill(asked)
     pulling = asyncio.create_task(world.pull(asked))
@@ -265,7 +278,7 @@ async def test_two_lives_of_one_owner(world: World) -> None:
 async def test_death_of_prefill_in_a_pull_frees_the_decode_side(in_gather: bool) -> None:
     process = Process()
     async with over_process(process) as world:
-        await world.sink.connect("p0", EPOCH, world.control())
+        await world.sink.connect("p0", "p0", EPOCH, world.control())
         if in_gather:
             await world.tell("die", in_gather=True)
             await world.prefill(offer_ := offer(40))

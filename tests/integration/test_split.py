@@ -168,7 +168,8 @@ async def test_an_abort_that_overtakes_its_calls_wins() -> None:
             identity = Identity(f"r{i}")
             grant = Grant(identity, 1, Size(len(ids), 0, 5))
             offer = Offer(
-                PROTOCOL, owner.spec.name, owner.spec.epoch, identity, decode.info.fingerprint,
+                PROTOCOL, owner.spec.name, owner.spec.seat, owner.spec.epoch, identity,
+                decode.info.fingerprint,
                 len(ids),
             )  # fmt: skip
             start = Start(identity, greedy(f"r{i}", ids, 5), offer)
@@ -276,9 +277,8 @@ async def test_nodes_that_cache_unlike_never_exchange_kv() -> None:
         plain.members.controls[owner.spec.name] = InProcessControl(owner.handle, owner.spec.epoch)
         await control.call("grant", pack(Grant(identity, 1, Size(len(ids), 0, 5))))
         for fingerprint in (owner.info.fingerprint, other.info.fingerprint):
-            offer = Offer(
-                PROTOCOL, owner.spec.name, owner.spec.epoch, identity, fingerprint, len(ids)
-            )
+            place = owner.spec.name, owner.spec.seat, owner.spec.epoch
+            offer = Offer(PROTOCOL, *place, identity, fingerprint, len(ids))
             start = pack(Start(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))

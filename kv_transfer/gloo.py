@@ -1,0 +1,47 @@
+"""Gloo between two CPUs: sockets on the configured address only."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kv_transfer.base import Direction, Wire
+
+
+class GlooBackend:
+    """``host`` is the only address that its channels listen on."""
+
+    name = "gloo"
+    device = "cpu"
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def join(self, store: dist.Store, rank: int) -> Wire:
+        """One end of two. Raises RuntimeError when the other end does not come in time."""
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = self._timeout
+        options._threads = 1
+        return GlooWire(dist.ProcessGroupGloo(store, rank, 2, options), rank)
+
+
+class GlooWire:
+    def __init__(self, group: Any, rank: int) -> None:
+        self._group: Any = group
+        self._peer_rank = 1 - rank
+
+    def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
+        operation = self._group.send if direction == "send" else self._group.recv
+        return operation([tensor], self._peer_rank, transfer_id)
+
+    def wait(self, posted: Any, timeout_s: float) -> None:
+        posted.wait(timedelta(seconds=timeout_s))
+
+    def abort(self) -> None:
+        """Gloo leaves a blocked wait to its deadline, or to the peer's closing."""
+
+    def destroy(self) -> None:
+        self._group = None

@@ -1,0 +1,124 @@
+"""NCCL between two GPUs. Every deadline is ours: none of torch's watchdogs may act on a channel."""
+
+import logging
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kv_transfer.base import Direction, Wire
+from kv_transfer.interfaces import interface_of
+
+SETTINGS = {
+    # A lost or slow peer is this channel's failure, never the end of the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # A broken device is met, and told with its cause, by the engine's next step.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Or work.wait() would block, and with the group's timeout.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+GROUP_TIMEOUT = timedelta(days=1)
+POLL_S = 0.0005
+SETTLE_S = 1.0
+"""From work that is said to be over to its event: longer, and it is over because it failed."""
+log = logging.getLogger(__name__)
+
+
+class NcclBackend:
+    """``host`` is the address whose interface NCCL's sockets are bound to.
+
+    Settings are the process's, for good: torch reads them in a group's constructor, NCCL its own
+    once. Set and restored around each constructor, they would race with other threads' groups.
+    Nothing here relies on the defaults: whoever makes a group that does sets them before it and
+    these again after it.
+    """
+
+    name = "nccl"
+
+    def __init__(self, host: str, device: str = "cuda") -> None:
+        self.device = device
+        os.environ.update(SETTINGS)
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
+        if "NCCL_SOCKET_IFNAME" not in os.environ:
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
+
+    def join(self, store: dist.Store, rank: int) -> Wire:
+        """One end of two; its communicator is created by the first transfer."""
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = GROUP_TIMEOUT
+        options.config.max_ctas = 4
+        return NcclWire(dist.ProcessGroupNCCL(store, rank, 2, options), rank, self.device)
+
+
+class NcclWire:
+    """Transfers are enqueued on a stream of their own, which waits for no engine's work."""
+
+    def __init__(self, group: Any, rank: int, device: str) -> None:
+        self._group: Any = group
+        self._peer_rank = 1 - rank
+        self._stream = torch.cuda.Stream(device)
+        self._last: torch.cuda.Event | None = None
+        self._aborting = threading.Event()
+        self._lock = threading.Lock()
+
+    def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
+        """NCCL has no tags: ``transfer_id`` is agreed by control calls alone."""
+        operation = self._group.send if direction == "send" else self._group.recv
+        with torch.cuda.stream(self._stream):
+            work = operation([tensor], self._peer_rank, transfer_id)
+            # Makes this stream wait, not the host: the event passes with the transfer.
+            work.wait()
+            passed = self._last = torch.cuda.Event()
+            passed.record(self._stream)
+        return work, passed
+
+    def wait(self, posted: Any, timeout_s: float) -> None:
+        work, passed = posted
+        ends_at = time.monotonic() + timeout_s
+        is_over = False
+        while not passed.query():
+            if not is_over and work.is_completed():
+                is_over = True
+                ends_at = min(ends_at, time.monotonic() + SETTLE_S)
+            if self._aborting.is_set() or time.monotonic() > ends_at:
+                raise _reason(work, is_over, timeout_s)
+            time.sleep(POLL_S)
+        if self._aborting.is_set():  # an aborted kernel ends too, and its event passes
+            raise ConnectionAbortedError("aborted")
+
+    def abort(self) -> None:
+        """May be repeated: a communicator that was being created meanwhile needs another."""
+        self._aborting.set()
+        with self._lock:
+            if self._group is not None:
+                self._group.abort()
+
+    def destroy(self) -> None:
+        """Only the event says that the kernel is gone: also a failed abort waits for it."""
+        try:
+            self.abort()
+        finally:
+            while self._last is not None and not self._last.query():
+                time.sleep(POLL_S)
+            with self._lock:
+                self._group = None
+
+
+def _reason(work: Any, is_over: bool, timeout_s: float) -> Exception:
+    if not is_over:
+        return TimeoutError(f"not done within {timeout_s} s")
+    try:
+        work.wait()  # of what is over: raises the communicator's error
+    except Exception as error:
+        return error
+    return ConnectionError("over, but its memory was not seen to be free")

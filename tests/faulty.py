@@ -1,0 +1,101 @@
+"""A backend whose every call can fail or hang, over the real gloo: what NCCL may do to us."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kv_transfer.base import Direction, Wire
+from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.gloo import GlooBackend
+
+WARM = 2
+"""Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""
+
+
+@dataclass
+class Fault:
+    """Makes one kind of call fail or hang, from transfer ``after`` on, until `over`.
+
+    What hangs is let go by `over`; posted work also by its wire's abort, as NCCL's is.
+    """
+
+    call: str = ""
+    hangs: bool = False
+    after: int = WARM
+    num_met: int = 0
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def meet(self, call: str, aborted: threading.Event | None = None) -> None:
+        if call != self.call or self.let_go.is_set():
+            return
+        self.num_met += 1
+        if not self.hangs:
+            raise RuntimeError(f"{call} was made to fail")
+        while not self.let_go.wait(0.01):
+            if aborted is not None and aborted.is_set():
+                raise ConnectionAbortedError(f"{call} was aborted")
+
+    def over(self) -> None:
+        self.let_go.set()
+
+
+class FaultyBackend(GlooBackend):
+    """The real gloo, but for its fault."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        super().__init__(host, timeout_s)
+        self.fault = Fault()
+
+    def join(self, store: dist.Store, rank: int) -> Wire:
+        self.fault.meet("join")
+        return FaultyWire(super().join(store, rank), self.fault)
+
+
+class FaultyWire:
+    def __init__(self, wire: Wire, fault: Fault) -> None:
+        self._wire = wire
+        self._fault = fault
+        self._aborted = threading.Event()
+        self._num_posted = 0
+
+    def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
+        self._num_posted += 1
+        if self._num_posted > self._fault.after:
+            self._fault.meet(direction)
+        return self._wire.post(direction, tensor, transfer_id)
+
+    def wait(self, posted: Any, timeout_s: float) -> None:
+        fault = self._fault
+        if self._num_posted > fault.after and not fault.let_go.is_set():
+            fault.meet("wait", self._aborted)
+            if fault.call == "abort":  # comes to nothing without a transfer to abort
+                self._aborted.wait()
+            if fault.call in ("abort", "destroy"):
+                raise RuntimeError("the peer is gone")
+        self._wire.wait(posted, timeout_s)
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._fault.meet("abort")
+        self._wire.abort()
+
+    def destroy(self) -> None:
+        try:
+            self._fault.meet("destroy")
+        finally:
+            self._wire.destroy()
+
+
+class FaultyChannels(ProcessGroupChannels):
+    """``fault`` can be exchanged at any time; also the store's client can fail or hang."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.faulty = FaultyBackend(host, timeout_s)
+        super().__init__(self.faulty, host, timeout_s)
+
+    def _client(self, address: str) -> dist.Store:
+        self.faulty.fault.meet("store")
+        return super()._client(address)

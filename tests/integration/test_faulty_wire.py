@@ -1,0 +1,127 @@
+"""A backend that fails or hangs at each of its calls, at either end, under whole pulls."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from core.errors import HandoverError
+from kv_transfer.side import Deadlines
+from tests.faulty import WARM, Fault, FaultyChannels
+from tests.integration.handover_peer import EPOCH, HOST, Prefill
+from tests.integration.handover_world import World, offer, world_over
+
+TIMEOUT_S = 1.0
+DEADLINES = Deadlines(wait_s=0.5, call_s=3.0, progress_s=10.0)
+IN_SETUP = [
+    ("store", 0), ("join", 0), ("send", 0), ("recv", 0), ("wait", 0), ("wait", 1),
+]  # fmt: skip
+LATER = [("wait", WARM), ("abort", WARM), ("destroy", WARM)]
+FAULTS = [("p", *fault) for fault in [*IN_SETUP, ("send", WARM), *LATER]]
+FAULTS += [("d", *fault) for fault in [*IN_SETUP, ("recv", WARM), *LATER]]
+
+
+@asynccontextmanager
+async def faulty_world() -> AsyncIterator[tuple[World, Prefill, dict[str, FaultyChannels]]]:
+    makers = {side: FaultyChannels(HOST, TIMEOUT_S) for side in "pd"}
+    prefill = Prefill(makers["p"], DEADLINES)
+    async with world_over(prefill.handle, makers["d"], deadlines=DEADLINES) as world:
+        yield world, prefill, makers
+    await prefill.source.stop()
+    assert not any(prefill.source.counts().values()), prefill.source.counts()
+    prefill.engine.stop()
+    left = [t for t in threading.enumerate() if t.name.startswith(("channel-", "kv-"))]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left), left
+
+
+async def settle(world: World, prefill: Prefill) -> None:
+    """Until nothing but channels is held on either side."""
+    async with asyncio.timeout(10):
+        while True:
+            counts = world.sink.counts(), prefill.source.counts()
+            if all(one | {"channels": 0} == dict.fromkeys(one, 0) for one in counts):
+                break
+            await asyncio.sleep(0.02)
+    world.sink.check_integrity()
+    prefill.source.check_integrity()
+
+
+async def longest_pause(stop: asyncio.Event) -> float:
+    """How long the loop was blocked at most."""
+    longest = 0.0
+    while not stop.is_set():
+        began = time.monotonic()
+        await asyncio.sleep(0.01)
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
+@pytest.mark.parametrize(("end", "call", "after"), FAULTS)
+async def test_a_pull_fails_by_name_and_the_next_one_works(
+    end: str, call: str, after: int, hangs: bool
+) -> None:
+    async with faulty_world() as (world, prefill, makers):
+        fault = makers[end].faulty.fault = Fault(call, hangs, after)
+        stop = asyncio.Event()
+        pausing = asyncio.create_task(longest_pause(stop))
+        await world.prefill(failing := offer(20))
+        with pytest.raises(HandoverError):
+            await world.pull(failing)
+        assert fault.num_met, "the fault was not met"
+        if (call, hangs) == ("destroy", True):
+            held = world.sink if end == "d" else prefill.source
+            assert held.counts()["staging"], "staging was freed that the backend may still touch"
+        fault.over()
+        await settle(world, prefill)
+        stop.set()
+        assert await pausing < TIMEOUT_S, "the loop stood still for a backend's call"
+        await world.prefill(asked := offer(20))
+        _, pages = await world.pull(asked)
+        await world.check_bytes(asked, pages)
+        await world.check_clean(channels=1)
+
+
+@pytest.mark.parametrize("end", ["p", "d"])
+async def test_set_up_that_hangs_is_abandoned_and_leaves_nothing_registered(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with faulty_world() as (world, prefill, makers):
+        fault = makers[end].faulty.fault = Fault("join", hangs=True)
+        for _ in range(2):
+            with pytest.raises(HandoverError):
+                await world.sink.connect("p0", "p0", EPOCH, world.control())
+        await settle(world, prefill)
+        assert prefill.source.counts()["channels"] == world.sink.counts()["channels"] == 0
+        assert "its thread is abandoned" in caplog.text
+        fault.over()
+
+
+@pytest.mark.parametrize("end", ["p", "d"])
+async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others go on in what staging is left."""
+    async with faulty_world() as (world, prefill, makers):
+        fault = makers[end].faulty.fault = Fault("destroy", hangs=True)
+        await world.prefill(failing := offer(20))
+        with pytest.raises(HandoverError):
+            await world.pull(failing)
+        makers[end].faulty.fault = Fault()
+        await world.prefill(asked := offer(20))
+        _, pages = await world.pull(asked)
+        await world.check_bytes(asked, pages)
+        await world.sink.idle()
+        await prefill.source.idle()
+        held = world.sink if end == "d" else prefill.source
+        assert held.counts()["staging"] == 1
+        async with asyncio.timeout(5):
+            while "its staging stays in quarantine" not in caplog.text:
+                await asyncio.sleep(0.05)
+        fault.over()
+        await settle(world, prefill)

@@ -1,0 +1,228 @@
+"""What a channel relies on of NCCL, with a stand-in for its group: it runs where no GPU is."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.errors import HandoverError
+from kv_transfer import nccl
+from kv_transfer.base import Channel
+from kv_transfer.interfaces import interface_of
+from kv_transfer.nccl import NcclBackend, NcclWire
+
+
+class Event:
+    """Of the stand-in's only stream: passes with the group's running transfer."""
+
+    group: "Group"
+
+    def record(self, stream: object) -> None:
+        self.number = Event.group.num_posted
+
+    def query(self) -> bool:
+        return Event.group.num_passed >= self.number
+
+
+class Group:
+    """``num_passed`` of ``num_posted`` transfers are over on the device."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.options = made_of[-1] if made_of else None
+        self.environment = dict(os.environ)
+        self.num_posted = self.num_passed = self.num_aborts = 0
+        self.error: Exception | None = None
+        self.frees_on_abort = True
+        self.abort_error: Exception | None = None
+        self.aborted_on: set[threading.Thread] = set()
+        Event.group = self
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "Work":
+        self.num_posted += 1
+        return Work(self, self.num_posted)
+
+    send = recv
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.aborted_on.add(threading.current_thread())
+        if self.abort_error is not None:
+            raise self.abort_error
+        if self.frees_on_abort:
+            self.num_passed = self.num_posted
+
+
+class Work:
+    def __init__(self, group: Group, number: int) -> None:
+        self._group, self._number = group, number
+
+    def is_completed(self) -> bool:
+        return self._group.error is not None or self._group.num_passed >= self._number
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As NCCL's: returns at once, whether the transfer is over or not."""
+        assert timeout is None
+        if self._group.error is not None:
+            raise self._group.error
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cuda = SimpleNamespace(
+        Stream=lambda device: None, stream=lambda _: contextlib.nullcontext(), Event=Event
+    )
+    monkeypatch.setattr(nccl.torch, "cuda", cuda)
+    for name in (*nccl.SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    yield
+    left = [t for t in threading.enumerate() if t.name.startswith("channel-")]
+    for thread in left:
+        thread.join(2)
+    assert not any(thread.is_alive() for thread in left)
+
+
+def channel(timeout_s: float = 5.0) -> tuple[Channel, Group]:
+    group = Group()
+    return Channel(NcclWire(group, 1, "cuda"), "nccl:p", "nccl", timeout_s), group
+
+
+def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
+    """work.wait() makes a stream wait and not the host: done must not follow from it."""
+    made, group = channel()
+    transfer = made.recv(torch.zeros(8))
+    transfer.launched.result(2)
+    time.sleep(0.1)
+    assert not transfer.done.done(), "NCCL still writes into the tensor"
+    group.num_passed = 1
+    transfer.done.result(2)
+    made.abort()
+    made.terminal.result(2)
+    assert group.num_aborts, "communicator and watchdog are left"
+
+
+def test_the_deadline_is_ours_and_memory_is_free_only_once_the_kernel_is_gone() -> None:
+    made, group = channel(timeout_s=0.2)
+    group.frees_on_abort = False
+    transfer = made.recv(torch.zeros(8))
+    with pytest.raises(HandoverError, match="not done within 0.2 s"):
+        transfer.done.result(2)
+    time.sleep(0.1)
+    assert group.num_aborts and not made.terminal.done(), "the kernel still runs"
+    group.num_passed = 1
+    made.terminal.result(2)
+
+
+def test_an_error_of_the_communicator_is_told_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl, "SETTLE_S", 0.05)
+    made, group = channel(timeout_s=60)
+    transfer = made.recv(torch.zeros(8))
+    transfer.launched.result(2)
+    group.error = RuntimeError("remote process exited")
+    with pytest.raises(HandoverError, match="remote process exited"):
+        transfer.done.result(5)
+    made.terminal.result(2)
+
+
+def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
+    made, group = channel()
+    transfer = made.recv(torch.zeros(8))
+    transfer.launched.result(2)
+    made.abort("the pull was given up")
+    with pytest.raises(HandoverError, match="the pull was given up"):
+        transfer.done.result(2)
+    made.terminal.result(2)
+    assert group.aborted_on and threading.current_thread() not in group.aborted_on
+
+
+def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None:
+    """The first transfer creates it and may block in that for long."""
+    made, group = channel()
+    creating = threading.Event()
+    post = group.recv
+    group.recv = lambda *asked: creating.wait(5) and post(*asked)  # type: ignore[method-assign]
+    transfer = made.recv(torch.zeros(8))
+    while not made._running:
+        time.sleep(0.01)
+    made.abort("the deadline of set-up")
+    with pytest.raises(HandoverError, match="the deadline of set-up"):
+        transfer.done.result(2)
+    while not group.num_aborts:
+        time.sleep(0.01)
+    assert not made.terminal.done()
+    creating.set()
+    made.terminal.result(2)
+    assert group.num_aborts > 1 and group.num_passed == 1
+
+
+def test_a_failed_abort_is_logged_and_memory_waits_for_the_kernel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, group = channel()
+    group.abort_error = RuntimeError("unhandled cuda error")
+    transfer = made.recv(torch.zeros(8))
+    transfer.launched.result(2)
+    made.abort()
+    time.sleep(0.1)
+    assert not made.terminal.done()
+    group.num_passed = 1
+    made.terminal.result(2)
+    assert "abort failed" in caplog.text and "was not destroyed as it should be" in caplog.text
+
+
+def test_no_watchdog_acts_on_a_group_and_its_timeout_is_beyond_every_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Group] = []
+
+    def group(*made_of: Any) -> Group:
+        made.append(Group(*made_of))
+        return made[0]
+
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=0))
+    group.Options = lambda: options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    NcclBackend("127.0.0.1").join(dist.HashStore(), 0)
+    told = made[0].environment
+    for name in (
+        "ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR",
+        "DESYNC_DEBUG", "BLOCKING_WAIT", "RETHROW_CUDA_ERRORS",
+    ):  # fmt: skip
+        assert told[f"TORCH_NCCL_{name}"] == "0", name
+    assert told["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert options._timeout >= timedelta(hours=12)
+
+
+def test_an_interface_that_the_operator_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=fabric0")
+    NcclBackend("192.0.2.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=fabric0"
+
+
+def test_an_address_of_no_interface_is_the_users_mistake() -> None:
+    with pytest.raises(ValueError, match=r"kv_transfer.host='192.0.2.1'.*'lo': '127.0.0.1'"):
+        NcclBackend("192.0.2.1")
+
+
+def test_interfaces_are_found_by_their_addresses() -> None:
+    assert interface_of("127.0.0.1") == interface_of("localhost") == "lo"
+    with open("/proc/net/route") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    way_out = next((row[0] for row in rows if row[1] == "00000000"), None)
+    if way_out is None:
+        return  # a machine with loopback alone
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        asker.connect(("192.0.2.1", 9))  # sends nothing: the kernel picks the address to send from
+        assert interface_of(asker.getsockname()[0]) == way_out
