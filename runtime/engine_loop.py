@@ -90,6 +90,7 @@ class EngineLoop:
         return await asyncio.wrap_future(self.post(function))
 
     def _run(self) -> None:
+        self.watch.follow()
         try:
             while self._wait():
                 self.watch.begin()

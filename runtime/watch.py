@@ -1,5 +1,6 @@
 """Measures the turns of an engine thread, so that others can tell slow from stuck."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,17 +14,26 @@ NUM_RECENT = 256
 
 
 class Watch:
-    """``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other thread."""
+    """``follow``, ``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other
+    thread. A turn does not age while its thread waits for a CPU: what starves is not stuck."""
 
     def __init__(self, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._least_s = least_s
         self._clock = clock
+        self._starved_s: Callable[[], float] = lambda: 0.0
+        self._starved_before_s = 0.0
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
         self._num_turns = 0
         self._began_at: float | None = None
         self._asked_at = clock()
         self._seen = (-1, 0.0)
         """The turn that was under way when the pace was asked last, and its age."""
+
+    def follow(self, starved_s: Callable[[], float] | None = None) -> None:
+        """This thread is the one; ``starved_s`` tells how long it has waited for a CPU so far."""
+        thread_id = threading.get_native_id()
+        self._starved_s = starved_s or (lambda: waited_for_cpu_s(thread_id))
+        self._starved_before_s = self._starved_s()
 
     def begin(self) -> None:
         self._began_at = self._clock()
@@ -38,11 +48,21 @@ class Watch:
 
     def pace(self) -> Pace:
         now, began_at, turn = self._clock(), self._began_at, self._num_turns
-        gap_s = min(now - self._asked_at, LONGEST_GAP_S)
-        self._asked_at = now
+        starved_s = self._starved_s()
+        gap_s = min(now - self._asked_at, LONGEST_GAP_S) - (starved_s - self._starved_before_s)
+        self._asked_at, self._starved_before_s = now, starved_s
         age_s = 0.0
         if began_at is not None:
             before_s = self._seen[1] if self._seen[0] == turn else 0.0
-            age_s = min(before_s + gap_s, now - began_at)
+            age_s = min(before_s + max(0.0, gap_s), now - began_at)
             self._seen = (turn, age_s)
         return Pace(turn, age_s, bound_of(tuple(self._recent_s), self._least_s))
+
+
+def waited_for_cpu_s(thread_id: int) -> float:
+    """How long a thread of this process was ready to run and did not, 0 where no kernel tells."""
+    try:
+        with open(f"/proc/self/task/{thread_id}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

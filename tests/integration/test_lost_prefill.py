@@ -56,7 +56,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
         assert set(cut.calls) <= {"status", "pace"}
         cut.is_down = False
         async with asyncio.timeout(20):
-            while handle.is_out:
+            while handle.is_out or not handle.is_heard.is_set():
                 await asyncio.sleep(0.01)
         await ask("back")
         assert "prefill" in cut.calls

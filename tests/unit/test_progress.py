@@ -15,7 +15,7 @@ from core.identity import Identity
 from core.membership import InStep
 from runtime.black_box import BlackBox, read_box
 from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
-from runtime.watch import NUM_RECENT, Watch
+from runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
 
 LEAST_S = 10.0
 
@@ -66,6 +66,29 @@ def test_a_process_that_stood_still_is_not_stuck_when_it_goes_on() -> None:
     assert watch.pace().busy_s == 2.5 and not watch.pace().is_stuck
     watch.end()
     assert watch.pace().bound_s <= 50, "nor does it make later turns look short"
+
+
+def test_a_turn_does_not_age_while_its_thread_waits_for_a_cpu() -> None:
+    clock, starved = Clock(), Clock()
+    watch = Watch(LEAST_S, clock)
+    watch.follow(starved)
+    watch.begin()
+    for second in range(1, 31):
+        clock.now += 1
+        starved.now += 0.75
+        assert watch.pace().busy_s == second / 4
+    for _ in range(4):
+        clock.now += 1
+        starved.now += 3.0
+        watch.pace()
+    assert watch.pace().busy_s == 7.5 and not watch.pace().is_stuck
+
+
+def test_the_kernel_tells_who_waits_for_a_cpu() -> None:
+    thread_id = threading.get_native_id()
+    before = waited_for_cpu_s(thread_id)
+    assert 0 <= before <= waited_for_cpu_s(thread_id)
+    assert waited_for_cpu_s(2**30) == 0.0, "no such thread"
 
 
 class Engine:
