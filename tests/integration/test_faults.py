@@ -144,6 +144,7 @@ def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
     assert {name for name in before if after[name] != before[name]} == {"decode-0", "decode-1"}
 
 
+@pytest.mark.slow
 def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
     server: Serving, pool: ThreadPoolExecutor
 ) -> None:

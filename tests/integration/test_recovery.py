@@ -1,0 +1,89 @@
+"""What one answer does when ranks are lost or hand-overs fail: it waits, or it goes elsewhere."""
+
+import asyncio
+
+import pytest
+
+from core.config import TINY_MODEL
+from core.control import Control
+from core.errors import HandoverError, NodeLost
+from core.schema import encode_failure
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.integration.test_lost_prefill import prompts
+from tests.rig import Rig, rig
+
+SETS = ("kv.num_pages=300", "kv.page_size=16")
+
+
+class Refusing:
+    """A decode rank's control that fails every hand-over it is asked for."""
+
+    def __init__(self, control: Control) -> None:
+        self.num_refused = 0
+        self._control = control
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        if method != "start":
+            return await self._control.call(method, payload)
+        self.num_refused += 1
+        return encode_failure(HandoverError("its wire is broken"))
+
+
+async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again() -> None:
+    """Between them they would use up its failures, though another pair works."""
+    async with rig(TINY_MODEL, *SETS, "decode.replicas=2") as cluster:
+        first = cluster.decodes[0]
+        handle = cluster.gateway.fleet.ranks[first.spec.name]
+        handle.control = broken = Refusing(handle.control)
+        asked = [greedy(f"r{i}", ids, 12, ignore_eos=True) for i, ids in enumerate(prompts(4, 3))]
+        for request in asked:
+            ids, _, _ = await cluster.complete(request)
+            assert len(ids) == 12
+            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert 1 <= broken.num_refused <= len(asked), "at most once for each request"
+        await cluster.check_empty()
+
+
+async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.Task[list[int]]":
+    """The task of an answer that had begun there."""
+    [decode] = cluster.decodes
+    told = asyncio.Event()
+
+    async def ask() -> list[int]:
+        ids: list[int] = []
+        request = greedy(request_id, prompts(1, 4)[0], 200, ignore_eos=True)
+        async for piece in cluster.gateway.generate(request):
+            ids += getattr(piece, "token_ids", ())
+            told.set()
+        return ids
+
+    running = asyncio.create_task(ask())
+    await told.wait()
+    cluster.members.remove(decode.spec.name)
+    return running
+
+
+async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not() -> None:
+    async with rig(TINY_MODEL, *SETS, "server.patience_s=60") as cluster:
+        [decode] = cluster.decodes
+        running = await lose_the_only_decode_rank(cluster, "begun")
+        with pytest.raises(NodeLost):
+            await cluster.complete(greedy("new", prompts(1, 5)[0], 8))
+        assert not running.done()
+        cluster.members.add(decode)
+        ids = await running
+        assert len(ids) == 200 and not near_ties(TINY_MODEL, prompts(1, 4)[0], ids)
+        await cluster.check_empty()
+
+
+async def test_patience_ends() -> None:
+    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.2") as cluster:
+        running = await lose_the_only_decode_rank(cluster, "begun")
+        with pytest.raises(NodeLost):
+            await running
+        cluster.members.add(cluster.decodes[0])
+        async with asyncio.timeout(30):
+            while not cluster.gateway.is_healthy():
+                await asyncio.sleep(0.01)
+        await cluster.check_empty()
