@@ -188,8 +188,8 @@ class GangKeeper:
         log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
         is_down = is_final or self._num_deaths >= control.max_deaths
         ended = EndedLife(self.gang.epoch, cause(error, words))
-        self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
         await self._end()
+        self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
 
     async def _end(self) -> None:
         for rank in self._ranks:

@@ -166,8 +166,7 @@ class ClusterGateway:
             except Preempted:
                 continue
             except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
-                if isinstance(error, Overloaded) and not answer.rest().output_ids:
-                    raise
+                trials.check_worth(error, pair, is_begun=bool(answer.rest().output_ids))
                 await trials.failed(error, pair, self.fleet)
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 

@@ -14,8 +14,6 @@ from core.request import ERROR, SequenceUpdate, TokenFrame
 from core.schema import Failure, decode
 
 STATUS_TIMEOUT_S = 2.0
-SLOW_STATUS_S = 6.0
-"""Of a rank that answers heartbeats: its status waits for the end of a step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +50,7 @@ class Handle:
 
     async def status(self) -> NodeStatus:
         """What the rank says of itself now; raises whatever keeps it from that."""
-        async with asyncio.timeout(SLOW_STATUS_S if self.is_heard.is_set() else STATUS_TIMEOUT_S):
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
             return decode(NodeStatus, await self.control.call("status", b""))
 
     def open_inbox(self, identity: Identity) -> "asyncio.Queue[SequenceUpdate]":

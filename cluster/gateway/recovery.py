@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 from cluster.gateway.fleet import Fleet, Pair
 from cluster.gateway.retries import Retries
-from core.errors import HandoverError, NodeLost, Poisonous, RankDied, StepFailed, TandemError
+from core.errors import (
+    HandoverError,
+    NodeLost,
+    Overloaded,
+    Poisonous,
+    RankDied,
+    StepFailed,
+    TandemError,
+)
 
 MAX_FAILURES = 4
 """Lost nodes, broken hand-overs and failed steps that one answer may meet without a token in
@@ -21,9 +29,16 @@ class Trials:
     is_suspect: bool = False
     avoided: set[tuple[str, str]] = field(default_factory=set)
 
+    def check_worth(self, error: TandemError, pair: Pair | None, *, is_begun: bool) -> None:
+        """Raises ``error`` if what has begun has waited for a ``pair`` in vain, if what has not
+        finds no room, or if there were too many failures."""
+        is_final = isinstance(error, Overloaded) and not is_begun if pair else is_begun
+        if is_final or self.retries.num_failures == MAX_FAILURES:
+            raise error
+
     async def failed(self, error: TandemError, pair: Pair | None, fleet: Fleet) -> None:
-        """Return when it is worth another try; raises ``error`` when there were too many,
-        Poisonous when the answer itself is what fails steps.
+        """Learn from it, and return when it is time for another try. Raises Poisonous when the
+        answer itself is what fails steps.
 
         A rank that is lost gets no more requests until it answers again.
         """
@@ -35,8 +50,6 @@ class Trials:
             await self._lost(error, pair, fleet)
         if pair is not None and isinstance(error, HandoverError):
             self.avoided.add(pair.names)
-        if self.retries.num_failures == MAX_FAILURES:
-            raise error
         await self.retries.pause()
 
     async def _lost(self, error: NodeLost, pair: Pair, fleet: Fleet) -> None:

@@ -98,8 +98,8 @@ async def before_the_pull(at: Scene) -> None:
 
 async def on_the_wire(at: Scene) -> None:
     """Bytes are being sent when the request ends."""
-    [(_, building)] = at.cluster.prefills[0].source._sender.channels._accepting.values()
-    channel = building.result()
+    [accepted] = at.cluster.prefills[0].source._channels._accepted.values()
+    channel = accepted.building.result()
     transfer, goes_on = channel._transfer, asyncio.Event()
     loop = asyncio.get_running_loop()
 

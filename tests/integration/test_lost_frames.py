@@ -34,7 +34,7 @@ async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
 
 
 async def test_a_node_whose_engine_stopped_gets_no_requests() -> None:
-    async with rig(TINY_MODEL, *SETS) as cluster:
+    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.2") as cluster:
 
         def step() -> None:
             raise RuntimeError("cosmic ray")
