@@ -1,4 +1,7 @@
-"""Ranks that die, stand still or are poisoned, through real processes: every answer goes on."""
+"""Ranks that die, stand still or are poisoned, through real processes: every answer goes on.
+
+All of it is for `make soak`; test_poison.py and test_recovery.py have the same on the rig.
+"""
 
 import os
 import signal
@@ -19,6 +22,7 @@ from tests.faults.sitecustomize import NUM_TOLD, POISON
 from tests.integration.test_lost_prefill import prompts
 from tests.procs import ROOT, Serving, actors, serving
 
+pytestmark = pytest.mark.slow
 SETS = ("decode.replicas=2", "kv.num_pages=700", "kv.page_size=16", "server.patience_s=120")
 PATIENCE_S = 150
 NUM_ROWS = 8
@@ -115,7 +119,6 @@ def blocked(faults: Path, pid: int, what: str) -> Iterator[None]:
         path.unlink()
 
 
-@pytest.mark.slow
 def test_one_poison_among_sixty_four(faults: Path, pool: ThreadPoolExecutor) -> None:
     with faulty(faults, 32) as server:
         check_poison(server, pool, 64)
@@ -144,7 +147,6 @@ def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
     assert {name for name in before if after[name] != before[name]} == {"decode-0", "decode-1"}
 
 
-@pytest.mark.slow
 def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
     server: Serving, pool: ThreadPoolExecutor
 ) -> None:
@@ -161,7 +163,6 @@ def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
     until(lambda: is_empty(server))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stopped_s", [6, 20, 40, None])
 def test_a_stopped_decode_node_is_routed_around_and_brings_nothing_stale(
     server: Serving, pool: ThreadPoolExecutor, stopped_s: float | None
@@ -189,7 +190,6 @@ def test_a_stopped_decode_node_is_routed_around_and_brings_nothing_stale(
     check(again, begun(pool, server, again, 200), 200)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["engine", "loop"])
 def test_a_rank_of_which_half_is_blocked_is_replaced(
     server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str
@@ -208,7 +208,6 @@ def test_a_rank_of_which_half_is_blocked_is_replaced(
     assert len(changed) == 1 and changed <= {"decode-0", "decode-1"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["engine", "loop", "stop"])
 def test_health_follows_the_only_prefill_node(
     server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str

@@ -25,7 +25,7 @@ from tests.exact import near_ties
 from tests.fuzz import NAMES, mutated, ordinary, wild
 from tests.procs import Serving, serving
 
-NUM_SHORT, NUM_LONG, LONG_S = 1_500, 20_000, 60.0
+NUM_SHORT, NUM_LONG, LONG_S = 800, 20_000, 60.0
 NUM_CLIENTS = 16
 MOST_PIECES = 6
 """Read of one answer; a wild max_tokens may ask for thousands."""

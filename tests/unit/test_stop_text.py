@@ -32,7 +32,7 @@ def oracle(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, i
     return text, None
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(PIECES, STOPS, st.integers(0, 4))
 @example(["ab", "a", "b"], ["abb", "b"], 0)
 def test_text_is_cut_as_the_whole_text_would_be(
@@ -82,7 +82,7 @@ class SlowStopText:
         return held
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     st.lists(st.tuples(st.text("ab", max_size=6), st.booleans()), max_size=16),
     st.lists(st.text("ab", min_size=1, max_size=7), max_size=5),
