@@ -109,6 +109,18 @@ async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRp
     return caught.value
 
 
+@pytest.mark.parametrize("stops", [["x" * 15_000_000], ["x" * 1000] * 15_000], ids=["one", "many"])
+async def test_megabytes_of_stop_strings_are_refused(
+    stub: rpc.InferenceStub, gateway: EchoGateway, stops: list[str]
+) -> None:
+    """Before, each cost the gateway's only loop a search of them all at every token."""
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=pb.Sampling(stop=stops))
+    error = await refusal_of(stub.Generate(message))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "sampling.stop" in str(error.details()) and len(str(error.details())) < 300
+    assert not gateway.requests
+
+
 async def test_a_flood_is_refused_before_it_is_tokenised(
     gateway: EchoGateway, server: Server, stub: rpc.InferenceStub, held: HeldTokenizer
 ) -> None:
