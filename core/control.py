@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from core.errors import NodeLost, TandemError
+from core.errors import NodeLost, Overloaded, TandemError, is_out_of_resources
 from core.schema import decode, encode_failure, pack, unpack
 
 Reply = TypeVar("Reply")
@@ -65,6 +65,8 @@ class Service:
             is_ours = not isinstance(error, (TandemError, ValueError))
             level = logging.ERROR if is_ours else logging.INFO
             log.log(level, "%s: %s failed: %s", self._name, method, error, exc_info=is_ours)
+            if is_out_of_resources(error):
+                error = Overloaded(f"{type(error).__name__}: {error}")
             return encode_failure(error)
 
 

@@ -52,9 +52,6 @@ def decode(cls: type[Message], data: bytes) -> Message:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """How ``error`` travels; want of resources as Overloaded."""
-    if errors.is_out_of_resources(error):
-        error = errors.Overloaded(f"{type(error).__name__}: {error}")
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
     return Failure(kind, str(error), getattr(error, "retry_after_s", 0.0))
 

@@ -138,8 +138,8 @@ class FrameStream:
         self._writer.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Packed TokenFrames. Raises NodeLost when the engine ended, RankDied when the node seems
-        to have, and closes the connection then."""
+        """Packed TokenFrames. Raises RankDied when the engine or, by its silence, the node has
+        ended, and closes the connection then."""
         read = self._reader.readexactly
         try:
             while (num_bytes := _HEADER.unpack(await read(_HEADER.size))[0]) > 0:

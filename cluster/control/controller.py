@@ -21,6 +21,7 @@ from core.schema import encode_failure, pack
 
 log = logging.getLogger(__name__)
 SILENCE_S = 10.0
+"""A rank that says nothing for this long is not adopted."""
 
 
 class Controller:

@@ -178,8 +178,7 @@ class GangKeeper:
         if served_s >= control.min_service_s:
             self._num_deaths = 0
         self._num_deaths += not is_full
-        for rank in self._ranks:
-            rank.kill()
+        self._kill()
         states, self._states = self._states, ()
         words = await asyncio.gather(*map(self._machines.last_words, states))
         if not (is_final or is_full):
@@ -191,10 +190,13 @@ class GangKeeper:
         await self._end()
         self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
 
-    async def _end(self) -> None:
+    def _kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
         self._ranks = ()
+
+    async def _end(self) -> None:
+        self._kill()
         try:
             await self._machines.clear(self._plan.name)
         except Exception as error:  # the end of the next life gives this room back too

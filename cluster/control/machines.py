@@ -122,7 +122,8 @@ def _last_words_there(state: RankState) -> LastWords:
     )["bundles_to_node_id"]
     there = NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
     task: Any = ray.remote(_last_words).options(num_cpus=0, scheduling_strategy=there)
-    return unpack(LastWords, ray.get(task.remote(state.log_path, state.box_path)))
+    told = task.remote(state.log_path, state.box_path)
+    return unpack(LastWords, ray.get(told, timeout=WORDS_TIMEOUT_S))
 
 
 def _hosts(group: Any, host: str) -> list[str]:

@@ -12,7 +12,9 @@ from core.errors import (
     HandoverError,
     NodeLost,
     Overloaded,
+    Poisonous,
     Preempted,
+    StepFailed,
     is_out_of_resources,
 )
 
@@ -36,7 +38,9 @@ def status_of(error: BaseException) -> RpcStatus:
     match error:
         case Overloaded():
             return _exhausted(details, error.retry_after_s)
-        case Draining() | NodeLost() | HandoverError() | Preempted():
+        case Poisonous():
+            return RpcStatus(grpc.StatusCode.INTERNAL, details)
+        case Draining() | NodeLost() | HandoverError() | Preempted() | StepFailed():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)
         case ValueError():
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, details)

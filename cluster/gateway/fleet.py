@@ -21,7 +21,7 @@ from core.membership import READY, Gang, InStep, Membership, RankSpec
 
 log = logging.getLogger(__name__)
 HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
-LOOK_S = 0.05
+LOOK_S, WAIT_S = 0.05, 0.2
 VERDICT_S = 3.0
 """How long an answer waits to learn what a rank died of before it goes on elsewhere."""
 
@@ -102,10 +102,7 @@ class Fleet:
         return [
             (p, d)
             for p, d in self._pairs()
-            if _has_succeeded(self._tasks[WARM_UP, p.name, d.name])
-            and not (p.is_out or d.is_out)
-            and p.is_heard.is_set()
-            and d.is_heard.is_set()
+            if _has_succeeded(self._tasks[WARM_UP, p.name, d.name]) and p.is_well and d.is_well
         ]
 
     async def pairs(self, patience_s: float) -> list[Ranks]:
@@ -113,7 +110,7 @@ class Fleet:
         now = asyncio.get_running_loop().time
         give_up_at = now() + patience_s
         while not (pairs := self.usable()) and now() < give_up_at:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WAIT_S)
         return pairs
 
     async def verdict(self, handle: Handle) -> InStep | None:
@@ -121,15 +118,15 @@ class Fleet:
         lives, or if the controller does not tell within VERDICT_S."""
         spec, now = handle.info.spec, asyncio.get_running_loop().time
         give_up_at = now() + VERDICT_S
-        while now() < give_up_at and not handle.is_heard.is_set():
+        while True:
             gangs = [gang for gang in self._members.membership.gangs if gang.name == spec.gang]
             ended = [gang.ended for gang in gangs if gang.ended is not None]
             if ended and ended[0].epoch >= spec.epoch:
                 return ended[0].in_step if ended[0].epoch == spec.epoch else None
-            if not gangs:
+            # Not whether it is heard: a call may learn of its death before a heartbeat does.
+            if not gangs or not handle.is_out or now() >= give_up_at:
                 return None
             await asyncio.sleep(LOOK_S)
-        return None
 
     def lose(self, handle: Handle, error: BaseException) -> None:
         """It was found lost: left out until it answers, and asked from now on."""

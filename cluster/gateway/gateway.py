@@ -119,8 +119,7 @@ class ClusterGateway:
 
     def _num_rows(self) -> int:
         """Of the decode ranks that are well."""
-        rows = {decode.name: decode.info.max_rows for _, decode in self.fleet.usable()}
-        return sum(rows.values())
+        return sum(rank.info.max_rows for rank in self.fleet.of_kind(DECODE) if rank.is_well)
 
     def _check_queue(self, num_answers: int) -> None:
         num_queued = sum(map(len, self._running.values())) - self._num_rows()
@@ -166,8 +165,7 @@ class ClusterGateway:
             except Preempted:
                 continue
             except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
-                trials.check_worth(error, pair, is_begun=bool(answer.rest().output_ids))
-                await trials.failed(error, pair, self.fleet)
+                await trials.failed(error, pair, self.fleet, bool(answer.rest().output_ids))
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:

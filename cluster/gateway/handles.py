@@ -44,6 +44,10 @@ class Handle:
         return self.info.spec.name
 
     @property
+    def is_well(self) -> bool:
+        return self.is_heard.is_set() and not self.is_out
+
+    @property
     def num_rows(self) -> int:
         """Sequences that run or wait there, of all gateways as far as is known here."""
         return len(self.inboxes) + self.num_others

@@ -29,18 +29,14 @@ class Trials:
     is_suspect: bool = False
     avoided: set[tuple[str, str]] = field(default_factory=set)
 
-    def check_worth(self, error: TandemError, pair: Pair | None, *, is_begun: bool) -> None:
-        """Raises ``error`` if what has begun has waited for a ``pair`` in vain, if what has not
-        finds no room, or if there were too many failures."""
-        is_final = isinstance(error, Overloaded) and not is_begun if pair else is_begun
-        if is_final or self.retries.num_failures == MAX_FAILURES:
-            raise error
+    async def failed(
+        self, error: TandemError, pair: Pair | None, fleet: Fleet, is_begun: bool
+    ) -> None:
+        """Learn from it, and return when it is time for another try. A rank that is lost gets no
+        more requests until it answers again.
 
-    async def failed(self, error: TandemError, pair: Pair | None, fleet: Fleet) -> None:
-        """Learn from it, and return when it is time for another try. Raises Poisonous when the
-        answer itself is what fails steps.
-
-        A rank that is lost gets no more requests until it answers again.
+        Raises Poisonous when the answer itself is what fails steps; ``error`` if there were too
+        many, if what has begun has waited for a ``pair`` in vain, or what has not finds no room.
         """
         if isinstance(error, Poisonous):
             raise error
@@ -50,6 +46,10 @@ class Trials:
             await self._lost(error, pair, fleet)
         if pair is not None and isinstance(error, HandoverError):
             self.avoided.add(pair.names)
+        has_waited = is_begun and pair is None
+        finds_no_room = isinstance(error, Overloaded) and not is_begun
+        if has_waited or finds_no_room or self.retries.num_failures == MAX_FAILURES:
+            raise error
         await self.retries.pause()
 
     async def _lost(self, error: NodeLost, pair: Pair, fleet: Fleet) -> None:

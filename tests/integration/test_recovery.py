@@ -1,13 +1,16 @@
 """What one answer does when ranks are lost or hand-overs fail: it waits, or it goes elsewhere."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from core.config import TINY_MODEL
 from core.control import Control
-from core.errors import HandoverError, NodeLost
-from core.schema import encode_failure
+from core.errors import HandoverError, NodeLost, RankDied
+from core.membership import EndedLife, InStep
+from core.schema import encode_failure, unpack
+from prefill_node.messages import Prefill
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
@@ -42,6 +45,48 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again() -> None
             assert len(ids) == 12
             assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
         assert 1 <= broken.num_refused <= len(asked), "at most once for each request"
+        await cluster.check_empty()
+
+
+class Dying:
+    """A prefill rank's control: its first prefill dies, and so does its status until ``is_back``;
+    heartbeats are answered all the time."""
+
+    def __init__(self, control: Control) -> None:
+        self.asked: list[Prefill] = []
+        self.is_back = False
+        self._control = control
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        if method == "prefill":
+            self.asked.append(unpack(Prefill, payload))
+        if (method == "prefill" and len(self.asked) == 1) or (
+            method == "status" and not self.is_back
+        ):
+            raise RankDied("its process has ended")
+        return await self._control.call(method, payload)
+
+
+async def test_a_death_that_a_call_learns_of_first_names_suspects_too() -> None:
+    """The last heartbeat was fine, and the verdict comes a little later."""
+    async with rig(TINY_MODEL, *SETS) as cluster:
+        spec = cluster.prefills[0].spec
+        handle = cluster.gateway.fleet.ranks[spec.name]
+        handle.control = dying = Dying(handle.control)
+        request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
+        running = asyncio.create_task(cluster.complete(request))
+        while not handle.is_out:
+            await asyncio.sleep(0.01)
+        assert handle.is_heard.is_set()
+        ended = EndedLife(spec.epoch, InStep((dying.asked[0].identity,), False))
+        gangs = cluster.members.membership.gangs
+        cluster.members.tell(
+            *(replace(g, ended=ended) if g.name == spec.gang else g for g in gangs)
+        )
+        dying.is_back = True
+        ids, _, _ = await running
+        assert len(ids) == 12 and not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert [asked.is_suspect for asked in dying.asked] == [False, True]
         await cluster.check_empty()
 
 

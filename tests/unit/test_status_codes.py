@@ -14,13 +14,19 @@ from core.errors import (
     LayoutMismatch,
     NodeLost,
     Overloaded,
+    Poisonous,
     Preempted,
     StalePages,
+    StepFailed,
 )
 
 
+def test_poison_is_not_to_be_sent_again() -> None:
+    assert status_of(Poisonous("alone")).code == grpc.StatusCode.INTERNAL
+
+
 @pytest.mark.parametrize(
-    "error", [NodeLost, Draining, HandoverError, LayoutMismatch, StalePages, Preempted]
+    "error", [NodeLost, Draining, HandoverError, LayoutMismatch, StalePages, Preempted, StepFailed]
 )
 def test_what_can_be_resumed_elsewhere_is_unavailable(error: type[Exception]) -> None:
     status = status_of(error("why"))
