@@ -2,7 +2,7 @@
 
 In a rank's process, a file ``<pid>.engine`` or ``<pid>.loop`` in $FAULTS blocks its engine thread
 or its asyncio loop for as long as it is there, and a decode step with a POISON prompt in it that
-has emitted NUM_TOLD tokens reads memory that is nobody's.
+has emitted NUM_TOLD tokens reads memory that is nobody's. So does a prefill step of PREFILL_POISON.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 POISON = (0, 77, 78, 79, 77, 78)
+PREFILL_POISON = (0, 87, 88, 89, 87, 88)
 NUM_TOLD = 12
 
 
@@ -33,6 +34,18 @@ def _poison_steps(launcher: Any) -> None:
         return launch(self, sequences, key)
 
     launcher.Launcher.launch = poisonable
+
+
+def _poison_prefill(engine: Any) -> None:
+    compute = engine.PrefillEngine._compute
+
+    def poisonable(self: Any, chunks: list[Any], num_rows: int) -> None:
+        for chunk in chunks:
+            if chunk.sequence.token_ids[: len(PREFILL_POISON)] == PREFILL_POISON:
+                ctypes.string_at(0)
+        compute(self, chunks, num_rows)
+
+    engine.PrefillEngine._compute = poisonable
 
 
 def _block_on_demand(engine_loop: Any) -> None:
@@ -67,6 +80,7 @@ def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractE
 
 PATCHES = {
     "decode_node.launcher": _poison_steps,
+    "prefill_node.engine": _poison_prefill,
     "runtime.engine_loop": _block_on_demand,
 }
 

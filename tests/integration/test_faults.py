@@ -18,7 +18,7 @@ from core.config import TINY_MODEL
 from core.info import NodeStatus
 from tandem import Client, InferenceError
 from tests.exact import near_ties
-from tests.faults.sitecustomize import NUM_TOLD, POISON
+from tests.faults.sitecustomize import NUM_TOLD, POISON, PREFILL_POISON
 from tests.integration.test_lost_prefill import prompts
 from tests.procs import ROOT, Serving, actors, serving
 
@@ -35,10 +35,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def faulty(faults: Path, max_rows: int) -> Iterator[Serving]:
+def faulty(faults: Path, max_rows: int, *sets: str) -> Iterator[Serving]:
     path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
     env = os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
-    with serving(*SETS, f"decode.max_rows={max_rows}", env=env) as running:
+    with serving(*SETS, f"decode.max_rows={max_rows}", *sets, env=env) as running:
         yield running
 
 
@@ -54,8 +54,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def ask(server: Serving, prompt: list[int], num_tokens: int, told: list[int]) -> list[int]:
-    with Client(server.address, max_retries=0) as client:
+def ask(
+    server: Serving, prompt: list[int], num_tokens: int, told: list[int], max_retries: int = 0
+) -> list[int]:
+    with Client(server.address, max_retries=max_retries) as client:
         for piece in client.generate(prompt, max_tokens=num_tokens, ignore_eos=True):
             told += getattr(piece, "token_ids", ())
     return told
@@ -96,6 +98,12 @@ def nodes_of(server: Serving) -> list[NodeStatus]:
 
 def epochs(server: Serving) -> dict[str, int]:
     return {node.name: node.epoch for node in nodes_of(server)}
+
+
+def replaced(server: Serving, before: dict[str, int]) -> set[str]:
+    """The nodes that have got another life, once nothing is held anywhere."""
+    until(lambda: is_empty(server))
+    return {name for name, epoch in epochs(server).items() if epoch != before[name]}
 
 
 def is_empty(server: Serving) -> bool:
@@ -142,9 +150,22 @@ def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
     assert "was alone in the step that killed" in refused.value.details
     assert len(refused.value.token_ids) >= NUM_TOLD - 8
     check(asked[:-1], innocent, 100)
-    until(lambda: is_empty(server))
-    after = epochs(server)
-    assert {name for name in before if after[name] != before[name]} == {"decode-0", "decode-1"}
+    assert replaced(server, before) == {"decode-0", "decode-1"}
+
+
+def test_poison_in_prefill_takes_two_nodes_and_no_answer(
+    faults: Path, pool: ThreadPoolExecutor
+) -> None:
+    """Answers that have not begun are sent again by their clients, as those do of themselves."""
+    with faulty(faults, NUM_ROWS, "prefill.replicas=2") as server:
+        before = epochs(server)
+        asked = [*prompts(8, seed=37), [*PREFILL_POISON, 9]]
+        answers = [pool.submit(ask, server, prompt, 30, [], 20) for prompt in asked]
+        with pytest.raises(InferenceError) as refused:
+            answers[-1].result(PATIENCE_S)
+        assert refused.value.code == grpc.StatusCode.INTERNAL
+        check(asked[:-1], answers[:-1], 30)
+        assert replaced(server, before) == {"prefill-0", "prefill-1"}
 
 
 def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
@@ -180,8 +201,7 @@ def test_a_stopped_decode_node_is_routed_around_and_brings_nothing_stale(
         if stopped in actors(server.process.pid, "DecodeActor"):
             os.kill(stopped, signal.SIGCONT)
     check(asked, answers, 600)
-    until(lambda: is_empty(server))
-    changed = {name for name, epoch in epochs(server).items() if epoch != before[name]}
+    changed = replaced(server, before)
     if stopped_s is None or stopped_s > 30:
         assert changed and changed <= {"decode-0", "decode-1"}
     elif stopped_s < 10:
@@ -203,8 +223,7 @@ def test_a_rank_of_which_half_is_blocked_is_replaced(
     with blocked(faults, pid, what):
         check(asked, answers, 600)
         until(lambda: pid not in actors(server.process.pid, "DecodeActor"))
-    until(lambda: is_empty(server))
-    changed = {name for name, epoch in epochs(server).items() if epoch != before[name]}
+    changed = replaced(server, before)
     assert len(changed) == 1 and changed <= {"decode-0", "decode-1"}
 
 
