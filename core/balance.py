@@ -1,0 +1,153 @@
+"""Expert balance: heavily used experts get several slots, and ranks about equally many rows.
+
+This is the algorithm of DeepSeek's Expert Parallelism Load Balancer, written anew from its
+description (github.com/deepseek-ai/EPLB, MIT licence; the redundant experts of DeepSeek-V3,
+arXiv 2412.19437). Whatever is equally loaded is taken in order of its number, lowest first, and
+loads are compared exactly, so equal counts give equal placements and their scale does not matter.
+
+Legend: L MoE layers, E routed experts, G groups of experts, S slots, I items to pack. Counts are
+numbers of rows (a token counts once for each expert it is routed to), below 2**40.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from math import lcm
+
+from core.placement import Placement, check_sizes
+
+
+def rebalance(
+    counts_LE: Sequence[Sequence[int]],
+    num_slots: int,
+    num_groups: int,
+    num_machines: int,
+    num_ranks: int,
+) -> Placement:
+    """A placement that balances ``counts_LE``, the rows that each expert got; layers are apart.
+
+    ``num_slots`` counts those of all ranks. Each machine has as many ranks as any other, in the
+    order of ranks. If the machines share the expert groups evenly (``num_groups`` is the
+    checkpoint's n_group), all replicas of a group lie on one machine (EPLB's hierarchical policy);
+    if not, and on one machine, groups do not count (its global policy).
+
+    Raises ValueError if ranks cannot share the slots evenly, or machines the ranks.
+    """
+    num_experts = len(counts_LE[0])
+    assert all(len(counts_E) == num_experts and min(counts_E) >= 0 for counts_E in counts_LE)
+    check_sizes(num_experts, num_slots - num_experts, num_ranks)
+    if num_ranks % num_machines:
+        raise ValueError(
+            f"dp_size={num_ranks} on {num_machines} machines: each has to have the same number of "
+            f"ranks; set dp_size to a multiple of {num_machines}"
+        )
+    if num_groups % num_machines:
+        num_groups = num_machines = 1
+    assert num_experts % num_groups == 0, (num_experts, num_groups)
+    return Placement(
+        num_ranks,
+        tuple(
+            _rebalance_layer(counts_E, num_slots, num_groups, num_machines, num_ranks)
+            for counts_E in counts_LE
+        ),
+    )
+
+
+def _rebalance_layer(
+    counts_E: Sequence[int], num_slots: int, num_groups: int, num_machines: int, num_ranks: int
+) -> tuple[int, ...]:
+    """The expert of each slot, [S]; whole groups go to machines."""
+    size = len(counts_E) // num_groups
+    loads_G = [sum(counts_E[group * size : (group + 1) * size]) for group in range(num_groups)]
+    experts_S: list[int] = []
+    for groups in balanced_packing(loads_G, num_machines):
+        ids = [group * size + i for group in sorted(groups) for i in range(size)]
+        counts = [counts_E[expert] for expert in ids]
+        filled = _fill_machine(counts, num_slots // num_machines, num_ranks // num_machines)
+        experts_S += [ids[i] for i in filled]
+    return tuple(experts_S)
+
+
+def _fill_machine(counts_E: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
+    """The expert of each of a machine's slots, [S]; experts count from 0 on each machine."""
+    if not any(counts_E):  # Unlike EPLB, which would give all redundant slots to one expert.
+        counts_E = [1] * len(counts_E)
+    experts_S = replicate_experts(counts_E, num_slots)
+    ranks = balanced_packing(slot_loads(counts_E, experts_S), num_ranks)
+    return [experts_S[slot] for slots in ranks for slot in slots]
+
+
+def balanced_packing(loads_I: Sequence[int], num_packs: int) -> list[list[int]]:
+    """The items of each pack, the heaviest first; all packs get the same number of items.
+
+    Greedy: the heaviest item that is left goes to the lightest pack that is not full. So no two
+    packs differ by more than the heaviest item. If each takes one item, pack i takes item i.
+    """
+    per_pack, rest = divmod(len(loads_I), num_packs)
+    assert rest == 0, (len(loads_I), num_packs)
+    if per_pack == 1:
+        return [[item] for item in range(num_packs)]
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    lightest = [(0, pack) for pack in range(num_packs)]
+    for item in sorted(range(len(loads_I)), key=loads_I.__getitem__, reverse=True):
+        load, pack = heappop(lightest)
+        packs[pack].append(item)
+        if len(packs[pack]) < per_pack:
+            heappush(lightest, (load + loads_I[item], pack))
+    return packs
+
+
+def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
+    """The expert of each slot, [S]: first all experts in order, then the redundant ones.
+
+    Each redundant slot goes to the expert that has the most rows per slot so far; no other choice
+    makes the heaviest slot lighter.
+    """
+    experts_S = list(range(len(counts_E)))
+    copies_E = [1] * len(counts_E)
+    heaviest: list[tuple[float, int]] = [(-count, e) for e, count in enumerate(counts_E)]
+    heapify(heaviest)
+    for _ in range(num_slots - len(counts_E)):
+        _, expert = heaviest[0]
+        copies_E[expert] += 1
+        heapreplace(heaviest, (-counts_E[expert] / copies_E[expert], expert))
+        experts_S.append(expert)
+    return experts_S
+
+
+def slot_loads(counts_E: Sequence[int], experts_S: Sequence[int]) -> list[int]:
+    """The load of each slot, [S], the rows of an expert spread evenly over its slots.
+
+    In fractions of a row that make every load a whole number, so that sums are exact.
+    """
+    copies = Counter(experts_S)
+    fractions = lcm(*copies.values())
+    return [counts_E[expert] * (fractions // copies[expert]) for expert in experts_S]
+
+
+def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> float:
+    """How evenly ``placement`` would spread the rows of ``counts_LE`` over the ranks, in (0, 1].
+
+    Of one layer it is the mean over ranks of the rows a rank gets, divided by the most any rank
+    gets, where the rows of an expert with several slots are spread evenly over these. Of all
+    layers it is the mean of that weighted by the layers' rows, so layers without rows do not
+    count. 1.0 is perfect balance, 1 / num_ranks is all rows on one rank. It is 1.0 if there are
+    no rows at all.
+    """
+    assert len(counts_LE) == len(placement.experts_of)
+    rows_L = [sum(counts_E) for counts_E in counts_LE]
+    if not any(rows_L):
+        return 1.0
+    weighted = (
+        rows * _layer_ratio(counts_E, experts_S, placement.slots_per_rank)
+        for rows, counts_E, experts_S in zip(rows_L, counts_LE, placement.experts_of, strict=True)
+        if rows
+    )
+    return sum(weighted) / sum(rows_L)
+
+
+def _layer_ratio(counts_E: Sequence[int], experts_S: Sequence[int], slots_per_rank: int) -> float:
+    loads_S = slot_loads(counts_E, experts_S)
+    starts = range(0, len(loads_S), slots_per_rank)
+    loads = [sum(loads_S[start : start + slots_per_rank]) for start in starts]
+    return sum(loads) / (len(loads) * max(loads))

@@ -1,0 +1,74 @@
+"""Where the routed experts lie: which expert is in which slot of which rank."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which routed expert lies in each slot, MoE layer by MoE layer; there is at least one layer.
+
+    With S = ``slots_per_rank``, rank r of ``num_ranks`` has slots [r * S, (r + 1) * S). An expert
+    may lie in several slots (redundant experts).
+    """
+
+    num_ranks: int
+    experts_of: tuple[tuple[int, ...], ...]
+    """[layer][slot] -> expert id"""
+
+    @classmethod
+    def plain(
+        cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0
+    ) -> "Placement":
+        """Slot i has expert i; the redundant slots have experts 0, 1, ... once more.
+
+        Raises ValueError as ``check_sizes`` does.
+        """
+        assert num_layers > 0, num_layers
+        check_sizes(num_experts, num_redundant, num_ranks)
+        experts_S = tuple(slot % num_experts for slot in range(num_experts + num_redundant))
+        return cls(num_ranks, (experts_S,) * num_layers)
+
+    @property
+    def num_slots(self) -> int:
+        """Of all ranks together, in each layer."""
+        return len(self.experts_of[0])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.num_ranks
+
+    def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
+        """Expert ids of a rank's slots, [S]."""
+        first = rank * self.slots_per_rank
+        return self.experts_of[layer][first : first + self.slots_per_rank]
+
+    def slots_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """For each expert its slots, ascending."""
+        experts_S = self.experts_of[layer]
+        slots_E: list[list[int]] = [[] for _ in range(max(experts_S) + 1)]
+        for slot, expert in enumerate(experts_S):
+            slots_E[expert].append(slot)
+        return tuple(map(tuple, slots_E))
+
+    def check_integrity(self, num_experts: int) -> None:
+        """Asserts that ranks and layers have equally many slots, and layers every expert."""
+        assert self.num_ranks > 0 and self.experts_of, self
+        assert self.num_slots % self.num_ranks == 0, (self.num_slots, self.num_ranks)
+        for layer, experts_S in enumerate(self.experts_of):
+            assert len(experts_S) == self.num_slots, (layer, len(experts_S), self.num_slots)
+            odd = set(experts_S) ^ set(range(num_experts))
+            assert not odd, f"layer {layer} lacks experts, or has unknown ones: {sorted(odd)}"
+
+
+def check_sizes(num_experts: int, num_redundant: int, num_ranks: int) -> None:
+    """Raises ValueError if the slots of all experts cannot be shared evenly by the ranks."""
+    assert num_experts > 0 and num_ranks > 0, (num_experts, num_ranks)
+    if num_redundant < 0:
+        raise ValueError(f"num_redundant_experts={num_redundant}: set it to 0 or more")
+    missing = -(num_experts + num_redundant) % num_ranks
+    if missing:
+        raise ValueError(
+            f"dp_size={num_ranks} has to divide n_routed_experts + num_redundant_experts = "
+            f"{num_experts} + {num_redundant}; set num_redundant_experts={num_redundant + missing}"
+            " or another dp_size"
+        )
