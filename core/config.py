@@ -68,7 +68,11 @@ class NodeConfig(Section):
     replicas: Count = 1
     """number of nodes of this kind"""
     dp_size: Count = 1
-    """ranks per node"""
+    """ranks per node: requests are spread over them, and so are the experts"""
+    num_redundant_experts: int = Field(default=0, ge=0)
+    """copies of busy experts beside the experts themselves, over all ranks of a node"""
+    dispatch: Literal["auto", "gathered", "exchanged"] = "auto"
+    """how tokens reach experts of other ranks; auto is exchanged for prefill, else gathered"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where these ranks run"""
     num_threads: Count = 1
@@ -179,9 +183,19 @@ class TandemConfig(Section):
                 "kv_transfer.backend='nccl' needs prefill.device and decode.device 'cuda', got "
                 f"{devices[0]!r} and {devices[1]!r}; use 'auto' or 'gloo'"
             )
+        if self.mode == "colocated" and (self.prefill.dp_size, self.decode.dp_size) != (1, 1):
+            raise ValueError(
+                f"mode='colocated' has one rank per node, got prefill.dp_size="
+                f"{self.prefill.dp_size} and decode.dp_size={self.decode.dp_size}; set both to 1 "
+                "or use mode='split'"
+            )
         for kind in ("prefill", "decode"):
-            if (size := self.of_kind(kind).dp_size) != 1:
-                raise ValueError(f"{kind}.dp_size={size} is not implemented yet; set it to 1")
+            section = self.of_kind(kind)
+            if section.dp_size == 1 and (num := section.num_redundant_experts):
+                raise ValueError(
+                    f"{kind}.num_redundant_experts={num} needs several ranks, got "
+                    f"{kind}.dp_size=1; set it to 0"
+                )
         return self
 
 

@@ -36,6 +36,14 @@ class RankDied(NodeLost):
     """Its process has ended; the controller will tell whether a step was the cause."""
 
 
+class EpochEnded(NodeLost):
+    """A rank of the gang was lost or left: those that remain go on in the gang's next life."""
+
+
+class ProgramFailed(EpochEnded):
+    """A rank's own part of a step that all ranks share raised, which ended the epoch."""
+
+
 class StepFailed(TandemError):
     """A step that this request was in failed; it goes on, at first in steps of its own."""
 

@@ -22,7 +22,8 @@ class RankSpec:
     """One rank as it is started: everything that its process is told beside the config tree.
 
     ``kind`` is prefill, decode or colocated; ``host`` is the only address that it listens on.
-    ``epoch`` is a number that no other life of a gang has.
+    ``epoch`` is a number that no other life of a gang has; ``born`` the one that its process began
+    with, ``room`` the one for which its gang's room was taken, 0 where they are the same.
     """
 
     gang: str
@@ -31,11 +32,23 @@ class RankSpec:
     rank: int = 0
     num_ranks: int = 1
     host: str = "127.0.0.1"
+    born: int = 0
+    room: int = 0
 
     @property
     def name(self) -> str:
-        """Unique among all ranks that are or ever were."""
+        """Of this life: unique among all lives of all ranks."""
         return f"{self.gang}.{self.epoch}.{self.rank}"
+
+    @property
+    def process(self) -> str:
+        """Of its process, which may see several lives of its gang."""
+        return f"{self.gang}.{self.born or self.epoch}.{self.rank}"
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return self.gang if self.num_ranks == 1 else self.seat
 
     @property
     def seat(self) -> str:
@@ -49,6 +62,17 @@ class FrameAddress:
 
     host: str
     port: int
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a gang's life come together: address of the planner, which wants the
+    ``token``, and port of the store in which they find each other's data connections."""
+
+    host: str
+    port: int
+    store_port: int
     token: bytes = field(repr=False)
 
 
@@ -84,9 +108,11 @@ class EndedLife:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank says of itself: ready once it has an ``info``, for good once it has a
-    ``failure``. ``seen`` is the largest (incarnation, epoch) it was told; ``log_path`` is where
-    its stderr goes, ``box_path`` where its steps are noted, both on its machine."""
+    """What a rank says of itself. It loads, joins its gang, and is ready when it has an ``info``.
+    ``ended`` is why its gang's life is over: process and weights are well, and it may join the
+    next. A ``failure`` is for good. ``seen`` is the largest (incarnation, epoch) it was told;
+    ``log_path`` is where its stderr goes, ``box_path`` where its steps are noted, both on its
+    machine."""
 
     spec: RankSpec
     config_json: str
@@ -98,6 +124,9 @@ class RankState:
     failure: Failure | None = None
     pace: Pace | None = None
     box_path: str = ""
+    is_loaded: bool = False
+    is_joined: bool = False
+    ended: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

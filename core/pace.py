@@ -7,14 +7,29 @@ STUCK_FACTOR = 10
 """A turn of the engine may take this many times the longest recent one."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """How far a rank is in what its gang does in lockstep: collective ``number`` of step ``step``
+    has begun. ``what`` it was; 0 is waiting for the plan."""
+
+    step: int = 0
+    number: int = 0
+    what: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step}, collective {self.number} ({self.what or 'plan'})"
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """``num_turns`` of the engine thread have ended; ``busy_s`` is the age of the one it is in, 0
-    while it waits for work; ``bound_s`` is the age from which on it is stuck."""
+    while it waits for work; ``bound_s`` is the age from which on it is stuck. ``place`` is where
+    it is in lockstep."""
 
     num_turns: int
     busy_s: float
     bound_s: float
+    place: Place = Place()
 
     @property
     def is_stuck(self) -> bool:

@@ -61,14 +61,18 @@ def encode_failure(error: BaseException) -> bytes:
 
 
 def raise_failure(failure: Failure) -> None:
+    raise error_of(failure)
+
+
+def error_of(failure: Failure) -> Exception:
     if failure.kind == "ValueError":
-        raise ValueError(failure.text)
+        return ValueError(failure.text)
     if failure.kind == "Overloaded":
-        raise errors.Overloaded(failure.text, failure.retry_after_s)
+        return errors.Overloaded(failure.text, failure.retry_after_s)
     known = getattr(errors, failure.kind, None)
     if isinstance(known, type) and issubclass(known, errors.TandemError):
-        raise known(failure.text)
-    raise errors.TandemError(f"{failure.kind}: {failure.text}")
+        return known(failure.text)
+    return errors.TandemError(f"{failure.kind}: {failure.text}")
 
 
 def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:

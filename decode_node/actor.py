@@ -19,7 +19,7 @@ NAMESPACE = "tandem"
 
 
 class RayControl:
-    """One life of the rank whose actor is called ``name``; looked up at the first call."""
+    """One life of the rank whose process is the actor ``name``; looked up at the first call."""
 
     def __init__(self, name: str, epoch: int) -> None:
         self._name = name

@@ -1,5 +1,6 @@
 """The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,15 +15,17 @@ from core.request import ERROR, PREEMPTED, SequenceUpdate, TokenLogprobs
 from core.schema import failure_of
 from core.stopping import cut
 from decode_node.buckets import Buckets
-from decode_node.launcher import InFlight, Launcher
+from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
 from decode_node.plan import Proposal, Report, StepKey, propose
-from decode_node.planner import LocalPlanner
+from decode_node.planner import StepPlanner
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import Sequence
 from runtime.lockstep import Plan, Planner
 from runtime.parts import RankParts
+
+log = logging.getLogger(__name__)
 
 
 class DecodeEngine:
@@ -30,8 +33,8 @@ class DecodeEngine:
     engine thread.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
-    ``planner`` is asked in every step; None is one of its own, of a gang of one rank. ``step_s``
-    adds up the time of all steps, ``program_s`` that of their tensor programs.
+    ``planner`` is asked in every step, by default that of the rank's gang. ``step_s`` up the
+    time of all steps, ``program_s`` that of their tensor programs.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class DecodeEngine:
         self._rows = Rows(loaded, max_rows, self._max_drafts + 1, num_pages)
         buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
         self._launcher = Launcher(loaded, parts.caches, self._rows, pool, buckets)
-        self._planner = planner or LocalPlanner(
-            parts.spec.epoch, buckets, self._max_drafts, config.speculation.draft_length
-        )
+        decide = StepPlanner(buckets, self._max_drafts, config.speculation.draft_length)
+        schema = Proposal, StepKey
+        self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._report: Report | None = None
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
@@ -91,7 +94,7 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         active = (one.active for one in self.scheduler.sequences.values())
-        return bool(self._in_flight) or any(active)
+        return bool(self._in_flight) or any(active) or self._planner.is_asked
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -109,11 +112,14 @@ class DecodeEngine:
             self.scheduler.landed(step.sequences)
             self._note(step.sequences)
         self._in_flight.clear()
-        for identity, sequence in self._at_stake.items():
-            if self.scheduler.drop(identity) is not None:
-                self._updates.append(_failed(sequence, error))
+        self._give_up(self._at_stake.values(), error)
         self._tell()
         self._grant()
+
+    def _give_up(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        for sequence in sequences:
+            if self.scheduler.drop(sequence.identity) is not None:
+                self._updates.append(_failed(sequence, error))
 
     def _turn(self) -> None:
         """Make room, propose and be answered with a plan, launch what it says, read.
@@ -129,11 +135,13 @@ class DecodeEngine:
             self._read(num_kept=0)
         self._make_room()
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
-        plan = self._plan(sequences)
-        if plan.key is not None:
+        key = None
+        if sequences or self._planner.is_asked:
+            key = self._plan(sequences).key
+        if key is not None:
             # Who has ended since it was proposed is padding now.
-            self._launch([one for one in sequences if not one.ended], plan.key)
-        self._read(num_kept=1 if overlaps and plan.key is not None else 0)
+            self._launch([one for one in sequences if not one.ended], key)
+        self._read(num_kept=1 if overlaps and key is not None else 0)
 
     def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""
@@ -149,9 +157,20 @@ class DecodeEngine:
         return self._planner.plan(propose(sequences, self._max_drafts, report))
 
     def _launch(self, sequences: list[Sequence], key: StepKey) -> None:
-        self._note(sequences)
-        self._in_flight.append(self._launcher.launch(sequences, key))
-        self.scheduler.launched(sequences)
+        step = self._prepare(sequences, key)
+        self._note(step.sequences)
+        with self._planner.program():
+            self._in_flight.append(self._launcher.launch(step))
+        self.scheduler.launched(step.sequences)
+
+    def _prepare(self, sequences: list[Sequence], key: StepKey) -> Prepared:
+        """If that fails they are given up, and the step that was agreed upon is a dummy."""
+        try:
+            return self._launcher.prepare(sequences, key)
+        except Exception as error:
+            log.exception("a decode step cannot be prepared")
+            self._give_up(sequences, error)
+            return self._launcher.prepare([], key)
 
     def _read(self, num_kept: int) -> None:
         """End what ended in the steps on their way, but for the latest ``num_kept``."""

@@ -6,10 +6,12 @@ before it is read.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from decode_node.buckets import Buckets
 from decode_node.clock import Moment, now, wait
-from decode_node.plan import PLAIN, Report, StepKey, extras_of, report_of
-from decode_node.rows import Rows
+from decode_node.plan import PLAIN, Extras, Report, StepKey, extras_of, report_of
+from decode_node.rows import Rows, RowTensors
 from decode_node.sequence import Sequence
 from decode_node.step import decode_step
 from kv_transfer.pages import PagePool
@@ -18,6 +20,18 @@ from model.cache import Caches
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
 from model.tensors import download
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a step's program needs; the first rows are those of ``sequences``."""
+
+    sequences: tuple[Sequence, ...]
+    key: StepKey
+    rows: RowTensors
+    write_B: Tensor
+    extras: Extras
+    max_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +66,36 @@ class Launcher:
     pool: PagePool
     buckets: Buckets
 
-    def launch(self, sequences: list[Sequence], key: StepKey) -> InFlight:
-        """Start a step of ``sequences`` and padding up to ``key.num_rows``; none of them makes it a
-        dummy. Their rows and pages must stay until it is collected."""
+    def prepare(self, sequences: list[Sequence], key: StepKey) -> Prepared:
+        """A step of ``sequences`` and padding up to ``key.num_rows``; none of them makes it a
+        dummy."""
         for sequence in sequences:
             self.rows.grow(sequence)
         max_pages = self._max_pages(sequences, key)
         extras = PLAIN if key.plain else extras_of(sequences)
         read_B, write_B = self.rows.index([s.row for s in sequences], key.num_rows)
-        began = now(self.loaded.device)
+        rows = self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras)
+        return Prepared(tuple(sequences), key, rows, write_B, extras, max_pages)
+
+    def launch(self, step: Prepared) -> InFlight:
+        """Start it. Rows and pages of its sequences must stay until it is collected."""
+        began, extras = now(self.loaded.device), step.extras
         output = decode_step(
             self.loaded.network,
             self.loaded.drafter,
             self.caches,
-            self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras),
-            key,
+            step.rows,
+            step.key,
             extras,
-            max_pages,
+            step.max_pages,
             self.loaded.think_ids,
         )
-        self.rows.store(write_B, output.state, extras)
+        self.rows.store(step.write_B, output.state, extras)
         verdict, logprobs = download(output.verdict), download(output.logprobs)
         ended = now(self.loaded.device)
-        for sequence in sequences:
-            sequence.num_last_drafts = key.num_drafts
-        return InFlight(tuple(sequences), key, verdict, logprobs, began, ended)
+        for sequence in step.sequences:
+            sequence.num_last_drafts = step.key.num_drafts
+        return InFlight(step.sequences, step.key, verdict, logprobs, began, ended)
 
     def _max_pages(self, sequences: list[Sequence], key: StepKey) -> tuple[int, ...]:
         num_pages_for = self.pool.num_pages_for

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from decode_node.buckets import Buckets
 from decode_node.draft_length import LENGTHS, Costs, DraftLength, no_costs
 from decode_node.plan import Proposal, StepKey
-from runtime import lockstep
 
 
-class LocalPlanner(lockstep.LocalPlanner[Proposal, StepKey]):
-    """Of a gang of one rank. ``draft_length`` is a name (draft_length.py)."""
+class StepPlanner:
+    """Decides by all ranks' proposals (runtime/lockstep.py: Decide). ``draft_length`` is a name
+    (draft_length.py)."""
 
-    def __init__(self, epoch: int, buckets: Buckets, max_drafts: int, draft_length: str) -> None:
-        super().__init__(epoch)
+    def __init__(self, buckets: Buckets, max_drafts: int, draft_length: str) -> None:
         self._buckets = buckets
         self._length = LENGTHS[draft_length]
         self._costs = no_costs(max_drafts)
 
-    def decide(self, proposals: Sequence[Proposal]) -> StepKey | None:
+    def __call__(self, proposals: Sequence[Proposal]) -> StepKey | None:
         key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
         return key
 

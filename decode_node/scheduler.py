@@ -110,7 +110,7 @@ class Scheduler:
             self._release(sequence)
         return sequence
 
-    def launched(self, sequences: list[Sequence]) -> None:
+    def launched(self, sequences: tuple[Sequence, ...]) -> None:
         """A step of ``sequences`` is on its way."""
         for sequence in sequences:
             sequence.num_in_flight += 1

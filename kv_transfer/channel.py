@@ -52,7 +52,7 @@ class ProcessGroupChannels:
     def listen(self) -> str:
         with self._lock:
             if self._server is None:
-                self._server, self._address = _store_server(self._host, self.timeout_s)
+                self._server, self._address = store_server(self._host, self.timeout_s)
             return self._address
 
     def accept(self, nonce: str, peer: str) -> Channel:
@@ -79,7 +79,7 @@ class ProcessGroupChannels:
         return dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
 
 
-def _store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
+def store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
     """TCPStore alone would listen on every interface, so the socket is bound for it."""
     try:
         listener = socket.create_server((host, 0), backlog=128)

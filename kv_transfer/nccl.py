@@ -33,24 +33,27 @@ SETTLE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class NcclBackend:
-    """``host`` is the address whose interface NCCL's sockets are bound to.
+def prepare(host: str) -> None:
+    """Before any group of this process; ``host`` is the address whose interface NCCL is bound to.
 
     Settings are the process's, for good: torch reads them in a group's constructor, NCCL its own
     once. Set and restored around each constructor, they would race with other threads' groups.
-    Nothing here relies on the defaults: whoever makes a group that does sets them before it and
-    these again after it.
     """
+    os.environ.update(SETTINGS)
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
+    if "NCCL_SOCKET_IFNAME" not in os.environ:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
+
+
+class NcclBackend:
+    """``host`` is the address whose interface NCCL's sockets are bound to."""
 
     name = "nccl"
 
     def __init__(self, host: str, device: str = "cuda") -> None:
         self.device = device
-        os.environ.update(SETTINGS)
-        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
-        if "NCCL_SOCKET_IFNAME" not in os.environ:
-            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
+        prepare(host)
 
     def join(self, store: dist.Store, rank: int) -> Wire:
         """One end of two; its communicator is created by the first transfer."""

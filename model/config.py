@@ -204,6 +204,16 @@ class ModelConfig:
         is_chosen = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
         return is_chosen or layer >= self.num_hidden_layers
 
+    def moe_layer(self, layer: int) -> int | None:
+        """The number of a decoder layer among those with experts, None if it has none."""
+        return sum(map(self.is_moe_layer, range(layer))) if self.is_moe_layer(layer) else None
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Of the main model and of the first MTP layer, which comes last."""
+        num_mtp = min(1, self.num_nextn_predict_layers)
+        return sum(map(self.is_moe_layer, range(self.num_hidden_layers + num_mtp)))
+
     def identity(self) -> str:
         """Digest of what shapes cached KV, which must be equal where KV is shared; weights' values
         and the cache's dtype (the layout's business) are no part of it."""

@@ -9,44 +9,52 @@ from torch import Tensor, nn
 from model.batch import Batch
 from model.cache import MAIN, Caches
 from model.config import ModelConfig
+from model.dispatch.base import Dispatch
 from model.layers import GatedMLP, RMSNorm, Rope, linear
 from model.mla import MLA
 from model.moe import MoE
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, *, moe: bool) -> None:
+    """``moe_layer`` is its number among the MoE layers, None for a dense one."""
+
+    def __init__(self, config: ModelConfig, dispatch: Dispatch, moe_layer: int | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = MLA(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MoE(config) if moe else GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp: nn.Module
+        if moe_layer is None:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = MoE(config, dispatch, moe_layer)
 
     def forward(self, x_BQD: Tensor, batch: Batch, cache: Tensor, rope: Rope) -> Tensor:
         x_BQD = x_BQD + self.self_attn(self.input_layernorm(x_BQD), batch, cache, rope)
-        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
+        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD), batch.real_BQ)
 
 
 class Trunk(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
         super().__init__()
         # Given weights skip the random ones, which on the meta device cost seconds of imports.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, moe=config.is_moe_layer(i))
+            DecoderLayer(config, dispatch, config.moe_layer(i))
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class DeepseekV3(nn.Module):
-    """The main model; drafters have weights of their own."""
+    """The main model; drafters have weights of their own, and share its ``dispatch``."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
         super().__init__()
         self.config = config
-        self.model = Trunk(config)
+        self.dispatch = dispatch
+        self.model = Trunk(config, dispatch)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.rope = Rope(config)
 

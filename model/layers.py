@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), x [..., D]."""
+    """down(silu(gate(x)) * up(x)), x [..., D]; padding is computed like the rest."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GatedMLP(nn.Module):
         self.up_proj = linear(dim, width)
         self.down_proj = linear(width, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from core.config import TandemConfig
+from core.placement import Placement
 from model.cache import MAIN, CacheGroup, Caches, zeros
 from model.checkpoint_files import CheckpointFiles, OnLoaded, unheard
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
+from model.dispatch import create_dispatch
+from model.dispatch.base import Dispatch
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
@@ -27,6 +30,7 @@ class LoadedModel:
     config: ModelConfig
     network: DeepseekV3
     drafter: Drafter
+    dispatch: Dispatch
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -52,11 +56,18 @@ class LoadedModel:
         }
 
 
-def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded = unheard) -> LoadedModel:
-    """Read the configured checkpoint onto the device of a rank of this kind.
+def load_model(
+    config: TandemConfig,
+    kind: str,
+    on_loaded: OnLoaded = unheard,
+    rank: int = 0,
+    placement: Placement | None = None,
+) -> LoadedModel:
+    """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
+    the experts that it holds by ``placement``, None for those of the plain order.
 
     ``on_loaded`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end. Raises
-    ValueError for whatever the user can mend: path, files, dtype, lengths, drafter.
+    ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
     section, path = config.of_kind(kind), config.model.path
     torch.set_num_threads(section.num_threads)
@@ -66,19 +77,23 @@ def load_model(config: TandemConfig, kind: str, on_loaded: OnLoaded = unheard) -
     max_model_len = _max_model_len(config.model.max_model_len, model)
     dtype, device = _dtype(config.model.dtype, section.device), torch.device(section.device)
     think_ids = read_think_ids(path, config.model.think_tokens)
+    dispatch = create_dispatch(model, section, kind, rank, placement)
     with CheckpointFiles(path, on_loaded) as files:
         checkpoint = Checkpoint(files, model, dtype, device)
-        network = load_network(checkpoint)
+        network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation.drafter, checkpoint, network)
         holds_mtp = has_mtp(files, model)
     on_loaded(1.0)
-    return LoadedModel(model, network, drafter, dtype, device, max_model_len, holds_mtp, think_ids)
+    kind_of = dtype, device
+    return LoadedModel(
+        model, network, drafter, dispatch, *kind_of, max_model_len, holds_mtp, think_ids
+    )
 
 
-def load_network(checkpoint: Checkpoint) -> DeepseekV3:
+def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
     """The main model alone; see load_weights for what it raises."""
     with torch.device("meta"):
-        network = DeepseekV3(checkpoint.config)
+        network = DeepseekV3(checkpoint.config, dispatch)
     network.rope.to(checkpoint.device)
     load_main(network, checkpoint)
     return network.eval()

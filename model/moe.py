@@ -1,6 +1,6 @@
-"""Routing and experts (spec §4).
+"""Routing, and what becomes of the experts' outputs (spec §4).
 
-Shape legend: T tokens, D hidden, E routed experts, G groups, K experts per token, F width.
+Shape legend: T tokens, D hidden, E routed experts, G groups, K experts per token.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.dispatch.base import Dispatch
+from model.experts import Experts
 from model.layers import GatedMLP
 
 
@@ -84,52 +86,33 @@ _SELECTORS: dict[str, Callable[[Gate, Tensor], Tensor]] = {
 }
 
 
-class Experts(nn.Module):
-    """All routed experts of a layer, fused: gate rows first, then up rows."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        num, dim, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, dim), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num, dim, width), requires_grad=False)
-
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum [T, D] of the chosen experts' outputs: rows sorted by expert, one grouped
-        product per projection. Shapes do not depend on the routing, and nothing waits for it."""
-        num_experts, num_per_token = self.down_proj.shape[0], ids_TK.shape[1]
-        expert_of, order = ids_TK.flatten().sort(stable=True)
-        token_of = order // num_per_token
-        counts_E = expert_of.new_zeros(num_experts).scatter_add(
-            0, expert_of, torch.ones_like(expert_of)
-        )
-        ends_E = counts_E.cumsum(0).int()
-        hidden = _silu_mul(
-            F.grouped_mm(x_TD[token_of], self.gate_up_proj.transpose(1, 2), offs=ends_E)
-        )
-        out = F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=ends_E)
-        out = out * weights_TK.flatten()[order].unsqueeze(1).to(x_TD.dtype)
-        return torch.zeros_like(x_TD).index_add(0, token_of, out)
-
-
-def _silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
 class MoE(nn.Module):
-    """Routed experts plus the always-on shared experts (one MLP, unscaled)."""
+    """Routed experts, which ``dispatch`` brings tokens to, plus the always-on shared experts (one
+    MLP, unscaled). ``layer`` counts MoE layers from 0 on."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dispatch: Dispatch, layer: int) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.experts = Experts(config)
+        self.dispatch, self.layer = dispatch, layer
+        self.experts = Experts(config, dispatch.held(layer))
         shared_width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, shared_width) if shared_width else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x and result [..., D]."""
-        x_TD = x.flatten(0, -2)
-        y_TD = self.experts(x_TD, *self.gate(x_TD))
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x and result [..., D]; ``real`` [...] is False for padding, None if there is none."""
+        x_TD, real_T = x.flatten(0, -2), None if real is None else real.flatten()
+        ids_TK, weights_TK = self.gate(x_TD)
+        out_TKD = self.dispatch.run(self.layer, self.experts, x_TD, ids_TK, real_T)
+        y_TD = combine(out_TKD, weights_TK)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(x)
+
+
+def combine(out_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted sum [T, D] of each token's experts, in fp32, from the best one on: the same
+    wherever they were computed."""
+    y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
+    for k in range(1, out_TKD.shape[1]):
+        y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
+    return y_TD.to(out_TKD.dtype)

@@ -2,10 +2,11 @@
 
 One tensor is in memory beside the weights at any time. Parameters carry the checkpoint's names,
 less a prefix where a module is a part of it; only routed experts are fused, so each of theirs is
-a slice of one parameter.
+a slice of one parameter. Those that other ranks of the gang hold are not read.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import Fp8Blocks, ModelConfig
+from model.experts import Experts
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALE = "_scale_inv"
 _DERIVED = (_SCALE, "rotary_emb.inv_freq")
@@ -71,15 +74,18 @@ def load_weights(
     """
     files, config = checkpoint.files, checkpoint.config
     tensors = _materialise(module, checkpoint)
-    places = {prefix + name: place for item in tensors.items() for name, place in _pieces(*item)}
+    places: dict[str, list[Tensor]] = defaultdict(list)
+    for item in tensors.items():
+        for name, place in _pieces(module, *item):
+            places[prefix + name].append(place)
     for name in names:
-        if not name.endswith(_DERIVED):
-            if name not in places:
-                raise ValueError(
-                    f"{files.where(name)}: unknown tensor {name}; "
-                    f"this is not a {config.model_type} checkpoint as config.json describes it"
-                )
+        if name in places:
             _fill(places.pop(name), files, name, config.quantization)
+        elif not (name.endswith(_DERIVED) or _is_elsewhere(name, config)):
+            raise ValueError(
+                f"{files.where(name)}: unknown tensor {name}; "
+                f"this is not a {config.model_type} checkpoint as config.json describes it"
+            )
     if config.tie_word_embeddings and places.pop("lm_head.weight", None) is not None:
         _assign(module, "lm_head.weight", tensors["model.embed_tokens.weight"])
     if places:
@@ -87,26 +93,36 @@ def load_weights(
         raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
 
 
-def _pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names in the checkpoint and their places in a parameter: experts' matrices lie apart."""
-    experts, _, fused = name.rpartition(".")
-    if not experts.endswith("mlp.experts"):
+def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names in the checkpoint and their places in a parameter: experts' matrices lie apart, and a
+    replica's is one that has been there already."""
+    owner, _, fused = name.rpartition(".")
+    experts = module.get_submodule(owner)
+    if not isinstance(experts, Experts):
         yield name, tensor
         return
     parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
-    for i, matrix in enumerate(tensor):
+    for expert, matrix in zip(experts.held, tensor, strict=True):
         for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
-            yield f"{experts}.{i}.{part}.weight", place
+            yield f"{owner}.{expert}.{part}.weight", place
 
 
-def _fill(place: Tensor, files: CheckpointFiles, name: str, fp8: Fp8Blocks | None) -> None:
+def _is_elsewhere(name: str, config: ModelConfig) -> bool:
+    """Whether it is of an expert that some rank holds."""
+    match = _EXPERT.search(name)
+    return match is not None and int(match[1]) < config.n_routed_experts
+
+
+def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Blocks | None) -> None:
     tensor = files.read(name)
-    if place.shape != tensor.shape:
+    if places[0].shape != tensor.shape:
         raise ValueError(
             f"{files.where(name)}: {name} has shape {tuple(tensor.shape)}, "
-            f"config.json makes it {tuple(place.shape)}"
+            f"config.json makes it {tuple(places[0].shape)}"
         )
-    place.copy_(_plain(files, name, tensor, fp8))
+    tensor = _plain(files, name, tensor, fp8)
+    for place in places:
+        place.copy_(tensor)
 
 
 def _plain(files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None) -> Tensor:

@@ -4,6 +4,7 @@ Runs on the engine thread. Shape legend: T tokens of a step, G chunks of it, E o
 their prompt, D hidden.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,18 +17,19 @@ from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
 from model.adjust import no_rules, set_rules
-from model.batch import Segment, pack
+from model.batch import Batch, Segment, pack
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
 from model.logprobs import raw_logprobs
 from model.sampling import SamplingRows, choose
 from prefill_node.page_source import PageSource
-from prefill_node.planner import LocalPlanner
+from prefill_node.planner import fullest
 from prefill_node.scheduler import Chunk, Scheduler
 from prefill_node.sequence import Sequence
 from runtime.lockstep import Planner
 from runtime.parts import RankParts
 
+log = logging.getLogger(__name__)
 First = tuple[int, tuple[TokenLogprobs, ...], Tensor]
 """Of a prompt that has ended: first token, its log probabilities, hidden state [D]."""
 
@@ -47,10 +49,22 @@ class Progress:
     hidden_D: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step's inputs; ``requests`` are those whose prompts end in it."""
+
+    requests: list[Request]
+    batch: Batch
+    next_G: Tensor
+    ended_E: Tensor
+    num_output_E: Tensor
+    sampling: SamplingRows
+
+
 class PrefillEngine:
     """``on_progress`` is told of every computed chunk, ``on_failed`` of every prompt whose step
     raised, both on the engine thread. Prompts get pages from ``pages``, by default from the pool.
-    ``planner`` is asked in every step; None is one of its own, of a gang of one rank."""
+    ``planner`` is asked in every step, by default that of the rank's gang."""
 
     def __init__(
         self,
@@ -68,20 +82,23 @@ class PrefillEngine:
         self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_batch_tokens
         self.scheduler = Scheduler(pages or PageSource(parts.pool), max_batch_tokens)
-        self._planner = planner or LocalPlanner(parts.spec.epoch)
+        self._planner = planner or parts.lockstep.planner(fullest, (int, int), parts.loop.wake)
         self.num_steps = 0
 
     def has_work(self) -> bool:
-        return self.scheduler.num_waiting > 0
+        return self.scheduler.num_waiting > 0 or self._planner.is_asked
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Propose → plan → launch: the next chunks in one forward of the planned size."""
-        chunks = self._chunks = self.scheduler.next_chunks()
-        plan = self._planner.plan(sum(chunk.num_tokens for chunk in chunks))
+        """Propose → plan → launch: the next chunks in one forward, or a dummy for other ranks'."""
+        self._chunks = self.scheduler.next_chunks()
+        plan = self._planner.plan(sum(chunk.num_tokens for chunk in self._chunks))
         if plan.key is not None:
-            self._note(chunks)
-            self._compute(chunks, plan.key)
+            work = self._prepare(plan.key)
+            self._note(self._chunks)
+            with self._planner.program():
+                firsts = self._compute(work)
+            self._report(self._chunks, firsts)
             self._note([])
         self.num_steps += 1
 
@@ -100,30 +117,47 @@ class PrefillEngine:
         is_alone = any(sequence.is_suspect for sequence in sequences)
         self._box.note("prefill", (sequence.identity for sequence in sequences), is_alone)
 
-    def _compute(self, chunks: list[Chunk], num_rows: int) -> None:
-        """Main model, first tokens, drafter; without a chunk a dummy that leaves no trace. Logits
-        are those of the last tokens of prompts that end here, taken once. What the step needs is
-        all made before it is launched."""
-        _note_start(chunks)
-        network, device = self._loaded.network, self._loaded.device
-        requests = [chunk.sequence.request for chunk in chunks if chunk.is_last]
-        segments = [_segment(chunk) for chunk in chunks]
-        batch = pack(segments, self._page_size, device, num_rows)
-        assert batch.segments is not None, "a packed batch has segments"
-        next_G = self._ints(UNKNOWN if c.is_last else c.sequence.token_ids[c.hi] for c in chunks)
-        ended_E = self._ints(i for i, chunk in enumerate(chunks) if chunk.is_last)
-        num_output_E = self._ints(len(request.output_ids) for request in requests)
-        sampling = sampling_rows(requests, self._loaded)
+    def _prepare(self, num_rows: int) -> Work:
+        """All that the chosen chunks need. If that fails they are given up, and the step that was
+        agreed upon is a dummy that leaves no trace."""
+        try:
+            return self._work(self._chunks, num_rows)
+        except Exception as error:
+            log.exception("a prefill step cannot be prepared")
+            self.fail(error)
+            self._chunks = []
+            return self._work([], num_rows)
 
-        hidden_1TD = network(batch, self._caches)
-        hidden_ED = hidden_1TD[0, batch.segments.ends_G[ended_E] - 1]
+    def _work(self, chunks: list[Chunk], num_rows: int) -> Work:
+        """``num_rows`` of the forward where all ranks need as many, else as many as there are."""
+        _note_start(chunks)
+        requests = [chunk.sequence.request for chunk in chunks if chunk.is_last]
+        if not self._loaded.dispatch.pads:
+            num_rows = max(1, sum(chunk.num_tokens for chunk in chunks))
+        segments = [_segment(chunk) for chunk in chunks]
+        return Work(
+            requests,
+            batch=pack(segments, self._page_size, self._loaded.device, num_rows),
+            next_G=self._ints(UNKNOWN if c.is_last else c.sequence.token_ids[c.hi] for c in chunks),
+            ended_E=self._ints(i for i, chunk in enumerate(chunks) if chunk.is_last),
+            num_output_E=self._ints(len(request.output_ids) for request in requests),
+            sampling=sampling_rows(requests, self._loaded),
+        )
+
+    def _compute(self, work: Work) -> Iterator[First]:
+        """Main model, first tokens, drafter. Logits are those of the last tokens of prompts that
+        end here, taken once."""
+        network, segments = self._loaded.network, work.batch.segments
+        assert segments is not None, "a packed batch has segments"
+        hidden_1TD = network(work.batch, self._caches)
+        hidden_ED = hidden_1TD[0, segments.ends_G[work.ended_E] - 1]
         logits_EV = network.logits(hidden_ED)
-        no_drafts = ended_E.new_empty(len(requests), 0)
-        tokens_E = choose(logits_EV, sampling, num_output_E, no_drafts)
-        next_G = next_G.index_copy(0, ended_E, tokens_E)
-        self._loaded.drafter.prefill(batch, next_G, hidden_1TD, self._caches)
-        logprobs = _logprobs(requests, logits_EV, tokens_E)
-        self._report(chunks, zip(tokens_E.tolist(), logprobs, hidden_ED, strict=True))
+        no_drafts = work.ended_E.new_empty(len(work.requests), 0)
+        tokens_E = choose(logits_EV, work.sampling, work.num_output_E, no_drafts)
+        next_G = work.next_G.index_copy(0, work.ended_E, tokens_E)
+        self._loaded.drafter.prefill(work.batch, next_G, hidden_1TD, self._caches)
+        logprobs = _logprobs(work.requests, logits_EV, tokens_E)
+        return zip(tokens_E.tolist(), logprobs, hidden_ED, strict=True)
 
     def _ints(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._loaded.device)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from core.config import ControlConfig
-from core.errors import NodeLost
+from core.errors import EpochEnded, NodeLost
 from runtime.black_box import BlackBox
 from runtime.watch import Watch
 
@@ -37,11 +37,11 @@ class Stepper(Protocol):
 class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
-    A step that raises fails what was in it; one whose error leaves the state in doubt (is_fatal)
-    ends the loop: ``failure`` holds it, later calls raise NodeLost, and everyone who asked with
-    ``on_failure`` is told once, on the engine thread. Posted functions that raise fail only their
-    own future. ``watch`` tells how far the thread is, ``box`` is where engines note whom they
-    compute.
+    A step that raises fails what was in it; one whose error leaves the state in doubt (is_fatal),
+    or tells that the gang's epoch is over, ends the loop: ``failure`` holds it, later calls raise
+    NodeLost, and everyone who asked with ``on_failure`` is told once, on the engine thread. Posted
+    functions that raise fail only their own future. ``watch`` tells how far the thread is, ``box``
+    is where engines note whom they compute.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self._engines: list[Stepper] = []
         self._on_failure: list[Callable[[BaseException], None]] = []
+        self._on_end: list[Callable[[], None]] = []
         self._posts: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -64,8 +65,16 @@ class EngineLoop:
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
         self._on_failure.append(callback)
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call it on the engine thread when that ends, in order or not."""
+        self._on_end.append(callback)
+
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Run what was posted before, then end the thread."""
@@ -86,6 +95,11 @@ class EngineLoop:
             self._wake.notify()
         return future
 
+    def wake(self) -> None:
+        """An engine may have got work; any thread."""
+        with self._wake:
+            self._wake.notify()
+
     async def call(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.post(function))
 
@@ -100,12 +114,17 @@ class EngineLoop:
                         self._step(engine)
                 self.watch.end()
         except BaseException as error:
-            log.exception("engine loop failed")
+            if isinstance(error, EpochEnded) and error.__cause__ is None:
+                log.warning("the engine has stopped: %s", error)
+            else:
+                log.exception("the engine has stopped")
             with self._wake:  # whoever posts later is refused, whoever did before is drained
                 self.failure = error
             for callback in self._on_failure:
                 callback(error)
         finally:
+            for end in self._on_end:
+                end()
             self._drain()
 
     def _step(self, engine: Stepper) -> None:
@@ -114,7 +133,8 @@ class EngineLoop:
             self._num_failed = 0
         except Exception as error:
             self._num_failed += 1
-            if is_fatal(error) or self._num_failed > MAX_FAILED_STEPS:
+            is_over = isinstance(error, EpochEnded) or is_fatal(error)
+            if is_over or self._num_failed > MAX_FAILED_STEPS:
                 raise
             log.exception("a step failed, and what was in it")
             engine.fail(error)

@@ -2,43 +2,97 @@
 with one plan, and what a rank then launches derives from the plan alone (design.md, Parallelism).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from model.dispatch.base import Collectives
 
 Proposal = TypeVar("Proposal")
 Asked = TypeVar("Asked", contravariant=True)
 Key = TypeVar("Key")
+Decide = Callable[[Sequence[Proposal]], Key | None]
+"""The step that suits all ranks' proposals, in the order of ranks; None if none has work. The
+planner alone calls it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[Key]):
-    """Step ``step`` of the gang's life ``epoch``; ``key`` fixes every shape that ranks share.
-    Without one no rank has work, and none launches."""
+    """Step ``step`` of a gang's life; ``key`` fixes every shape that ranks share. Without one no
+    rank has work, and none launches."""
 
-    epoch: int
     step: int
     key: Key | None
 
 
 class Planner(Protocol[Asked, Key]):
+    """``is_asked``: other ranks want a step, so this one has to propose, work or no work."""
+
+    @property
+    def is_asked(self) -> bool: ...
+
     def plan(self, proposal: Asked) -> Plan[Key]:
-        """The gang's next step, for a rank that proposes this. May wait for the other ranks."""
+        """The gang's next step, for a rank that proposes this; waits for the other ranks. Raises
+        EpochEnded when there is no next one."""
+        ...
+
+    def program(self) -> AbstractContextManager[None]:
+        """Around the part of a step that all ranks compute together."""
         ...
 
 
-class LocalPlanner(ABC, Generic[Proposal, Key]):
-    """The planner of a gang of one rank: what all propose is what this one does."""
+class Lockstep(Protocol):
+    """One rank's place in one life of its gang; it has one engine. ``collectives`` are None where
+    there is but one rank."""
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    @property
+    def collectives(self) -> Collectives | None: ...
+
+    def planner(
+        self,
+        decide: Decide[Proposal, Key],
+        schema: tuple[type[Proposal], type[Key]],
+        on_asked: Callable[[], None],
+    ) -> Planner[Proposal, Key]:
+        """Called once, before the engine's first step. ``schema`` are the classes of proposals and
+        keys; ``on_asked`` is called on any thread when ``is_asked`` has become true."""
+        ...
+
+    def close(self) -> None:
+        """Leave, which ends this life for every rank."""
+        ...
+
+
+class LocalPlanner(Generic[Proposal, Key]):
+    """Of a gang of one rank: what all propose is what this one does."""
+
+    is_asked = False
+
+    def __init__(self, decide: Decide[Proposal, Key]) -> None:
+        self._decide = decide
         self._step = 0
 
     def plan(self, proposal: Proposal) -> Plan[Key]:
         self._step += 1
-        return Plan(self._epoch, self._step, self.decide((proposal,)))
+        return Plan(self._step, self._decide((proposal,)))
 
-    @abstractmethod
-    def decide(self, proposals: Sequence[Proposal]) -> Key | None:
-        """The step that suits all ranks, None if none has work."""
+    def program(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Alone:
+    """The lockstep of a gang of one rank."""
+
+    collectives = None
+
+    def planner(
+        self,
+        decide: Decide[Proposal, Key],
+        schema: tuple[type[Proposal], type[Key]],
+        on_asked: Callable[[], None],
+    ) -> LocalPlanner[Proposal, Key]:
+        return LocalPlanner(decide)
+
+    def close(self) -> None:
+        return

@@ -1,13 +1,15 @@
 """What a rank is made of, whatever it computes, and what it tells of itself."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from core.config import TandemConfig
 from core.info import ModelInfo, NodeStatus
-from core.membership import NodeInfo, RankSpec
+from core.membership import Meeting, NodeInfo, RankSpec
+from core.placement import Placement
+from core.tasks import in_thread
 from kv_transfer import caches as transfer
 from kv_transfer.channel import channel_maker
 from kv_transfer.pages import PagePool
@@ -17,11 +19,15 @@ from model.checkpoint_files import OnLoaded, unheard
 from model.loaded import LoadedModel, default_num_pages, load_model
 from runtime.black_box import BlackBox
 from runtime.engine_loop import EngineLoop
+from runtime.gang.hub import Hub
+from runtime.gang.join import join
+from runtime.lockstep import Alone, Lockstep
 
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """``loop`` is not started; pages and caches belong to its thread."""
+    """``loop`` is not started; pages and caches belong to its thread, ``lockstep`` to whoever
+    ends this life of the rank."""
 
     spec: RankSpec
     config: TandemConfig
@@ -29,6 +35,7 @@ class RankParts:
     pool: PagePool
     caches: Caches
     loop: EngineLoop
+    lockstep: Lockstep = field(default_factory=Alone)
 
     @property
     def max_drafts(self) -> int:
@@ -74,27 +81,62 @@ class RankParts:
         spec, pool = self.spec, self.pool
         num_free = await self.loop.call(lambda: pool.num_available)
         return NodeStatus(
-            spec.gang, spec.kind, spec.epoch, num_free_pages=num_free, num_pages=pool.num_pages
+            spec.label, spec.kind, spec.epoch, num_free_pages=num_free, num_pages=pool.num_pages
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank keeps from one life of its gang to the next: its weights and its caches."""
+
+    config: TandemConfig
+    loaded: LoadedModel
+    num_pages: int
+    caches: Caches
+
+
+def load_memory(
+    spec: RankSpec,
+    config: TandemConfig,
+    on_loaded: OnLoaded = unheard,
+    placement: Placement | None = None,
+) -> Memory:
+    """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
+    the user's mistakes."""
+    loaded = load_model(config, spec.kind, on_loaded, spec.rank, placement)
+    num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
+    return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
 
 
 async def start_rank(
     builder: str,
     spec: RankSpec,
-    config: TandemConfig,
-    on_loaded: OnLoaded = unheard,
+    memory: Memory,
+    meeting: Meeting | None = None,
+    hub: Hub | None = None,
     box_path: str = "",
     **links: Any,
 ) -> Any:
-    """Load the checkpoint, allocate pages, and start what ``build(parts, **links)`` of the module
-    ``builder`` makes of them; its steps are noted at ``box_path``. Raises ValueError for the user's
-    mistakes."""
+    """Begin a life: join the gang at its ``meeting``, if it has one, and start what
+    ``build(parts, **links)`` of the module ``builder`` makes of the parts; its steps are noted at
+    ``box_path``. ``hub`` is rank 0's, which whoever gave it closes if this fails.
+
+    Raises ValueError for the user's mistakes, EpochEnded if the gang does not come together.
+    """
     module = await asyncio.to_thread(import_module, builder)
-    loaded = await asyncio.to_thread(load_model, config, spec.kind, on_loaded)
-    num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
-    pool = PagePool(num_pages, config.kv.page_size)
-    caches = loaded.allocate(num_pages, pool.page_size)
-    loop = EngineLoop(f"engine-{spec.gang}", BlackBox(box_path), config.control.stuck_s)
-    rank = await module.build(RankParts(spec, config, loaded, pool, caches, loop), **links)
+    config, loaded = memory.config, memory.loaded
+    pool = PagePool(memory.num_pages, config.kv.page_size)
+    loop = EngineLoop(f"engine-{spec.seat}", BlackBox(box_path), config.control.stuck_s)
+    lockstep: Lockstep = Alone()
+    if meeting is not None:
+        lockstep = await in_thread(lambda: join(spec, meeting, hub, loaded.device, loop.watch))
+    try:
+        loaded.dispatch.join(lockstep.collectives)
+        parts = RankParts(spec, config, loaded, pool, memory.caches, loop, lockstep)
+        rank = await module.build(parts, **links)
+    except BaseException:
+        lockstep.close()
+        raise
+    loop.on_end(lockstep.close)
     loop.start()
     return rank

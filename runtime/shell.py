@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from core.config import TandemConfig
-from core.errors import NodeLost, StepFailed
-from core.membership import NodeInfo, RankSpec, RankState
+from core.errors import EpochEnded, NodeLost, StepFailed
+from core.membership import Meeting, NodeInfo, RankSpec, RankState
 from core.schema import encode_failure, failure_of, pack, unpack
 from runtime.engine_loop import EngineLoop
 
@@ -37,7 +37,8 @@ class RankShell:
     """Answers from its first moment on, also while the rank is being built.
 
     ``builder`` is the module whose ``build(parts, **links)`` makes the rank; it is imported only
-    then, so that whoever creates the actor needs no torch.
+    then, so that whoever creates the actor needs no torch. Of a gang of several ranks one process
+    sees many lives: the weights stay, everything else begins anew.
     """
 
     builder: str
@@ -45,25 +46,66 @@ class RankShell:
 
     def __init__(self, spec: bytes, config_json: str) -> None:
         self._spec = unpack(RankSpec, spec)
+        self._memory: Any = None
+        self._hub: Any = None
         self._rank: Rank | None = None
-        self._building: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
         self._progress = 0.0
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
-        box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.name)
+        box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.process)
         self._state = RankState(
             self._spec, config_json, os.getpid(), log_path, seen, box_path=f"{box}.box"
         )
 
-    async def build(self, spec: RankSpec, config: TandemConfig) -> Rank:
+    async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
+        """What outlives every life of the gang (runtime.parts.Memory)."""
         parts = await asyncio.to_thread(import_module, "runtime.parts")
-        told: dict[str, Any] = {"on_loaded": self._on_loaded, "box_path": self._state.box_path}
-        return await parts.start_rank(self.builder, spec, config, **told, **self.links)
+        return await asyncio.to_thread(parts.load_memory, spec, config, self._on_loaded)
+
+    async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Rank:
+        parts = import_module("runtime.parts")
+        given = spec, memory, meeting, self._hub, self._state.box_path
+        return await parts.start_rank(self.builder, *given, **self.links)
 
     async def start(self) -> None:
-        """Begin to build the rank, once; ``who`` tells how far that is."""
-        if self._building is None:
-            self._building = asyncio.create_task(self._build())
+        """Begin to load, once; ``who`` tells how far that is. A rank that has no peers goes on to
+        be ready, others wait to be told to join."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
+
+    async def host(self) -> bytes:
+        """Rank 0 opens a life of its gang: the packed Meeting that its ranks are to join."""
+        await self.leave()
+        hub = import_module("runtime.gang.hub")
+        self._hub = hub.Hub(self._spec.num_ranks, self._spec.host)
+        return pack(self._hub.meeting)
+
+    async def join(self, spec: bytes, meeting: bytes) -> None:
+        """Begin to live as ``spec`` says; ``who`` tells when the rank is ready."""
+        if self._state.is_joined or self._rank is not None:
+            await self.leave()
+        told, where = unpack(RankSpec, spec), unpack(Meeting, meeting)
+        seen = self._state.seen[0], max(self._state.seen[1], told.epoch)
+        self._spec = told
+        self._state = replace(self._state, spec=told, seen=seen, is_joined=True, ended=None)
+        self._joining = asyncio.create_task(self._join(where))
+
+    async def leave(self) -> None:
+        """Void rows, leases and channels; process and weights stay. Returns when nothing of this
+        life runs any more, and raises NodeLost if that cannot be brought about."""
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+        if self._hub is not None:
+            self._hub.close()
+        if self._rank is not None:
+            await self._rank.stop()
+            if self._rank.loop.is_running:
+                raise NodeLost(f"{self._spec.name}: its engine does not stop")
+        self._joining = self._hub = self._rank = None
+        self._state = replace(self._state, is_joined=False, info=None, pace=None)
 
     async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
         """Packed RankState; the rank remembers the largest numbers that it is told. One whose
@@ -74,8 +116,7 @@ class RankShell:
         if self._rank is not None:
             self._state = replace(self._state, pace=self._rank.loop.watch.pace())
             if (error := self._rank.loop.failure) is not None:
-                lost = failure_of(StepFailed(f"the engine stopped: {error!r}"))
-                self._state = replace(self._state, failure=lost)
+                self._stopped(error)
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
@@ -90,11 +131,30 @@ class RankShell:
             await self._rank.stop()
             self._rank.loop.box.close()
 
-    async def _build(self) -> None:
+    def _stopped(self, error: BaseException) -> None:
+        if isinstance(error, EpochEnded):
+            self._state = replace(self._state, ended=failure_of(error))
+        else:
+            lost = failure_of(StepFailed(f"the engine stopped: {error!r}"))
+            self._state = replace(self._state, failure=lost)
+
+    async def _load(self) -> None:
         try:
             config = TandemConfig.model_validate_json(self._state.config_json)
-            self._rank = rank = await self.build(self._spec, config)
+            self._memory = await self.load(self._spec, config)
+            if self._spec.num_ranks == 1:
+                await self._join(None)
+            self._state = replace(self._state, is_loaded=True)
+        except Exception as error:
+            log.exception("%s cannot be built", self._spec.name)
+            self._state = replace(self._state, failure=failure_of(error))
+
+    async def _join(self, meeting: Meeting | None) -> None:
+        try:
+            self._rank = rank = await self.begin(self._spec, self._memory, meeting)
             self._state = replace(self._state, info=rank.info)
+        except EpochEnded as error:
+            self._state = replace(self._state, ended=failure_of(error))
         except Exception as error:
             log.exception("%s cannot be built", self._spec.name)
             self._state = replace(self._state, failure=failure_of(error))

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from core.pace import Pace, bound_of
+from core.pace import Pace, Place, bound_of
 
 LONGEST_GAP_S = 1.5
 """Who asks for the pace does so every second. More between two questions means that the whole
@@ -28,6 +28,7 @@ class Watch:
         self._asked_at = clock()
         self._seen = (-1, 0.0)
         """The turn that was under way when the pace was asked last, and its age."""
+        self.place: Callable[[], Place] = Place
 
     def follow(self, starved_s: Callable[[], float] | None = None) -> None:
         """This thread is the one; ``starved_s`` tells how long it has waited for a CPU so far."""
@@ -56,7 +57,12 @@ class Watch:
             before_s = self._seen[1] if self._seen[0] == turn else 0.0
             age_s = min(before_s + max(0.0, gap_s), now - began_at)
             self._seen = (turn, age_s)
-        return Pace(turn, age_s, bound_of(tuple(self._recent_s), self._least_s))
+        return Pace(turn, age_s, self.bound_s, self.place())
+
+    @property
+    def bound_s(self) -> float:
+        """The age from which on a turn is stuck; any thread."""
+        return bound_of(tuple(self._recent_s), self._least_s)
 
 
 def waited_for_cpu_s(thread_id: int) -> float:

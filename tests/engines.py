@@ -1,5 +1,6 @@
 """Both engines over one pool, driven by hand: what they compute, without hand-over or Ray."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,24 +24,25 @@ from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
-from runtime.lockstep import Plan, Planner
+from runtime.lockstep import LocalPlanner, Planner
 from runtime.parts import RankParts
 
 POISON = 1e4
 
 
-class IdleFirst:
+class IdleFirst(LocalPlanner[Proposal, StepKey]):
     """Plans no drafts in the first ``num_steps`` steps, then ``most``; batches are not padded."""
 
     def __init__(self, num_steps: int, most: int) -> None:
+        super().__init__(self._decide_one)
         self._num_left, self._most = num_steps, most
 
-    def plan(self, proposal: Proposal) -> Plan[StepKey]:
+    def _decide_one(self, proposals: Items[Proposal]) -> StepKey | None:
         costs, buckets = no_costs(self._most), Buckets(tuple(range(1, 65)))
         num_drafts = 0 if self._num_left > 0 else self._most
-        key, _ = plan_step((proposal,), costs, buckets, lambda *_: (num_drafts, costs))
+        key, _ = plan_step(proposals, costs, buckets, lambda *_: (num_drafts, costs))
         self._num_left -= key is not None
-        return Plan(1, 1, key)
+        return key
 
 
 @dataclass

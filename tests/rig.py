@@ -1,11 +1,12 @@
 """A whole cluster without Ray: real nodes, real channels and frames, one process, one loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from cluster.control import colocated
 from cluster.control.plan import LOOPBACK, plan_gangs
@@ -20,7 +21,8 @@ from core.request import Request
 from decode_node.node import DecodeNode
 from model.tokenizer import Tokenizer
 from prefill_node.node import PrefillNode
-from runtime.parts import start_rank
+from runtime.gang.hub import Hub
+from runtime.parts import load_memory, start_rank
 
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
@@ -36,11 +38,13 @@ class LocalMembers:
         self.reports: list[tuple[str, int, str]] = []
         self._changed = asyncio.Event()
 
-    def add(self, rank: Rank) -> None:
-        spec = rank.spec
-        self.controls[spec.name] = InProcessControl(rank.handle, spec.epoch)
-        gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (rank.info,), 1.0)
-        self.tell(*self.membership.gangs, gang)
+    def add(self, *ranks: Rank) -> None:
+        """A gang."""
+        spec = ranks[0].spec
+        for rank in ranks:
+            self.controls[rank.spec.name] = InProcessControl(rank.handle, spec.epoch)
+        infos = tuple(rank.info for rank in ranks)
+        self.tell(*self.membership.gangs, Gang(spec.gang, spec.kind, spec.epoch, READY, infos, 1.0))
 
     def remove(self, name: str) -> None:
         self.tell(*(g for g in self.membership.gangs if g.members[0].spec.name != name))
@@ -78,24 +82,31 @@ class Rig:
     prefills: list[PrefillNode] = field(default_factory=list)
     decodes: list[DecodeNode] = field(default_factory=list)
 
-    async def start(self, spec: RankSpec) -> Rank:
-        """One more rank, known to every gateway from now on."""
-        rank: Rank
-        if spec.kind == PREFILL:
-            rank = await start_rank("prefill_node.node", spec, self.config)
-            self.prefills.append(rank)
-        elif spec.kind == DECODE:
-            rank = await start_rank(
-                "decode_node.node", spec, self.config, find_owner=self.members.find_owner
-            )
-            self.decodes.append(rank)
-        else:
-            assert spec.kind == COLOCATED
-            rank = await start_rank("cluster.control.colocated", spec, self.config)
-            self.prefills.append(rank.prefill)
-            self.decodes.append(rank.decode)
-        self.members.add(rank)
-        return rank
+    async def start(self, *specs: RankSpec) -> list[Rank]:
+        """One more gang, known to every gateway from now on."""
+        hub = Hub(len(specs), LOOPBACK) if len(specs) > 1 else None
+        ranks = await asyncio.gather(*(self._start(spec, hub) for spec in specs))
+        for rank in ranks:
+            if isinstance(rank, PrefillNode | colocated.ColocatedRank):
+                self.prefills.append(getattr(rank, "prefill", rank))
+            if isinstance(rank, DecodeNode | colocated.ColocatedRank):
+                self.decodes.append(getattr(rank, "decode", rank))
+        self.members.add(*ranks)
+        return list(ranks)
+
+    async def _start(self, spec: RankSpec, hub: Hub | None) -> Rank:
+        memory = await asyncio.to_thread(load_memory, spec, self.config)
+        more: dict[str, Any] = {}
+        if hub is not None:
+            more |= {"meeting": hub.meeting, "hub": None if spec.rank else hub}
+        if spec.kind == DECODE:
+            more["find_owner"] = self.members.find_owner
+        builder = {
+            PREFILL: "prefill_node.node",
+            DECODE: "decode_node.node",
+            COLOCATED: "cluster.control.colocated",
+        }
+        return await start_rank(builder[spec.kind], spec, memory, **more)
 
     async def complete(self, request: Request) -> tuple[list[int], str, Finished]:
         """Token ids, text and the last message of one request."""
@@ -148,11 +159,15 @@ async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
     parts = Rig(config, LocalMembers())
     async with AsyncExitStack() as stack:
         for plan in plan_gangs(config):
-            [spec] = plan.specs(next(_epochs), [LOOPBACK])
-            rank = await parts.start(spec)
-            stack.push_async_callback(rank.stop)
+            ranks = await parts.start(*plan.specs(next(_epochs), [LOOPBACK] * plan.num_ranks))
+            stack.push_async_callback(stop_all, ranks)
         parts.gateway = await stack.enter_async_context(gateway(parts))
         yield parts
+
+
+async def stop_all(ranks: Sequence[Rank]) -> None:
+    """Of a gang: as soon as one has stopped the others' life is over."""
+    await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ two, of logits or of log p plus noise, are less than 1e-4 apart.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,13 +132,15 @@ def to_request(answer: Answer) -> Request:
     return expand(request)[answer.index]
 
 
-def score_ties(request: Request, token_ids: list[int], stops: frozenset[int]) -> list[str]:
+def score_ties(
+    request: Request, token_ids: list[int], stops: frozenset[int], folder: Path = TINY_MODEL
+) -> list[str]:
     """Places where ``token_ids`` differ from the reference within the margin; asserts on others.
 
     The reference chooses by float64 logits under the request's rules, with its noise.
     """
     ids = [*request.prompt_ids, *token_ids[:-1]]
-    logits = reference_logits(TINY_MODEL, ids, torch.float64)[len(request.prompt_ids) - 1 :]
+    logits = reference_logits(folder, ids, torch.float64)[len(request.prompt_ids) - 1 :]
     places = []
     for i, token in enumerate(token_ids):
         top = _scores(request, logits[i], token_ids[:i], stops).topk(2)

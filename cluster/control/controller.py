@@ -127,7 +127,7 @@ class Controller:
         whole = whole_gangs(states)
         kept = [state for gang in whole.values() for state in gang]
         by_name = {rank.name: rank for rank in ranks}
-        for name in by_name.keys() - {state.spec.name for state in kept}:
+        for name in by_name.keys() - {state.spec.process for state in kept}:
             log.warning("%s belongs to no whole gang: ended", name)
             by_name[name].kill()
         await asyncio.to_thread(remove_groups, [state.spec for state in kept])
@@ -135,7 +135,7 @@ class Controller:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))
         for gang, keeper in self._gangs.items():
             specs = [state.spec for state in whole.get(gang, [])]
-            keeper.start([by_name[spec.name] for spec in specs], specs[0].epoch if specs else 0)
+            keeper.start([by_name[spec.process] for spec in specs], *specs[:1])
         self._publish()
 
     def _publish(self) -> None:

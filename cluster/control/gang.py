@@ -3,69 +3,45 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from cluster.control.plan import GangPlan
+from cluster.control.ranks import Machines, Numbers, RankHandle
+from cluster.control.verdict import LifeOver, cause, check, has_failed
 from core.config import TandemConfig
-from core.errors import NodeLost, Overloaded, StepFailed
-from core.membership import DOWN, LOST, READY, STARTING, EndedLife, Gang, InStep, RankState
-from core.schema import failure_of, raise_failure
+from core.errors import EpochEnded, NodeLost, Overloaded
+from core.membership import (
+    DOWN,
+    LOST,
+    READY,
+    STARTING,
+    EndedLife,
+    Gang,
+    RankSpec,
+    RankState,
+)
+from core.schema import failure_of
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
 BACK_OFF_S = 1.0
+LEAVE_S = 10.0
+"""Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
 TOLD_BYTES = 2000
-FATAL = "Fatal Python error"
-"""How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
+Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
-
-
-class RankHandle(Protocol):
-    """One rank's process, whatever runs it."""
-
-    async def who(self, incarnation: int, epoch: int) -> RankState:
-        """Raises NodeLost when it is dead; TimeoutError when that cannot be told now."""
-
-    async def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LastWords:
-    """What a dead rank left: the end of its log, and who was in its step."""
-
-    log: str = ""
-    in_step: InStep | None = None
-
-
-class Machines(Protocol):
-    """Where ranks are begun and ended."""
-
-    async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> Sequence[RankHandle]:
-        """Ranks that build themselves from now on. Raises Overloaded when there is no room."""
-
-    async def last_words(self, state: RankState) -> LastWords:
-        """Of a rank that has been killed, from its machine; empty where that cannot be had."""
-
-    async def clear(self, gang: str) -> None:
-        """Give back the room of every life of a gang; its ranks have been killed."""
-
-
-class Numbers(Protocol):
-    """Where epochs come from; ``seen`` is the (incarnation, epoch) that ranks are to remember."""
-
-    seen: tuple[int, int]
-
-    def next_epoch(self) -> int: ...
 
 
 class GangKeeper:
     """Owns the ranks of one gang. ``gang`` is what there is to know; ``on_change`` is called
-    after it has changed."""
+    after it has changed.
+
+    A life ends with any of its ranks. The others keep process and weights and are in the next one,
+    unless they cannot leave this one.
+    """
 
     def __init__(
         self,
@@ -81,8 +57,9 @@ class GangKeeper:
         self._machines = machines
         self._numbers = numbers
         self._on_change = on_change
-        self._ranks: Sequence[RankHandle] = ()
-        self._states: Sequence[RankState] = ()
+        self._ranks: dict[int, RankHandle] = {}
+        self._states: dict[int, RankState] = {}
+        self._room = 0
         self._num_deaths = 0
         self._ready_at: float | None = None
         self._has_served = False
@@ -90,13 +67,17 @@ class GangKeeper:
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, ranks: Sequence[RankHandle] = (), epoch: int = 0) -> None:
-        """Keep it alive from now on: ``ranks`` of a life that was adopted, or a new life. A gang
-        that is down gets as many tries as at first; a running one is left alone."""
+    def start(self, ranks: Sequence[RankHandle] = (), spec: RankSpec | None = None) -> None:
+        """Keep it alive from now on: ``ranks`` of a life that was adopted, of which ``spec`` is
+        one, or a new life. A gang that is down gets as many tries as at first; a running one is
+        left alone."""
         if self._task is not None and not self._task.done():
             return
-        self._ranks, self._num_deaths = ranks, 0
-        self._set(epoch=epoch or self.gang.epoch, state=STARTING, failure=None)
+        self._ranks, self._num_deaths = dict(enumerate(ranks)), 0
+        epoch = self.gang.epoch
+        if spec is not None:
+            epoch, self._room = spec.epoch, spec.room or spec.epoch
+        self._set(epoch=epoch, state=STARTING, failure=None)
         self._task = asyncio.create_task(self._run(), name=f"keep-{self._plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
@@ -110,7 +91,7 @@ class GangKeeper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        stops = [asyncio.create_task(rank.stop()) for rank in self._ranks]
+        stops = [asyncio.create_task(rank.stop()) for rank in self._ranks.values()]
         if stops:
             await asyncio.wait(stops, timeout=deadline_s)
         for stop in stops:
@@ -123,39 +104,88 @@ class GangKeeper:
             try:
                 await self._live()
             except Exception as error:
-                await self._bury(error)
+                over = error if isinstance(error, LifeOver) else LifeOver(error, *self._ranks)
+                await self._bury(over.cause, over.lost)
                 if self.gang.state != DOWN:
                     await asyncio.sleep(BACK_OFF_S * 2**self._num_deaths)
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
-        if not self._ranks:
+        missing = [rank for rank in range(self._plan.num_ranks) if rank not in self._ranks]
+        if missing or self.gang.state == LOST:
             epoch = self._numbers.next_epoch()
+            if not self._ranks:
+                self._room = epoch
             self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
-            self._ranks = await self._machines.begin(self._plan, epoch, self._config)
+            where = epoch, self._room, missing
+            self._ranks |= await self._machines.begin(self._plan, *where, self._config)
         while True:
             self._look.clear()
-            suspicion, self._suspicion = self._suspicion, ""
-            try:
-                async with asyncio.timeout(self._config.control.stuck_s):
-                    asked = (rank.who(*self._numbers.seen) for rank in self._ranks)
-                    self._note(await asyncio.gather(*asked))
-            except TimeoutError:
-                suspicion = suspicion or self._suspicion
-                if suspicion:
-                    silence_s = self._config.control.stuck_s
-                    raise NodeLost(f"no answer for {silence_s:g} s: {suspicion}") from None
+            if states := await self._ask():
+                if len(states) > 1 and all(state.is_loaded for state in states):
+                    await self._join(states)
+                self._note(states)
             pause_s = POLL_S if self._ready_at else STARTING_POLL_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause_s)
 
-    def _note(self, states: Sequence[RankState]) -> None:
-        self._states = states
+    async def _ask(self) -> Sequence[RankState]:
+        """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
+        LifeOver if one is dead, or silent when there is."""
+        suspicion, self._suspicion = self._suspicion, ""
+        numbers = self._numbers.seen
+        asked = (self._call(rank.who, *numbers) for rank in self._ranks.values())
+        told = dict(zip(self._ranks, await asyncio.gather(*asked), strict=True))
+        states = {rank: state for rank, state in told.items() if isinstance(state, RankState)}
+        self._states |= states
+        for rank, answer in told.items():
+            if isinstance(answer, NodeLost):
+                raise LifeOver(answer, rank)
+        silent = [rank for rank in told if rank not in states]
+        if not silent:
+            return [states[rank] for rank in range(self._plan.num_ranks)]
+        suspicion = suspicion or self._suspicion
+        if not suspicion:
+            try:
+                check(list(states.values()))
+            except LifeOver as over:
+                suspicion = str(over)
+        if suspicion:
+            text = f"rank {silent[0]}: no answer for {self._config.control.stuck_s:g} s: "
+            raise LifeOver(NodeLost(text + suspicion), *silent)
+        return ()
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Answer]], *given: Any
+    ) -> Answer | NodeLost | TimeoutError:
+        try:
+            async with asyncio.timeout(self._config.control.stuck_s):
+                return await method(*given)
+        except (NodeLost, TimeoutError) as error:
+            return error
+
+    async def _join(self, states: Sequence[RankState]) -> None:
+        """Bring the ranks together, unless they are. Some that are and others that are not were
+        left so by an earlier controller."""
+        joined = [state.is_joined for state in states]
+        if all(joined):
+            return
+        if any(joined):
+            raise LifeOver(EpochEnded("half of the gang has joined"))
+        meeting = await self._call(self._ranks[0].host)
+        if isinstance(meeting, Exception):
+            raise LifeOver(meeting, 0)
+        joins = []
         for state in states:
-            if state.failure is not None:
-                raise_failure(state.failure)
-            if state.pace is not None and state.pace.is_stuck:
-                raise NodeLost(f"{state.spec.name}: its engine is {state.pace}")
+            born = state.spec.born or state.spec.epoch
+            spec = replace(state.spec, epoch=self.gang.epoch, born=born, room=self._room)
+            joins.append(self._call(self._ranks[spec.rank].join, spec, meeting))
+        for rank, failed in enumerate(await asyncio.gather(*joins)):
+            if failed is not None:
+                raise LifeOver(failed, rank)
+
+    def _note(self, states: Sequence[RankState]) -> None:
+        check(states)
         is_ready = all(state.info is not None for state in states)
         if is_ready and self._ready_at is None:
             self._ready_at, self._has_served = time.monotonic(), True
@@ -165,8 +195,9 @@ class GangKeeper:
             members=tuple(state.info for state in states if state.info is not None),
         )
 
-    async def _bury(self, error: Exception) -> None:
-        """The life is over: kill what is left of it, and decide whether another one follows.
+    async def _bury(self, error: Exception, lost: Collection[int]) -> None:
+        """The life is over: kill the ``lost``, have the others leave it, and decide whether another
+        one follows.
 
         The user's mistake is final; so is want of room, unless the gang has served before.
         """
@@ -178,25 +209,36 @@ class GangKeeper:
         if served_s >= control.min_service_s:
             self._num_deaths = 0
         self._num_deaths += not is_full
-        self._kill()
-        states, self._states = self._states, ()
-        words = await asyncio.gather(*map(self._machines.last_words, states))
+        is_down = is_final or self._num_deaths >= control.max_deaths
+        states, self._states = self._states, {}
+        self._kill(self._ranks if is_down else lost)
+        guilty = [s for r, s in states.items() if r in lost or has_failed(s)]
+        words = await asyncio.gather(*map(self._machines.last_words, guilty))
         if not (is_final or is_full):
             tails = "".join(f"\n{said.log[-TOLD_BYTES:].strip()}" for said in words if said.log)
             failure = replace(failure, text=f"{failure.text}{tails}")
         log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
-        is_down = is_final or self._num_deaths >= control.max_deaths
         ended = EndedLife(self.gang.epoch, cause(error, words))
-        await self._end()
         self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
+        await asyncio.gather(*map(self._leave, list(self._ranks)))
+        if not self._ranks:
+            await self._end()
 
-    def _kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks = ()
+    async def _leave(self, rank: int) -> None:
+        """Who does not confirm that it has left is killed."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._ranks[rank].leave()
+        except (NodeLost, TimeoutError) as error:
+            log.warning("%s, rank %d cannot go on: %r", self._plan.name, rank, error)
+            self._kill([rank])
+
+    def _kill(self, ranks: Iterable[int]) -> None:
+        for rank in list(ranks):
+            self._ranks.pop(rank).kill()
 
     async def _end(self) -> None:
-        self._kill()
+        self._kill(self._ranks)
         try:
             await self._machines.clear(self._plan.name)
         except Exception as error:  # the end of the next life gives this room back too
@@ -206,12 +248,3 @@ class GangKeeper:
         before, self.gang = self.gang, replace(self.gang, **fields)  # type: ignore[arg-type]
         if self.gang != before:
             self._on_change()
-
-
-def cause(error: Exception, words: Sequence[LastWords]) -> InStep | None:
-    """Who was in the step that ended a life; None if it was no step that did. A killed process, a
-    lost machine and silence never count (design.md, Poison)."""
-    for said in words:
-        if said.in_step is not None and (isinstance(error, StepFailed) or FATAL in said.log):
-            return said.in_step
-    return None

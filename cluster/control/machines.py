@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.control.colocated_actor import ColocatedActor
-from cluster.control.gang import LastWords
-from cluster.control.plan import GangPlan, hosts_of
+from cluster.control.plan import GangPlan, hosts_of, no_room
+from cluster.control.ranks import LastWords
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import RankSpec, RankState
+from core.membership import Meeting, RankSpec, RankState
 from core.schema import pack, unpack
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
@@ -46,12 +47,24 @@ class RayRank:
         actor.start.remote()
 
     async def who(self, incarnation: int, epoch: int) -> RankState:
+        return unpack(RankState, await self._told(self._actor.who.remote(incarnation, epoch)))
+
+    async def _told(self, answer: Any) -> Any:
         try:
-            return unpack(RankState, await self._actor.who.remote(incarnation, epoch))
+            return await answer
         except ActorUnavailableError as error:
             raise TimeoutError(str(error)) from error
         except RayError as error:
             raise NodeLost(f"{self.name}: {error}") from error
+
+    async def host(self) -> Meeting:
+        return unpack(Meeting, await self._told(self._actor.host.remote()))
+
+    async def join(self, spec: RankSpec, meeting: Meeting) -> None:
+        await self._told(self._actor.join.remote(pack(spec), pack(meeting)))
+
+    async def leave(self) -> None:
+        await self._told(self._actor.leave.remote())
 
     async def stop(self) -> None:
         await self._actor.stop.remote()
@@ -64,18 +77,17 @@ class RayRank:
 class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
-    async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> list[RayRank]:
-        bundles = [dict(plan.resources)] * plan.num_ranks
-        name = _group_name(plan.name, epoch)
-        group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
-        # Group.ready() would start a worker process of its own just to tell.
-        if not await asyncio.to_thread(group.wait, ROOM_TIMEOUT_S):
-            raise Overloaded(f"{plan.name}: Ray has no room for {bundles}")
+    async def begin(
+        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+    ) -> dict[int, RayRank]:
+        group = await asyncio.to_thread(_room, plan, epoch, room)
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
-        return [
-            _create(spec, plan.resources, group, config.model_dump_json())
-            for spec in plan.specs(epoch, hosts)
-        ]
+        specs = plan.specs(epoch, hosts)
+        told = config.model_dump_json()
+        return {
+            rank: _create(replace(specs[rank], room=room), plan.resources, group, told)
+            for rank in missing
+        }
 
     async def last_words(self, state: RankState) -> LastWords:
         try:
@@ -92,15 +104,31 @@ class RayMachines:
         await asyncio.to_thread(remove_groups, (), f"{gang}.")
 
 
+def _room(plan: GangPlan, epoch: int, room: int) -> Any:
+    """The gang's placement group, taken now for the life that it is named by. Blocks."""
+    name = _group_name(plan.name, room)
+    if room != epoch:
+        try:
+            return get_placement_group(name)
+        except ValueError as error:
+            raise NodeLost(f"{plan.name}: its room is gone") from error
+    bundles = [dict(plan.resources)] * plan.num_ranks
+    group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+    # Group.ready() would start a worker process of its own just to tell.
+    if not group.wait(ROOM_TIMEOUT_S):
+        raise Overloaded(no_room(plan, ray.cluster_resources(), ray.available_resources()))
+    return group
+
+
 def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: str) -> RayRank:
     actor: Any = ray.remote(ACTORS[spec.kind]).options(
-        name=spec.name,
+        name=spec.process,
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, spec.rank),
         **DETACHED,
     )
-    return RayRank(spec.name, actor.remote(pack(spec), config))
+    return RayRank(spec.process, actor.remote(pack(spec), config))
 
 
 def _last_words(log_path: str, box_path: str) -> bytes:
@@ -118,7 +146,7 @@ def _last_words_there(state: RankState) -> LastWords:
     """By a task on the machine of the rank, while its placement group tells which one that was."""
     spec = state.spec
     placed = ray.util.placement_group_table(
-        get_placement_group(_group_name(spec.gang, spec.epoch))
+        get_placement_group(_group_name(spec.gang, spec.room or spec.epoch))
     )["bundles_to_node_id"]
     there = NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
     task: Any = ray.remote(_last_words).options(num_cpus=0, scheduling_strategy=there)
@@ -146,7 +174,7 @@ def find_ranks() -> list[RayRank]:
 def remove_groups(kept: Sequence[RankSpec] = (), prefix: str = "") -> None:
     """Give back the room of every life whose ``gang.epoch`` begins with ``prefix``, but those of
     the ranks that are kept. Blocks."""
-    names = {_group_name(spec.gang, spec.epoch) for spec in kept}
+    names = {_group_name(spec.gang, spec.room or spec.epoch) for spec in kept}
     for group in ray.util.placement_group_table().values():
         if group["name"].startswith(GROUPS + prefix) and group["name"] not in names:
             with suppress(ValueError):  # it is gone already

@@ -51,7 +51,7 @@ class RayMembers:
 
     def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""
-        return RayControl(spec.name, spec.epoch)
+        return RayControl(spec.process, spec.epoch)
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""

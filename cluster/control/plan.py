@@ -19,6 +19,11 @@ class GangPlan:
     num_ranks: int
     resources: Mapping[str, float]
 
+    @property
+    def section(self) -> str:
+        """Of the config, that shapes it."""
+        return PREFILL if self.kind == PREFILL else DECODE
+
     def specs(self, epoch: int, hosts: Sequence[str]) -> list[RankSpec]:
         """Its ranks in a new life; ``hosts`` has the address of each."""
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
@@ -38,6 +43,19 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
         for index in range(section.replicas):
             gangs.append(GangPlan(f"{kind}-{index}", kind, section.dp_size, resources))
     return gangs
+
+
+def no_room(plan: GangPlan, total: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """What is missing for a gang in a Ray of these resources."""
+    wants = [
+        f"{num:g} {name} for each of {plan.num_ranks} ranks, of {total.get(name, 0):g} in this Ray "
+        f"{free.get(name, 0):g} are free"
+        for name, num in plan.resources.items()
+    ]
+    return (
+        f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or ask for less with "
+        f"{plan.section}.dp_size, {plan.section}.replicas or {plan.section}.num_threads"
+    )
 
 
 def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:

@@ -93,7 +93,7 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
     owner, identity = pair.prefill.info.spec, pair.identity
     fingerprint = pair.prefill.info.fingerprint
-    place = owner.name, owner.seat, owner.epoch
+    place = owner.process, owner.seat, owner.epoch
     offer = Offer(PROTOCOL, *place, identity, fingerprint, num_tokens)
     asked = on_decode.Start(identity, request, offer, pair.is_suspect)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)

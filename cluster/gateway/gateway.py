@@ -186,5 +186,5 @@ async def _node_status(handle: Handle) -> NodeStatus:
         return await handle.status()
     except Exception as error:
         spec = handle.info.spec
-        log.warning("%s gives no status: %r", spec.gang, error)
-        return NodeStatus(spec.gang, spec.kind, spec.epoch, alive=False)
+        log.warning("%s gives no status: %r", spec.label, error)
+        return NodeStatus(spec.label, spec.kind, spec.epoch, alive=False)

@@ -13,6 +13,7 @@ from model.batch import DUMMY_PAGE, Batch, physical_slots
 from model.cache import MTP, CacheGroup, Caches
 from model.config import ModelConfig
 from model.deepseek import DecoderLayer, DeepseekV3
+from model.dispatch.base import Dispatch
 from model.drafters.base import UNKNOWN, Drafts, DraftState
 from model.drafters.mtp_rows import PassRows, first_pass, later_pass
 from model.layers import RMSNorm, Rope, linear
@@ -22,8 +23,8 @@ from model.weights import Checkpoint, load_mtp
 class MtpLayer(DecoderLayer):
     """Row i: (embedding of token i+1, main hidden i) -> hidden that predicts token i+2."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, moe=True)
+    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
+        super().__init__(config, dispatch, config.moe_layer(config.num_hidden_layers))
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
@@ -58,7 +59,7 @@ class MtpDrafter:
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
         """With the checkpoint's first MTP layer; see load_weights for what it raises."""
         with torch.device("meta"):
-            layer = MtpLayer(checkpoint.config)
+            layer = MtpLayer(checkpoint.config, network.dispatch)
         load_mtp(layer, checkpoint)
         return cls(network, layer.eval())
 

@@ -27,11 +27,11 @@ NUM_TOLD = 12
 def _poison_steps(launcher: Any) -> None:
     launch = launcher.Launcher.launch
 
-    def poisonable(self: Any, sequences: list[Any], key: Any) -> Any:
-        for one in sequences:
+    def poisonable(self: Any, step: Any) -> Any:
+        for one in step.sequences:
             if one.request.prompt_ids[: len(POISON)] == POISON and one.num_output >= NUM_TOLD:
                 ctypes.string_at(0)
-        return launch(self, sequences, key)
+        return launch(self, step)
 
     launcher.Launcher.launch = poisonable
 
@@ -39,11 +39,11 @@ def _poison_steps(launcher: Any) -> None:
 def _poison_prefill(engine: Any) -> None:
     compute = engine.PrefillEngine._compute
 
-    def poisonable(self: Any, chunks: list[Any], num_rows: int) -> None:
-        for chunk in chunks:
+    def poisonable(self: Any, work: Any) -> Any:
+        for chunk in self._chunks:
             if chunk.sequence.token_ids[: len(PREFILL_POISON)] == PREFILL_POISON:
                 ctypes.string_at(0)
-        compute(self, chunks, num_rows)
+        return compute(self, work)
 
     engine.PrefillEngine._compute = poisonable
 

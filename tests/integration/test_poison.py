@@ -2,18 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from core.config import TINY_MODEL
 from core.errors import NodeLost, Poisonous, StepFailed
 from core.request import Request
-from decode_node.launcher import InFlight, Launcher
-from decode_node.plan import StepKey
-from decode_node.sequence import NUM_STEPS_ALONE, Sequence
-from prefill_node.engine import PrefillEngine
-from prefill_node.scheduler import Chunk
+from decode_node.launcher import InFlight, Launcher, Prepared
+from decode_node.sequence import NUM_STEPS_ALONE
+from prefill_node.engine import First, PrefillEngine, Work
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
@@ -31,12 +29,12 @@ def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list
     """A step with a poison request in it raises; every such step's request ids."""
     launch, seen = Launcher.launch, list[list[str]]()
 
-    def poisonable(self: Launcher, sequences: list[Sequence], key: StepKey) -> InFlight:
-        names = [one.identity.request_id for one in sequences]
+    def poisonable(self: Launcher, step: Prepared) -> InFlight:
+        names = [one.identity.request_id for one in step.sequences]
         if any(map(poisoned, names)):
             seen.append(names)
             raise error
-        return launch(self, sequences, key)
+        return launch(self, step)
 
     monkeypatch.setattr(Launcher, "launch", poisonable)
     return seen
@@ -45,12 +43,12 @@ def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list
 def break_prefill(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
     compute, seen = PrefillEngine._compute, list[list[str]]()
 
-    def poisonable(self: PrefillEngine, chunks: list[Chunk], num_rows: int) -> None:
-        names = [chunk.sequence.identity.request_id for chunk in chunks]
+    def poisonable(self: PrefillEngine, work: Work) -> Iterator[First]:
+        names = [chunk.sequence.identity.request_id for chunk in self._chunks]
         if any(map(poisoned, names)):
             seen.append(names)
             raise error
-        compute(self, chunks, num_rows)
+        return compute(self, work)
 
     monkeypatch.setattr(PrefillEngine, "_compute", poisonable)
     return seen
@@ -100,12 +98,12 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
     """Those that were in it go on alone for a few steps, then together again."""
     launch, failed_at, widths = Launcher.launch, list[int](), list[int]()
 
-    def flaky(self: Launcher, sequences: list[Sequence], key: StepKey) -> InFlight:
-        widths.append(len(sequences))
-        if len(sequences) == 6 and not failed_at:
+    def flaky(self: Launcher, step: Prepared) -> InFlight:
+        widths.append(len(step.sequences))
+        if len(step.sequences) == 6 and not failed_at:
             failed_at.append(len(widths))
             raise MemoryError("no room for logits")
-        return launch(self, sequences, key)
+        return launch(self, step)
 
     monkeypatch.setattr(Launcher, "launch", flaky)
     async with rig(TINY_MODEL, *SETS) as cluster:

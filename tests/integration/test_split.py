@@ -203,7 +203,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go() -> None:
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4))]
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         first = cluster.decodes[0]
-        second = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
+        [second] = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
         async with asyncio.timeout(30):
             while len(cluster.gateway.fleet.usable()) < 2:
                 await asyncio.sleep(0.01)

@@ -58,8 +58,8 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
         ("decode.max_rows", "write it as key=value"),
         (".a=1", "write it as key=value"),
         ("decode.max_rows=[", "the value is not YAML"),
-        ("decode.dp_size=2", "decode.dp_size=2 is not implemented yet; set it to 1"),
-        ("prefill.dp_size=4", "prefill.dp_size=4 is not implemented yet; set it to 1"),
+        ("decode.dp_size=0", "decode.dp_size=0"),
+        ("prefill.num_redundant_experts=4", "needs several ranks, got prefill.dp_size=1; set it"),
         ("server.address=here", "server.address='here': write HOST:PORT"),
         ("server.address=h:65536", "write HOST:PORT"),
         ("kv_transfer.backend=nccl", "kv_transfer.backend='nccl' needs prefill.device"),
@@ -98,6 +98,11 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
     with pytest.raises(ValueError, match="c.yaml") as error:
         load(file)
     assert message in str(error.value)
+
+
+def test_a_colocated_node_is_one_rank() -> None:
+    with pytest.raises(ValueError, match=r"mode='colocated' has one rank per node.*dp_size=2; set"):
+        load(None, ["mode=colocated", "decode.dp_size=2"])
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

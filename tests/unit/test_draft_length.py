@@ -11,8 +11,9 @@ import torch
 from decode_node.buckets import Buckets
 from decode_node.draft_length import most_wanted, no_costs, recorded
 from decode_node.plan import Proposal, Report, StepKey, report_of
-from decode_node.planner import LocalPlanner
+from decode_node.planner import StepPlanner
 from model.drafters.base import Drafts, DraftState
+from runtime.lockstep import LocalPlanner
 from tests import tiny
 from tests.engines import Bench, IdleFirst, greedy, load
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
@@ -21,7 +22,7 @@ BUCKETS = Buckets(tuple(range(1, 65)))
 
 
 def local_planner() -> LocalPlanner:
-    return LocalPlanner(1, BUCKETS, 3, "by_load")
+    return LocalPlanner(StepPlanner(BUCKETS, 3, "by_load"))
 
 
 class Server:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cluster.control import gang as gang_module
-from cluster.control.gang import GangKeeper, LastWords, RankHandle
+from cluster.control.gang import GangKeeper
 from cluster.control.plan import GangPlan, plan_gangs
+from cluster.control.ranks import LastWords, RankHandle
 from core.config import TandemConfig, load
 from core.errors import NodeLost, Overloaded, StepFailed
 from core.identity import Identity
@@ -81,13 +82,16 @@ class FakeMachines:
         self.seen = self.seen[0], self.seen[1] + 1
         return self.seen[1]
 
-    async def begin(self, plan: GangPlan, epoch: int, config: TandemConfig) -> Sequence[RankHandle]:
+    async def begin(
+        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+    ) -> dict[int, RankHandle]:
         if self.refusal is not None:
             raise self.refusal
+        assert room == epoch and missing == [0]
         [spec] = plan.specs(epoch, ["127.0.0.1"])
         self.lives[epoch] = rank = FakeRank(spec, self.log_path)
         self._on_begin(rank)
-        return [rank]
+        return {0: rank}
 
     async def last_words(self, state: RankState) -> LastWords:
         assert self.lives[state.spec.epoch].is_killed, "it may still write"
@@ -301,7 +305,7 @@ async def test_an_adopted_life_goes_on_and_a_frozen_rank_stops_in_time() -> None
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
     rank = FakeRank(plan.specs(55, ["127.0.0.1"])[0])
     rank.become()
-    keeper.start([rank], 55)
+    keeper.start([rank], rank.state.spec)
     await until(lambda: keeper.gang.state == READY)
     assert keeper.gang.epoch == 55 and not machines.lives
     rank.is_frozen = True

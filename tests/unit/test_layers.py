@@ -67,7 +67,8 @@ def test_ray_and_grpc_stay_in_their_rooms() -> None:
 
 
 def test_torch_distributed_only_where_a_group_is_owned() -> None:
-    owners = {f"kv_transfer/{name}.py" for name in ("channel", "gloo", "nccl")} | {"core/gang.py"}
+    owners = {f"kv_transfer/{name}.py" for name in ("channel", "gloo", "nccl")}
+    owners |= {f"runtime/gang/{name}.py" for name in ("collectives", "hub", "join")}
     for path in files(*OURS):
         if any(name.startswith("torch.distributed") for name in imports(path)):
             assert str(path.relative_to(ROOT)) in owners, path

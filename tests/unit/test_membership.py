@@ -10,7 +10,7 @@ from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
 from core.info import ModelInfo
-from core.membership import FrameAddress, Gang, Membership, NodeInfo, RankSpec, RankState
+from core.membership import FrameAddress, Gang, Meeting, Membership, NodeInfo, RankSpec, RankState
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
 from runtime.shell import RankShell
@@ -80,11 +80,13 @@ class FakeShell(RankShell):
 
     made: Any = None
 
-    async def build(self, spec: RankSpec, config: TandemConfig) -> Any:
+    async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         self._on_loaded(0.25)
         await asyncio.sleep(0.01)
         if isinstance(self.made, Exception):
             raise self.made
+
+    async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Any:
         return self.made
 
 

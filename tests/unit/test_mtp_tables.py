@@ -23,6 +23,7 @@ from decode_node.step import decode_step, verify_slots
 from kv_transfer.pages import PagePool
 from model.batch import Batch
 from model.cache import MAIN, MTP
+from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import first_pass, later_pass
 from prefill_node.engine import PrefillEngine, Progress
@@ -203,7 +204,10 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     network = Recorder([], case["target"]["output_token"])
     progress: list[Progress] = []
     loaded = SimpleNamespace(
-        network=network, drafter=MtpDrafter(network, network), device=torch.device("cpu")
+        network=network,
+        drafter=MtpDrafter(network, network),
+        dispatch=Local(1),
+        device=torch.device("cpu"),
     )
     pool = PagePool(9, PAGE_SIZE)
     config = TandemConfig(prefill=PrefillConfig(max_batch_tokens=max_batch_tokens))

@@ -11,8 +11,8 @@ from model.batch import Segment, pack
 from model.cache import MAIN, MTP, Caches
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
-from prefill_node.planner import LocalPlanner
-from runtime.lockstep import Plan
+from prefill_node.planner import fullest
+from runtime.lockstep import LocalPlanner, Plan
 from tests import tiny
 from tests.engines import POISON, Bench, greedy, load
 
@@ -151,16 +151,17 @@ def test_a_step_is_one_forward_and_one_head_over_real_tokens(loaded: LoadedModel
         torch.testing.assert_close(progress.hidden_D, alone.progress[-1].hidden_D)
 
 
-class Fuller:
+class Fuller(LocalPlanner[int, int]):
     """The planner of a gang whose other rank always has more tokens."""
 
     def __init__(self, num_more: int) -> None:
+        super().__init__(fullest)
         self.proposals: list[int] = []
         self._num_more = num_more
 
     def plan(self, proposal: int) -> Plan[int]:
         self.proposals.append(proposal)
-        return Plan(1, len(self.proposals), proposal + self._num_more)
+        return Plan(len(self.proposals), proposal + self._num_more)
 
 
 def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedModel) -> None:
@@ -180,7 +181,6 @@ def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedM
 
 
 def test_the_fullest_rank_decides_and_without_work_there_is_no_step() -> None:
-    planner = LocalPlanner(4)
-    assert planner.decide([3, 0, 7]) == 7
-    assert planner.decide([0, 0]) is None
-    assert planner.plan(2) == Plan(4, 1, 2)
+    assert fullest([3, 0, 7]) == 7
+    assert fullest([0, 0]) is None
+    assert LocalPlanner(fullest).plan(2) == Plan(1, 2)

@@ -10,14 +10,14 @@ from torch import Tensor
 from core.request import Request
 from decode_node.buckets import Buckets
 from decode_node.plan import Proposal, StepKey
-from decode_node.planner import LocalPlanner
+from decode_node.planner import StepPlanner
 from model.batch import Batch
 from model.cache import Caches
 from model.drafters.base import Drafts, DraftState
 from model.drafters.mtp import MtpDrafter
 from model.loaded import LoadedModel
 from model.tensors import each, select
-from runtime.lockstep import Plan
+from runtime.lockstep import LocalPlanner, Plan
 from tests import tiny
 from tests.engines import Bench, greedy, load
 from tests.unit.test_drafts import Spy
@@ -34,16 +34,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(folder)
 
 
-class BusyGang:
+class BusyGang(LocalPlanner):
     """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
-        self.is_busy = is_busy
-        self._local = LocalPlanner(1, BUCKETS, NUM_DRAFTS, "fixed")
+        super().__init__(StepPlanner(BUCKETS, NUM_DRAFTS, "fixed"))
+        self.is_asked = is_busy
 
     def plan(self, proposal: Proposal) -> Plan:
-        plan = self._local.plan(proposal)
-        return replace(plan, key=KEY) if plan.key is None and self.is_busy else plan
+        plan = super().plan(proposal)
+        return replace(plan, key=KEY) if plan.key is None and self.is_asked else plan
 
 
 class Witness(Spy):
@@ -130,10 +130,10 @@ def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
     gang = BusyGang()
     bench = bench_of(loaded, loop=loop, planner=gang)
     for _ in range(2):
-        gang.is_busy = True
+        gang.is_asked = True
         for _ in range(7):
             bench.decode.step()
-        gang.is_busy = False
+        gang.is_asked = False
         assert bench.generate(*requests()) == alone
     bench.check_empty()
 
@@ -175,7 +175,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
                 assert bench.drop("r1")
             return plan
 
-    planner = Cut(1, Buckets((1, 2, 3, 4)), NUM_DRAFTS, "fixed")
+    planner = Cut(StepPlanner(Buckets((1, 2, 3, 4)), NUM_DRAFTS, "fixed"))
     bench = bench_of(loaded, loop=loop, planner=planner)
     answers = bench.generate(*requests())
     assert answers[0] == alone[0] and answers[2] == alone[2]

@@ -5,7 +5,8 @@ import pytest
 from decode_node.buckets import Buckets
 from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
 from decode_node.plan import Proposal, Report, StepKey, propose
-from decode_node.planner import LocalPlanner, plan_step
+from decode_node.planner import StepPlanner, plan_step
+from runtime.lockstep import LocalPlanner
 
 BUCKETS = Buckets((1, 2, 4, 8))
 IDLE = propose([], 3, None)
@@ -65,7 +66,7 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
 
 
 def test_steps_of_a_life_are_numbered() -> None:
-    planner = LocalPlanner(7, BUCKETS, 3, "fixed")
+    planner = LocalPlanner(StepPlanner(BUCKETS, 3, "fixed"))
     plans = [planner.plan(proposal) for proposal in (rows(1), IDLE, rows(1))]
-    assert [(plan.epoch, plan.step) for plan in plans] == [(7, 1), (7, 2), (7, 3)]
+    assert [plan.step for plan in plans] == [1, 2, 3]
     assert plans[1].key is None and plans[0].key == plans[2].key

@@ -14,6 +14,7 @@ from core.info import DECODE
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
+from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.loaded import load_model, load_network
 from model.weights import Checkpoint
@@ -34,7 +35,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def network(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3:
     with CheckpointFiles(folder) as files:
         config, device = ModelConfig.from_dir(folder), torch.device("cpu")
-        return load_network(Checkpoint(files, config, dtype, device))
+        dispatch = Local(config.n_routed_experts)
+        return load_network(Checkpoint(files, config, dtype, device), dispatch)
 
 
 def mtp_layer(folder: Path) -> MtpLayer:

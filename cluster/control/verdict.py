@@ -1,0 +1,59 @@
+"""Who or what ended a gang's life: pure decisions over what its ranks said and left."""
+
+from collections.abc import Sequence
+
+from cluster.control.ranks import LastWords
+from core.errors import NodeLost, ProgramFailed, StepFailed
+from core.membership import InStep, RankState
+from core.schema import error_of
+
+FATAL = "Fatal Python error"
+"""How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
+
+
+class LifeOver(Exception):
+    """A life of a gang is over, because of ``cause``; the processes of ``lost`` go with it."""
+
+    def __init__(self, cause: Exception, *lost: int) -> None:
+        super().__init__(str(cause))
+        self.cause, self.lost = cause, frozenset(lost)
+
+
+def check(states: Sequence[RankState]) -> None:
+    """Raises LifeOver if by what all ranks of a gang say it cannot go on."""
+    for state in states:
+        if state.failure is not None:
+            raise LifeOver(error_of(state.failure), state.spec.rank)
+    ends = [state.ended for state in states if state.ended is not None]
+    if ends:
+        # Those who only saw it end know less than who made it end.
+        raise LifeOver(error_of(min(ends, key=lambda one: one.kind != ProgramFailed.__name__)))
+    stuck = [state.pace for state in states if state.pace is not None and state.pace.is_stuck]
+    if stuck:
+        late = laggard(states)
+        text = f"{late.spec.name}: its engine is {stuck[0]}"
+        if len(states) > 1 and late.pace is not None:
+            text = f"{late.spec.name} holds up its gang at {late.pace.place}: {stuck[0]}"
+        raise LifeOver(NodeLost(text), late.spec.rank)
+
+
+def laggard(states: Sequence[RankState]) -> RankState:
+    """Whom the others wait for, where some rank is stuck: of those least far in lockstep one that
+    is stuck itself, or else one that does not even try."""
+    known = [(state.pace, state) for state in states if state.pace is not None]
+    return min(known, key=lambda one: (one[0].place, not one[0].is_stuck))[1]
+
+
+def has_failed(state: RankState) -> bool:
+    """Whether its own part of a step is what ended the epoch."""
+    return state.ended is not None and state.ended.kind == ProgramFailed.__name__
+
+
+def cause(error: Exception, words: Sequence[LastWords]) -> InStep | None:
+    """Who was in the step that ended a life; None if it was no step that did. A killed process, a
+    lost machine and silence never count (design.md, Poison)."""
+    is_step = isinstance(error, StepFailed | ProgramFailed)
+    for said in words:
+        if said.in_step is not None and (is_step or FATAL in said.log):
+            return said.in_step
+    return None

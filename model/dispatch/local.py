@@ -1,0 +1,29 @@
+"""Every expert is here."""
+
+import torch
+from torch import Tensor
+
+from model.dispatch.base import Collectives
+from model.experts import Experts
+
+
+class Local:
+    """Padding is computed like everything else: it costs less than to leave it out."""
+
+    pads = True
+
+    def __init__(self, num_experts: int) -> None:
+        self._held = tuple(range(num_experts))
+
+    def held(self, layer: int) -> tuple[int, ...]:
+        return self._held
+
+    def join(self, group: Collectives | None) -> None:
+        assert group is None, "there is nobody to join"
+
+    def run(
+        self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
+    ) -> Tensor:
+        num_pairs, num_per_token = ids_TK.numel(), ids_TK.shape[1]
+        tokens_P = torch.arange(num_pairs, device=x_TD.device) // num_per_token
+        return experts(x_TD, tokens_P, ids_TK.flatten()).view(*ids_TK.shape, x_TD.shape[1])

@@ -1,0 +1,112 @@
+"""The collectives of a gang's life over torch.distributed, and which of them a rank is in.
+
+The group is constructed directly, on a store of this epoch; no default group exists. Any error is
+the end of the epoch.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.errors import EpochEnded
+from core.pace import Place
+from kv_transfer.nccl import prepare
+
+CONNECT_S = 30.0
+
+
+class Collectives:
+    """Used by the engine thread; ``abort`` and ``place`` by any. ``close`` frees the peers that
+    wait for this rank: closed connections are seen at once, a missing rank by a deadline."""
+
+    def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._group = group
+        self._options = dist.AllToAllOptions()
+        self.begin(0, CONNECT_S)
+
+    def begin(self, step: int, timeout_s: float) -> None:
+        """A step begins, whose collectives are counted from 1 on; on a CPU each waits so long."""
+        self.place = Place(step)
+        self._options.timeout = timedelta(seconds=timeout_s)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring: with each rank waiting for its
+        neighbour alone, and on two cores twice as slow."""
+        if x.device.type == "cpu":
+            return self._all_to_all("all_gather", x.expand(self.num_ranks, *x.shape))
+        out = x.new_empty(self.num_ranks, *x.shape)
+        self._call("all_gather", lambda group: group._allgather_base(out, x))
+        return out
+
+    def all_to_all(
+        self, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
+    ) -> Tensor:
+        return self._all_to_all("all_to_all", x, num_sent, num_received)
+
+    def _all_to_all(
+        self, what: str, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
+    ) -> Tensor:
+        num_rows = sum(num_received) if num_received else len(x)
+        x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
+        given = out, x, [*num_received], [*num_sent], self._options
+        self._call(what, lambda group: group.alltoall_base(*given))
+        return out
+
+    def abort(self) -> None:
+        """What runs on a GPU ends; gloo's waits end when the first peer closes."""
+        group = self._group
+        if group is not None and group.name() == "nccl":
+            group.abort()
+
+    def close(self) -> None:
+        """On the thread that calls collectives, or when it has ended."""
+        self.abort()
+        self._group = None
+
+    def _call(self, what: str, start: Callable[[Any], Any]) -> None:
+        """On a GPU the stream waits, not the host."""
+        self.place = Place(self.place.step, self.place.number + 1, what)
+        if self._group is None:
+            raise EpochEnded(f"rank {self.rank}, {self.place}: the group is closed")
+        try:
+            start(self._group).wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise EpochEnded(f"rank {self.rank}, {self.place}: {reason}") from error
+
+
+def connect(
+    store: dist.Store, rank: int, num_ranks: int, device: torch.device, host: str
+) -> Collectives:
+    """Meet the other ranks in ``store``, which belongs to one epoch. Blocks for CONNECT_S at most.
+
+    Raises EpochEnded when they do not come.
+    """
+    make = _gloo if device.type == "cpu" else _nccl
+    try:
+        group = make(store, rank, num_ranks, host)
+        collectives = Collectives(group, rank, num_ranks)
+        collectives.all_to_all(torch.zeros(num_ranks, device=device))
+    except (RuntimeError, OSError) as error:
+        raise EpochEnded(f"rank {rank}: the gang does not come together: {error}") from None
+    return collectives
+
+
+def _gloo(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=CONNECT_S)
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+def _nccl(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:
+    prepare(host)
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)

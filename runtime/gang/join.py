@@ -1,0 +1,34 @@
+"""How a rank enters a life of its gang."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from core.membership import Meeting, RankSpec
+from runtime.gang.collectives import CONNECT_S, connect
+from runtime.gang.hub import Hub
+from runtime.gang.member import Member
+from runtime.watch import Watch
+
+DATA_FACTOR = 3
+"""A rank waits this many times the watchdog's bound for the others: who is late is ended before."""
+
+
+def join(
+    spec: RankSpec, meeting: Meeting, hub: Hub | None, device: torch.device, watch: Watch
+) -> Member:
+    """Meet the other ranks; ``hub`` is rank 0's, ``watch`` that of this rank's engine thread.
+    Blocks for as long as they take to come, at most twice CONNECT_S. Raises EpochEnded when they
+    do not."""
+    if hub is not None:
+        store: dist.Store = hub.store
+    else:
+        timeout = timedelta(seconds=CONNECT_S)
+        store = dist.TCPStore(
+            meeting.host, meeting.store_port, None, False, timeout, wait_for_workers=False
+        )
+    ranks = spec.rank, spec.num_ranks
+    collectives = connect(store, *ranks, device, spec.host)
+    watch.place = lambda: collectives.place
+    return Member(spec, meeting, collectives, hub, lambda: DATA_FACTOR * watch.bound_s)

@@ -1,0 +1,149 @@
+"""A rank's end of its gang: proposes, is told the plan, learns of the end of the epoch."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from core.errors import EpochEnded, ProgramFailed
+from core.membership import Meeting, RankSpec
+from core.schema import pack, unpack
+from runtime.gang.collectives import CONNECT_S, Collectives
+from runtime.gang.hub import HELLO, Hub, shut
+from runtime.gang.messages import Inbox, Proposed, Told, send
+from runtime.lockstep import Decide, Key, Plan, Proposal
+
+log = logging.getLogger(__name__)
+_RECEIVE_BYTES = 1 << 16
+
+
+class Member:
+    """The lockstep of one rank in one epoch: a Planner whose plans come from rank 0.
+
+    ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
+    Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
+    rank sees as the end of the epoch. ``timeout_s`` tells how long to
+    wait for the others in the next step.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        meeting: Meeting,
+        collectives: Collectives,
+        hub: Hub | None,
+        timeout_s: Callable[[], float],
+    ) -> None:
+        self.collectives = collectives
+        self._name = spec.name
+        self._hub = hub
+        self._timeout_s = timeout_s
+        self._connection = _connect(meeting, spec.rank)
+        self._key: Any = None
+        self._on_asked: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._next = 1
+        self._asked = 0
+        self._told: dict[int, Told] = {}
+        self._lost = ""
+        self._reader = threading.Thread(target=self._read, name="lockstep", daemon=True)
+
+    def planner(
+        self,
+        decide: Decide[Proposal, Key],
+        schema: tuple[type[Proposal], type[Key]],
+        on_asked: Callable[[], None],
+    ) -> "Member":
+        """Begin; see Lockstep."""
+        self._on_asked, self._key = on_asked, schema[1]
+        if self._hub is not None:
+            self._hub.run(decide, schema[0])
+        self._reader.start()
+        return self
+
+    @property
+    def is_asked(self) -> bool:
+        """A step is wanted by others, or the epoch is over, which the next plan tells."""
+        return self._asked >= self._next or bool(self._lost)
+
+    def plan(self, proposal: Any) -> Plan[Any]:
+        """Raises EpochEnded when it is over, or when no plan comes."""
+        step = self._next
+        timeout_s = self._timeout_s()
+        self.collectives.begin(step, timeout_s)
+        self._send(Proposed(step, pack(proposal)))
+        with self._changed:
+            is_told = self._changed.wait_for(lambda: step in self._told or self._lost, timeout_s)
+            if step not in self._told:
+                late = f"no plan within {timeout_s:g} s"
+                raise EpochEnded(f"{self._name}, step {step}: {self._lost if is_told else late}")
+            key = self._told.pop(step).key
+        self._next = step + 1
+        return Plan(step, None if key is None else unpack(self._key, key))
+
+    @contextmanager
+    def program(self) -> Iterator[None]:
+        """What all ranks compute together: an error in it ends the epoch."""
+        try:
+            yield
+        except EpochEnded:
+            raise
+        except Exception as error:
+            raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
+
+    def close(self) -> None:
+        """On the engine thread, or when it has ended."""
+        shut(self._connection)
+        if self._reader.ident is None:
+            self._connection.close()
+        if self._hub is not None:
+            self._hub.close()
+        self.collectives.close()
+
+    def _send(self, message: Proposed) -> None:
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
+
+    def _read(self) -> None:
+        inbox = Inbox(Told)
+        try:
+            while data := self._connection.recv(_RECEIVE_BYTES):
+                for told in inbox.feed(data):
+                    self._take(told)
+            self._lose("the planner ended the epoch")
+        except (OSError, ValueError) as error:
+            self._lose(f"the planner has gone: {error}")
+        finally:
+            self._connection.close()
+
+    def _take(self, told: Told) -> None:
+        with self._changed:
+            if told.is_asked:
+                self._asked = told.step
+            else:
+                self._told[told.step] = told
+            self._changed.notify_all()
+        if told.is_asked:
+            self._on_asked()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+        self.collectives.abort()
+        self._on_asked()
+
+
+def _connect(meeting: Meeting, rank: int) -> socket.socket:
+    try:
+        connection = socket.create_connection((meeting.host, meeting.port), CONNECT_S)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(meeting.token + HELLO.pack(rank))
+    except OSError as error:
+        raise EpochEnded(f"rank {rank} cannot reach the planner: {error}") from error
+    return connection

@@ -1,0 +1,117 @@
+"""Gangs of every size hand over to gangs of every size, and no token depends on it.
+
+The whole matrix: ``pytest -m "slow or not slow" tests/integration/test_gang_matrix.py``.
+"""
+
+import asyncio
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak.check import score_ties
+from core.config import TINY_MODEL
+from core.request import Request
+from tests import tiny
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.gates import until
+from tests.rig import Rig, rig
+
+SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")
+SIZES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
+IN_MAKE_TEST = {(2, 2), (1, 4), (4, 1)}
+NUM_REQUESTS = 18
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gangs")
+    tiny.write_tiny(made, seed=17, vocab_size=2048, eos_token_id=2047)
+    shutil.copy(TINY_MODEL / "tokenizer.json", made)
+    return made
+
+
+def requests(num: int, seed: int) -> list[Request]:
+    """Greedy ones of 0 to 3 drafts; every third is sampled."""
+    choose = random.Random(seed)
+    made = []
+    for i in range(num):
+        prompt = [choose.randrange(2, 2000) for _ in range(choose.randrange(3, 60))]
+        asked = greedy(f"r{seed}-{i}", prompt, choose.randrange(4, 30), max_drafts=i % 4)
+        if i % 3 == 2:
+            sampling = replace(asked.sampling, temperature=0.8, top_p=0.9, seed=seed + i)
+            asked = replace(asked, sampling=sampling)
+        made.append(asked)
+    return made
+
+
+def check(folder: Path, request: Request, token_ids: list[int]) -> list[str]:
+    """Near ties; asserts on what differs from the reference otherwise."""
+    if request.sampling.temperature > 0:
+        return score_ties(request, token_ids, frozenset(), folder)
+    return near_ties(folder, list(request.prompt_ids), token_ids)
+
+
+async def serve_and_check(cluster: Rig, folder: Path) -> None:
+    """One request alone, so that in the first steps one rank is busy and all others are idle; then
+    one after the other joins those that run, so that ranks are busy, idle and changing."""
+    engine = cluster.decodes[0].engine
+    [first, *others] = requests(NUM_REQUESTS, seed=len(cluster.decodes))
+    answers = [(first, await cluster.complete(first))]
+
+    async def later(i: int, request: Request) -> None:
+        begin = 3 * i
+        await until(lambda: engine.num_steps - before >= begin or not cluster.gateway._running)
+        answers.append((request, await cluster.complete(request)))
+
+    before = engine.num_steps
+    await asyncio.gather(*(later(i, request) for i, request in enumerate(others)))
+    ties = [tie for request, (ids, _, _) in answers for tie in check(folder, request, ids)]
+    assert len(ties) <= 1, ties
+    for gang in (cluster.prefills, cluster.decodes):
+        assert len({rank.loop.watch.place().step for rank in gang}) == 1, "all are in step"
+        assert all(rank.loop.failure is None for rank in gang)
+    served = [rank.spec.rank for rank in cluster.decodes if rank.engine.step_s > 0]
+    assert len(served) == len(cluster.decodes)
+    await cluster.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(*sizes, marks=() if sizes in IN_MAKE_TEST else pytest.mark.slow)
+        for sizes in SIZES
+    ],
+)
+async def test_all_sizes_with_three_drafts(prefill: int, decode: int, folder: Path) -> None:
+    sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
+    async with rig(folder, *SETS, *sizes) as cluster:
+        await serve_and_check(cluster, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 1, 2])
+async def test_fewer_drafts(num_drafts: int, folder: Path) -> None:
+    sizes = "prefill.dp_size=2", "decode.dp_size=4", f"speculation.num_tokens={num_drafts}"
+    async with rig(folder, *SETS, *sizes) as cluster:
+        await serve_and_check(cluster, folder)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("speculation.first_step=zero_hidden",), id="zero_hidden"),
+        pytest.param(("prefill.dispatch=gathered", "decode.dispatch=exchanged"), id="dispatch"),
+        pytest.param(
+            ("prefill.num_redundant_experts=4", "decode.num_redundant_experts=2"), id="replicas"
+        ),
+        pytest.param(("decode.loop=overlapped",), id="overlapped"),
+    ],
+)
+async def test_other_ways(more: tuple[str, ...], folder: Path) -> None:
+    sizes = "prefill.dp_size=2", "decode.dp_size=2"
+    async with rig(folder, *SETS, *sizes, *more) as cluster:
+        await serve_and_check(cluster, folder)

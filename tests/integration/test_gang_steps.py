@@ -1,0 +1,217 @@
+"""What befalls one rank of a gang in a step is no business of the others, or ends the epoch."""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.config import TINY_MODEL
+from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
+from core.request import Request
+from decode_node.node import DecodeNode
+from tests import tiny
+from tests.engines import greedy
+from tests.exact import near_ties
+from tests.gates import until
+from tests.integration.test_preemption import watch
+from tests.rig import Rig, rig
+
+SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.patience_s=0.2")
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gang-steps")
+    tiny.write_tiny(made, seed=19, vocab_size=2048, eos_token_id=2047)
+    shutil.copy(TINY_MODEL / "tokenizer.json", made)
+    return made
+
+
+def requests(num: int, num_tokens: int = NUM_TOKENS) -> list[Request]:
+    return [
+        greedy(f"r{i}", list(range(9 * i + 2, 9 * i + 16)), num_tokens, ignore_eos=True)
+        for i in range(num)
+    ]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    cluster: Rig, asked: list[Request]
+) -> AsyncIterator[list["asyncio.Task[list[int]]"]]:
+    """All of them decode, spread over both ranks."""
+
+    async def ids(request: Request) -> list[int]:
+        return (await cluster.complete(request))[0]
+
+    tasks = [asyncio.create_task(ids(request)) for request in asked]
+    try:
+        await until(lambda: sum(map(num_active, cluster.decodes)) == len(asked))
+        assert all(map(num_active, cluster.decodes)), "both ranks are busy"
+        yield tasks
+    finally:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def num_active(rank: DecodeNode) -> int:
+    return sum(one.active for one in list(rank.engine.scheduler.sequences.values()))
+
+
+def names(rank: DecodeNode) -> set[str]:
+    return {identity.request_id for identity in list(rank.engine.scheduler.sequences)}
+
+
+def fail_once(owner: object, method: str, error: Exception) -> Callable[[], bool]:
+    """The next call of that method raises; whether it has."""
+    inner, failed = getattr(owner, method), [False]
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if not failed[0]:
+            failed[0] = True
+            raise error
+        return inner(*args, **more)
+
+    setattr(owner, method, failing)
+    return lambda: failed[0]
+
+
+class Through:
+    """A launcher whose methods can be replaced."""
+
+    def __init__(self, inner: Any) -> None:
+        self.prepare, self.launch = inner.prepare, inner.launch
+
+
+def is_exact(folder: Path, request: Request, ids: list[int]) -> bool:
+    return len(ids) == NUM_TOKENS and not near_ties(folder, list(request.prompt_ids), ids)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
+    where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs the agreed step as a dummy, or has run it; its rows go on alone for a while."""
+    async with rig(folder, *SETS) as cluster:
+        asked = requests(4)
+        rank = cluster.decodes[1]
+        async with running(cluster, asked) as tasks:
+            error = RuntimeError("cosmic ray")
+            if where == "before":
+                rank.engine._launcher = launcher = Through(rank.engine._launcher)  # type: ignore
+                failed = fail_once(launcher, "prepare", error)
+            else:
+                failed = fail_once(rank.engine, "_emit", error)
+            await until(failed)
+            for request, task in zip(asked, tasks, strict=True):
+                assert is_exact(folder, request, await task)
+        assert all(one.loop.failure is None for one in cluster.decodes)
+        assert len({one.loop.watch.place().step for one in cluster.decodes}) == 1
+        await cluster.check_empty()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+async def test_an_exception_inside_the_program_ends_the_epoch_and_names_who(
+    culprit: int, folder: Path
+) -> None:
+    async with rig(folder, *SETS) as cluster:
+        async with running(cluster, requests(4, 200)) as tasks:
+            rank = cluster.decodes[culprit]
+            rank.engine._launcher = launcher = Through(rank.engine._launcher)  # type: ignore
+            fail_once(launcher, "launch", RuntimeError("cosmic ray"))
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, NodeLost) for error in ended), ended
+        errors = [one.loop.failure for one in cluster.decodes]
+        assert isinstance(errors[culprit], ProgramFailed)
+        assert type(errors[1 - culprit]) is EpochEnded
+        assert all(rank.loop.failure is None for rank in cluster.prefills)
+
+
+async def test_prefill_before_the_program_and_inside_it(folder: Path) -> None:
+    async with rig(folder, *SETS) as cluster:
+        rank = cluster.prefills[1]
+        failed = fail_once(rank.engine, "_work", RuntimeError("cosmic ray"))
+        asked = requests(4)
+        answers = await asyncio.gather(*map(cluster.complete, asked))
+        assert failed() and all(map(is_exact, [folder] * 4, asked, (a[0] for a in answers)))
+        assert all(one.loop.failure is None for one in cluster.prefills)
+        await cluster.check_empty()
+        failed = fail_once(rank.engine, "_compute", RuntimeError("cosmic ray"))
+        ended = await asyncio.gather(*map(cluster.complete, asked), return_exceptions=True)
+        assert failed() and any(isinstance(error, NodeLost) for error in ended), ended
+        assert isinstance(rank.loop.failure, ProgramFailed)
+        assert type(cluster.prefills[0].loop.failure) is EpochEnded
+
+
+async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(folder: Path) -> None:
+    """Into one rank, while both decode."""
+    async with rig(folder, *SETS) as cluster:
+        asked = requests(6)
+        async with running(cluster, asked[:4]) as tasks:
+            rank = min(cluster.decodes, key=num_active)
+            failed = fail_once(rank.intake, "pull", HandoverError("the wire broke"))
+            late = await asyncio.gather(*map(cluster.complete, asked[4:]))
+            for request, task in zip(asked, tasks, strict=False):
+                assert is_exact(folder, request, await task)
+        assert failed()
+        assert all(is_exact(folder, r, ids) for r, (ids, _, _) in zip(asked[4:], late, strict=True))
+        await cluster.check_empty()
+
+
+async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(folder: Path) -> None:
+    """One rank holds long texts and runs out of pages, the other one has short ones."""
+    sets = (*SETS, "kv.num_pages=28", "decode.max_rows=6")
+    async with rig(folder, *sets) as cluster:
+        preempted = watch(cluster)
+        asked = requests(8, 90) + [greedy(f"s{i}", [5, 6, 7 + i], 9) for i in range(8)]
+        tasks = [asyncio.create_task(cluster.complete(request)) for request in asked]
+        await until(lambda: preempted)
+        gone = next(iter(names(cluster.decodes[1])))
+        assert await cluster.gateway.abort(gone)
+        for request, task in zip(asked, tasks, strict=True):
+            ids, _, finished = await task
+            if request.request_id == gone:
+                assert finished.finish_reason == "abort"
+            else:
+                assert len(ids) == request.sampling.max_tokens
+            if ids:
+                assert not near_ties(folder, list(request.prompt_ids), ids)
+        await cluster.check_empty()
+
+
+async def test_a_gateway_that_leaves_in_the_middle_of_a_step_leaves_nothing(folder: Path) -> None:
+    async with rig(folder, *SETS) as cluster:
+        async with running(cluster, requests(4, 200)) as tasks:
+            for task in tasks:
+                task.cancel()
+        await cluster.check_empty()
+        [answer] = await asyncio.gather(cluster.complete(requests(1)[0]))
+        assert is_exact(folder, requests(1)[0], answer[0])
+
+
+async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(folder: Path) -> None:
+    """It fails beside the program each time: nobody of the other rank is ever suspected."""
+    async with rig(folder, *SETS) as cluster:
+        asked = requests(4)
+        async with running(cluster, asked) as tasks:
+            rank = cluster.decodes[1]
+            poison = next(iter(names(rank)))
+
+            def poisonable(emit: Callable[..., Any], sequence: Any, *more: Any) -> Any:
+                if sequence.identity.request_id == poison:
+                    raise RuntimeError("cosmic ray")
+                return emit(sequence, *more)
+
+            for one in cluster.decodes:
+                one.engine._emit = partial(poisonable, one.engine._emit)  # type: ignore
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for request, answer in zip(asked, ended, strict=True):
+            if request.request_id == poison:
+                assert isinstance(answer, StepFailed), answer
+            else:
+                assert isinstance(answer, list) and len(answer) == NUM_TOKENS, answer
+        await cluster.check_empty()

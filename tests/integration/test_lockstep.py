@@ -1,0 +1,206 @@
+"""Planner, members and collectives over real sockets and gloo: nobody waits for ever."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from core.errors import EpochEnded, ProgramFailed
+from core.info import DECODE
+from core.membership import RankSpec
+from runtime.gang.hub import Hub
+from runtime.gang.join import join
+from runtime.gang.member import Member
+from runtime.watch import Watch
+from tests.ranks import CPU
+
+LOOPBACK = "127.0.0.1"
+PATIENCE_S = 20.0
+
+
+def total(proposals: Sequence[int]) -> int | None:
+    return sum(proposals) or None
+
+
+class Ranks:
+    """Members of one life, each with a thread of its own that calls."""
+
+    def __init__(self, num_ranks: int, decide: Callable[[Sequence[int]], int | None]) -> None:
+        self.hub = Hub(num_ranks, LOOPBACK)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(num_ranks)]
+        self.asked = [threading.Event() for _ in range(num_ranks)]
+        self.watches = [Watch(PATIENCE_S / 3) for _ in range(num_ranks)]
+        self._decide = decide
+        entered = [self._enter(rank) for rank in range(num_ranks)]
+        self.members = [one.result(30) for one in entered]
+
+    def _enter(self, rank: int) -> "Future[Member]":
+        spec = RankSpec("decode-0", DECODE, 7, rank, len(self._threads))
+        hub = self.hub if rank == 0 else None
+        given = spec, self.hub.meeting, hub, CPU, self.watches[rank]
+        return self._threads[rank].submit(join, *given)
+
+    def begin(self, *ranks: int) -> None:
+        """Their engines have been built, those of all ranks if none is named."""
+        for rank in ranks or range(len(self.members)):
+            self.members[rank].planner(self._decide, (int, int), self.asked[rank].set)
+
+    def plan(self, rank: int, proposal: int) -> "Future[tuple[int, int | None]]":
+        def planned() -> tuple[int, int | None]:
+            plan = self.members[rank].plan(proposal)
+            return plan.step, plan.key
+
+        return self._threads[rank].submit(planned)
+
+    def call(self, rank: int, work: Callable[[Member], object]) -> "Future[object]":
+        return self._threads[rank].submit(work, self.members[rank])
+
+    def close(self) -> None:
+        for rank, member in enumerate(self.members):
+            self._threads[rank].submit(member.close).result(30)
+            self._threads[rank].shutdown()
+
+
+@contextmanager
+def ranks_of(
+    num_ranks: int, decide: Callable[[Sequence[int]], int | None] = total
+) -> Iterator[Ranks]:
+    before = threading.active_count()
+    ranks = Ranks(num_ranks, decide)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        until(lambda: threading.active_count() <= before, "threads are left")
+
+
+def until(condition: Callable[[], object], text: str = "in vain") -> None:
+    ends_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_at, text
+        time.sleep(0.005)
+
+
+def all_to_all(member: Member) -> list[float]:
+    given = torch.full((member.collectives.num_ranks,), float(member.collectives.rank))
+    return member.collectives.all_to_all(given).tolist()
+
+
+def test_who_has_work_wakes_the_others_and_all_get_one_plan() -> None:
+    with ranks_of(3) as ranks:
+        ranks.begin()
+        assert not any(member.is_asked for member in ranks.members)
+        first = ranks.plan(2, 5)
+        for rank in (0, 1):
+            assert ranks.asked[rank].wait(PATIENCE_S) and ranks.members[rank].is_asked
+        plans = [first, ranks.plan(0, 0), ranks.plan(1, 1)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 6)] * 3
+        assert not any(member.is_asked for member in ranks.members), "parked"
+        answers = [ranks.call(rank, all_to_all) for rank in range(3)]
+        assert [answer.result(PATIENCE_S) for answer in answers] == [[0.0, 1.0, 2.0]] * 3
+        assert str(ranks.watches[1].pace().place) == "step 1, collective 1 (all_to_all)"
+
+
+def test_a_rank_that_enters_early_is_remembered() -> None:
+    """It proposes before rank 0's engine has been built, and the next step at once."""
+    with ranks_of(2) as ranks:
+        ranks.begin(1)
+        early = ranks.plan(1, 4)
+        assert not early.done()
+        ranks.begin(0)
+        assert ranks.asked[0].wait(PATIENCE_S)
+        assert ranks.plan(0, 0).result(PATIENCE_S) == early.result(PATIENCE_S) == (1, 4)
+        again = ranks.plan(1, 3)
+        until(lambda: ranks.members[0].is_asked)
+        assert ranks.plan(0, 2).result(PATIENCE_S) == again.result(PATIENCE_S) == (2, 5)
+
+
+def test_a_slow_planner_is_waited_for_and_one_that_never_answers_is_not() -> None:
+    go_on = threading.Event()
+
+    def slow(proposals: Sequence[int]) -> int | None:
+        assert go_on.wait(PATIENCE_S)
+        return total(proposals)
+
+    with ranks_of(2, slow) as ranks:
+        ranks.begin()
+        plans = [ranks.plan(rank, 1) for rank in range(2)]
+        time.sleep(0.2)
+        assert not any(plan.done() for plan in plans)
+        go_on.set()
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
+        ranks.members[1]._timeout_s = lambda: 0.1
+        with pytest.raises(EpochEnded, match=r"step 2: no plan within 0.1 s"):
+            ranks.plan(1, 1).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_who_leaves_ends_the_epoch_for_all_parked_or_waiting_or_computing(leaver: int) -> None:
+    """The planner's rank, or another one."""
+    with ranks_of(3) as ranks:
+        ranks.begin()
+        plans = [ranks.plan(rank, 1) for rank in range(3)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 3)] * 3
+        [waits, computes] = [rank for rank in range(3) if rank != leaver]
+        stuck = ranks.call(computes, all_to_all)
+        plan = ranks.plan(waits, 1)
+        time.sleep(0.1)
+        assert not stuck.done() and not plan.done()
+        ranks.call(leaver, Member.close).result(PATIENCE_S)
+        with pytest.raises(EpochEnded, match=r"step 1, collective 1 \(all_to_all\)"):
+            stuck.result(PATIENCE_S)
+        with pytest.raises(EpochEnded, match="step 2"):
+            plan.result(PATIENCE_S)
+        until(lambda: ranks.members[computes].is_asked, "the parked are woken")
+        with pytest.raises(EpochEnded):
+            ranks.plan(computes, 0).result(PATIENCE_S)
+
+
+def test_a_planner_that_fails_ends_the_epoch() -> None:
+    def wrong(proposals: Sequence[int]) -> int | None:
+        raise KeyError("no such length")
+
+    with ranks_of(2, wrong) as ranks:
+        ranks.begin()
+        for plan in [ranks.plan(rank, 1) for rank in range(2)]:
+            with pytest.raises(EpochEnded):
+                plan.result(PATIENCE_S)
+
+
+def test_an_error_in_what_all_compute_is_told_from_the_loss_of_a_peer() -> None:
+    with ranks_of(2) as ranks:
+        ranks.begin()
+
+        def broken(member: Member) -> None:
+            with member.program():
+                raise RuntimeError("cosmic ray")
+
+        with pytest.raises(ProgramFailed, match=r"decode-0\.7\.1.*cosmic ray"):
+            ranks.call(1, broken).result(PATIENCE_S)
+        ranks.call(1, Member.close).result(PATIENCE_S)
+        with pytest.raises(EpochEnded) as lost:
+            ranks.call(0, all_to_all).result(PATIENCE_S)
+        assert not isinstance(lost.value, ProgramFailed)
+
+
+def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> None:
+    with ranks_of(2) as ranks:
+        ranks.begin()
+        ranks.members[0].collectives.begin(3, 0.2)
+        with pytest.raises(EpochEnded, match=r"rank 0, step 3, collective 1 \(all_to_all\)"):
+            ranks.call(0, all_to_all).result(PATIENCE_S)
+
+
+def test_strangers_do_not_get_in() -> None:
+    with ranks_of(2) as ranks:
+        where = ranks.hub.meeting.host, ranks.hub.meeting.port
+        with socket.create_connection(where, 5) as stranger:
+            stranger.sendall(b"x" * 36)
+            ranks.begin()
+            plans = [ranks.plan(rank, 1) for rank in range(2)]
+            assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2

@@ -1,0 +1,37 @@
+"""Several ranks in one process: a thread each, real gloo between them."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from runtime.gang.collectives import Collectives, connect
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+
+
+def on_ranks(num_ranks: int, work: Callable[[Collectives], Result]) -> list[Result]:
+    """What ``work`` gives on each rank; the first error of any is raised. A rank whose work has
+    ended waits for the others before it leaves."""
+    store, done = dist.HashStore(), threading.Barrier(num_ranks)
+
+    def run(rank: int) -> Result:
+        group = connect(store, rank, num_ranks, CPU, "127.0.0.1")
+        group.begin(1, 20.0)
+        try:
+            result = work(group)
+            done.wait(30)
+            return result
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]

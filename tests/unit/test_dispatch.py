@@ -1,0 +1,175 @@
+"""Tokens reach their experts on whatever rank, and come back as if all had been here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.placement import Placement
+from model.config import ModelConfig
+from model.dispatch.base import Collectives
+from model.dispatch.exchanged import Exchanged
+from model.dispatch.gathered import Gathered
+from model.dispatch.local import Local
+from model.dispatch.spread import Spread
+from model.experts import Experts
+from model.moe import combine
+from tests import tiny
+from tests.ranks import CPU, on_ranks
+
+LAYER, NUM_EXPERTS, TOP, DIM = 1, 8, 2, 48
+CONFIG = ModelConfig.from_dict(tiny.BASE)
+WAYS: dict[str, Callable[[Placement, int], Spread]] = {
+    "gathered": lambda placement, rank: Gathered(placement, rank, CPU, is_static=False),
+    "static": lambda placement, rank: Gathered(placement, rank, CPU, is_static=True),
+    "exchanged": lambda placement, rank: Exchanged(placement, rank, CPU),
+}
+
+
+@dataclass
+class Tokens:
+    """Of one rank; ``real_T`` None: there is no padding."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    real_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.real_T is not None:
+            self.x_TD[~self.real_T] = float("nan")
+
+
+def tokens(num: int, seed: int, num_real: int | None = None) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:TOP] for _ in range(num)])
+    real = None if num_real is None else torch.arange(num) < num_real
+    draw = torch.randn(num, DIM, generator=generator)
+    return Tokens(draw, ids, torch.rand(num, TOP, generator=generator), real)
+
+
+def all_experts() -> Experts:
+    experts = Experts(CONFIG, tuple(range(NUM_EXPERTS)))
+    generator = torch.Generator().manual_seed(7)
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return experts
+
+
+def one_by_one(experts: Experts, told: Tokens) -> Tensor:
+    """The slow reference: every token through each of its experts, alone."""
+    out_TD = torch.zeros_like(told.x_TD)
+    for t, (ids_K, weights_K) in enumerate(zip(told.ids_TK, told.weights_TK, strict=True)):
+        for expert, weight in zip(ids_K.tolist(), weights_K, strict=True):
+            gate, up = (experts.gate_up_proj[expert] @ told.x_TD[t]).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            out_TD[t] += weight * (experts.down_proj[expert] @ hidden)
+    return out_TD
+
+
+def dispatched(
+    way: str, placement: Placement, ranks: list[Tokens], kind: type[Experts] = Experts
+) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's combined outputs, and the rows it counted."""
+    whole = all_experts()
+
+    def work(group: Collectives) -> tuple[Tensor, Tensor]:
+        dispatch = WAYS[way](placement, group.rank)
+        dispatch.join(group)
+        held = dispatch.held(LAYER)
+        experts = kind(CONFIG, held)
+        experts.gate_up_proj.copy_(whole.gate_up_proj[list(held)])
+        experts.down_proj.copy_(whole.down_proj[list(held)])
+        own = ranks[group.rank]
+        out = dispatch.run(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
+        return combine(out, own.weights_TK), dispatch.rows_LE
+
+    return on_ranks(placement.num_ranks, work)
+
+
+def check(way: str, placement: Placement, ranks: list[Tokens]) -> None:
+    whole = all_experts()
+    for own, (out_TD, rows_LE) in zip(ranks, dispatched(way, placement, ranks), strict=True):
+        real = slice(None) if own.real_T is None else own.real_T
+        torch.testing.assert_close(out_TD[real], one_by_one(whole, own)[real], rtol=1e-5, atol=1e-5)
+        assert out_TD.isfinite().all(), "padding is finite"
+        counted = torch.bincount(own.ids_TK[real].flatten(), minlength=NUM_EXPERTS)
+        assert torch.equal(rows_LE[LAYER], counted) and not rows_LE[0].any()
+
+
+def plain(num_ranks: int, num_redundant: int = 0) -> Placement:
+    return Placement.plain(2, NUM_EXPERTS, num_ranks, num_redundant)
+
+
+SHUFFLED = Placement(2, ((0, 1, 2, 3, 4, 5, 6, 7), (6, 1, 4, 3, 0, 7, 2, 5)))
+REPLICAS = Placement(2, ((0, 1, 2, 3, 4, 5, 6, 7, 0, 1), (6, 1, 4, 3, 1, 0, 7, 1, 2, 5)))
+"""Expert 1 lies twice on one rank and once on the other."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "placement", [plain(2), plain(4), plain(4, 4), SHUFFLED, REPLICAS], ids=lambda p: p.num_slots
+)
+def test_outputs_are_those_of_all_experts_in_one_place(way: str, placement: Placement) -> None:
+    check(way, placement, [tokens(9, seed=rank) for rank in range(placement.num_ranks)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_with_poisoned_padding_and_ranks_with_nothing_else(way: str) -> None:
+    check(way, plain(4), [tokens(6, rank, num_real) for rank, num_real in enumerate((6, 0, 1, 4))])
+    check(way, plain(2), [tokens(3, rank, num_real=0) for rank in range(2)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("placement", [plain(4), REPLICAS], ids=["plain", "replicas"])
+def test_all_tokens_to_one_expert(way: str, placement: Placement) -> None:
+    ranks = [tokens(7, seed=rank) for rank in range(placement.num_ranks)]
+    for own in ranks:
+        own.ids_TK = torch.tensor([[1, 0]]).repeat(7, 1)
+    check(way, placement, ranks)
+
+
+def test_ranks_may_bring_different_numbers_of_tokens_or_none() -> None:
+    check("exchanged", plain(4), [tokens(num, seed=num) for num in (1, 12, 5, 2)])
+    nothing = Tokens(
+        torch.empty(0, DIM), torch.empty(0, TOP, dtype=torch.int64), torch.empty(0, TOP)
+    )
+    check("exchanged", plain(2), [nothing, tokens(3, seed=1)])
+    check("exchanged", plain(2), [nothing, nothing])
+
+
+class Scaling(Experts):
+    """Experts that multiply, which gives the same bits in any company."""
+
+    def forward(self, x_ND: Tensor, tokens_P: Tensor, slots_P: Tensor) -> Tensor:
+        factors = torch.tensor([*(SIZES[expert] for expert in self.held), 0.0])
+        return x_ND[tokens_P] * factors[slots_P].unsqueeze(1)
+
+
+SIZES = [1e8, 3.0, -1e8, 0.7, 1e4, -7.0, 1e-3, 11.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("placement", [plain(2), plain(4), SHUFFLED, REPLICAS], ids=str)
+def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
+    way: str, placement: Placement
+) -> None:
+    """Outputs so different in size that any other order gives another sum."""
+    ranks = [tokens(16, seed) for seed in range(placement.num_ranks)]
+    for own in ranks:
+        own.ids_TK = torch.stack([torch.randperm(NUM_EXPERTS) for _ in range(16)])
+        own.weights_TK = torch.rand(16, NUM_EXPERTS)
+    everything = Scaling(CONFIG, tuple(range(NUM_EXPERTS)))
+    for own, (out_TD, _) in zip(ranks, dispatched(way, placement, ranks, Scaling), strict=True):
+        alone = Local(NUM_EXPERTS).run(LAYER, everything, own.x_TD, own.ids_TK, None)
+        assert torch.equal(out_TD, combine(alone, own.weights_TK))
+        backwards = combine(alone.flip(1), own.weights_TK.flip(1))
+        assert not torch.equal(out_TD, backwards), "the order matters here"
+
+
+def test_copies_take_turns() -> None:
+    dispatch = Exchanged(REPLICAS, 0, CPU)
+    slots = dispatch.slots(LAYER, torch.full((9, 1), 1), None).flatten().tolist()
+    assert sorted(slots) == [1] * 3 + [4] * 3 + [7] * 3
