@@ -1,7 +1,7 @@
 """How far a rank's engine has come, and when it counts as stuck (design.md, Progress)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STUCK_FACTOR = 10
 """A turn of the engine may take this many times the longest recent one."""
@@ -14,7 +14,7 @@ class Place:
 
     step: int = 0
     number: int = 0
-    what: str = ""
+    what: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"step {self.step}, collective {self.number} ({self.what or 'plan'})"

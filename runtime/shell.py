@@ -105,7 +105,7 @@ class RankShell:
             if self._rank.loop.is_running:
                 raise NodeLost(f"{self._spec.name}: its engine does not stop")
         self._joining = self._hub = self._rank = None
-        self._state = replace(self._state, is_joined=False, info=None, pace=None)
+        self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
 
     async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
         """Packed RankState; the rank remembers the largest numbers that it is told. One whose

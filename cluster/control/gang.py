@@ -132,28 +132,35 @@ class GangKeeper:
     async def _ask(self) -> Sequence[RankState]:
         """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
         LifeOver if one is dead, or silent when there is."""
-        suspicion, self._suspicion = self._suspicion, ""
-        numbers = self._numbers.seen
-        asked = (self._call(rank.who, *numbers) for rank in self._ranks.values())
-        told = dict(zip(self._ranks, await asyncio.gather(*asked), strict=True))
-        states = {rank: state for rank, state in told.items() if isinstance(state, RankState)}
-        self._states |= states
-        for rank, answer in told.items():
+        told = await self._told(self._ranks)
+        silent = [rank for rank, state in told.items() if state is None]
+        if not silent:
+            self._suspicion = ""
+            return [self._states[rank] for rank in range(self._plan.num_ranks)]
+        if not self._suspicion:
+            # What the others said is as old as the silence.
+            again = await self._told(told.keys() - silent)
+            try:
+                check([state for state in again.values() if state is not None])
+            except LifeOver as over:
+                self._suspicion = str(over)
+        if self._suspicion:
+            text = f"rank {silent[0]}: no answer for {self._config.control.stuck_s:g} s: "
+            raise LifeOver(NodeLost(text + self._suspicion), *silent)
+        return ()
+
+    async def _told(self, ranks: Iterable[int]) -> dict[int, RankState | None]:
+        """What these ranks say, None if one is silent. Raises LifeOver if one is dead."""
+        seen = self._numbers.seen
+        asked = {rank: self._call(self._ranks[rank].who, *seen) for rank in ranks}
+        told: dict[int, RankState | None] = {}
+        for rank, answer in zip(asked, await asyncio.gather(*asked.values()), strict=True):
             if isinstance(answer, NodeLost):
                 raise LifeOver(answer, rank)
-        silent = [rank for rank in told if rank not in states]
-        if not silent:
-            return [states[rank] for rank in range(self._plan.num_ranks)]
-        suspicion = suspicion or self._suspicion
-        if not suspicion:
-            try:
-                check(list(states.values()))
-            except LifeOver as over:
-                suspicion = str(over)
-        if suspicion:
-            text = f"rank {silent[0]}: no answer for {self._config.control.stuck_s:g} s: "
-            raise LifeOver(NodeLost(text + suspicion), *silent)
-        return ()
+            told[rank] = None if isinstance(answer, TimeoutError) else answer
+            if isinstance(answer, RankState):
+                self._states[rank] = answer
+        return told
 
     async def _call(
         self, method: Callable[..., Awaitable[Answer]], *given: Any
@@ -202,7 +209,7 @@ class GangKeeper:
         The user's mistake is final; so is want of room, unless the gang has served before.
         """
         served_s = time.monotonic() - self._ready_at if self._ready_at else 0.0
-        self._ready_at = None
+        self._ready_at, self._suspicion = None, ""
         control, failure = self._config.control, failure_of(error)
         is_full = isinstance(error, Overloaded)
         is_final = isinstance(error, ValueError) or (is_full and not self._has_served)

@@ -1,7 +1,6 @@
 """Expert placement: EPLB's own example, and what holds for every load."""
 
 import random
-import time
 from collections import Counter
 from fractions import Fraction
 
@@ -235,10 +234,9 @@ def test_placements_survive_the_trip() -> None:
     assert unpack(Placement, pack(placement)) == placement
 
 
-def test_the_size_of_v3_takes_far_less_than_two_seconds() -> None:
+def test_the_size_of_v3_is_balanced_better_than_plainly() -> None:
     generator = random.Random(1)
     counts_LE = [[int(generator.paretovariate(1.2) * 100) for _ in range(256)] for _ in range(58)]
-    begin = time.process_time()
     placement = rebalance(counts_LE, num_slots=288, num_groups=8, num_machines=4, num_ranks=32)
     plain = Placement.plain(58, 256, 32, 32)
     assert balance_ratio(counts_LE, placement) > balance_ratio(counts_LE, plain)

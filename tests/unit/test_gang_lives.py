@@ -1,0 +1,276 @@
+"""A gang of several ranks: who dies is replaced, who is left is in the next life."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from cluster.control import gang as gang_module
+from cluster.control.gang import GangKeeper
+from cluster.control.plan import GangPlan, no_room, plan_gangs
+from cluster.control.ranks import LastWords, RankHandle
+from core.config import TandemConfig, load
+from core.errors import EpochEnded, NodeLost, ProgramFailed
+from core.identity import Identity
+from core.membership import (
+    DOWN,
+    LOST,
+    READY,
+    EndedLife,
+    Gang,
+    InStep,
+    Meeting,
+    NodeInfo,
+    RankSpec,
+    RankState,
+)
+from core.pace import Pace, Place
+from core.schema import failure_of
+from tests.unit.test_gang import MODEL, note, until
+
+NUM_RANKS = 3
+
+
+class FakeRank:
+    def __init__(self, spec: RankSpec) -> None:
+        self.state = RankState(spec, "{}", 1, "", (0, 0), is_loaded=True)
+        self.joined: list[tuple[RankSpec, Meeting]] = []
+        self.num_left = 0
+        self.death: Exception | None = None
+        self.can_leave, self.is_frozen, self.is_killed = True, False, False
+
+    async def who(self, incarnation: int, epoch: int) -> RankState:
+        if self.is_frozen:
+            await asyncio.sleep(3600)
+        if self.death is not None:
+            raise self.death
+        return self.state
+
+    async def host(self) -> Meeting:
+        return Meeting(f"{self.state.spec.process}", 1, 2, b"token")
+
+    async def join(self, spec: RankSpec, meeting: Meeting) -> None:
+        assert not self.state.is_joined
+        self.joined.append((spec, meeting))
+        info = NodeInfo(spec, "f", MODEL, 1, 9, 9, 9)
+        self.state = replace(self.state, spec=spec, is_joined=True, info=info)
+
+    async def leave(self) -> None:
+        if not self.can_leave:
+            await asyncio.sleep(3600)
+        self.num_left += 1
+        self.state = replace(self.state, is_joined=False, info=None, ended=None, pace=None)
+
+    async def stop(self) -> None:
+        return
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def says(self, **fields: object) -> None:
+        self.state = replace(self.state, **fields)  # type: ignore[arg-type]
+
+
+class FakeMachines:
+    """``begun`` has (epoch, room, ranks) of each call; ``ranks`` who lives at each place."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, FakeRank] = {}
+        self.begun: list[tuple[int, int, list[int]]] = []
+        self.asked_for_words: list[int] = []
+        self.num_cleared = 0
+        self.in_step: dict[int, InStep] = {}
+        self.seen = (7, 100)
+
+    def next_epoch(self) -> int:
+        self.seen = self.seen[0], self.seen[1] + 1
+        return self.seen[1]
+
+    async def begin(
+        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+    ) -> dict[int, RankHandle]:
+        self.begun.append((epoch, room, list(missing)))
+        specs = plan.specs(epoch, ["127.0.0.1"] * plan.num_ranks)
+        made = {rank: FakeRank(replace(specs[rank], room=room)) for rank in missing}
+        self.ranks |= made
+        return made  # type: ignore[return-value]
+
+    async def last_words(self, state: RankState) -> LastWords:
+        self.asked_for_words.append(state.spec.rank)
+        return LastWords("", self.in_step.get(state.spec.rank))
+
+    async def clear(self, gang: str) -> None:
+        self.num_cleared += 1
+
+
+@pytest.fixture(autouse=True)
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
+        monkeypatch.setattr(gang_module, name, 0.005)
+    monkeypatch.setattr(gang_module, "LEAVE_S", 0.1)
+
+
+@asynccontextmanager
+async def ready_gang() -> AsyncIterator[tuple[FakeMachines, GangKeeper, list[Gang]]]:
+    machines = FakeMachines()
+    config = load(None, ["control.stuck_s=0.1", f"prefill.dp_size={NUM_RANKS}"])
+    seen: list[Gang] = []
+    plan = plan_gangs(config)[0]
+    keeper = GangKeeper(plan, config, machines, machines, lambda: seen.append(keeper.gang))
+    keeper.start()
+    try:
+        await until(lambda: keeper.gang.state == READY)
+        yield machines, keeper, seen
+    finally:
+        await keeper.stop(0.05)
+
+
+def lives(machines: FakeMachines) -> list[tuple[int, int]]:
+    """When each rank's process was born, and the life that it is in."""
+    specs = [machines.ranks[rank].state.spec for rank in range(NUM_RANKS)]
+    return [(spec.born, spec.epoch) for spec in specs]
+
+
+async def test_ranks_meet_at_rank_0_and_are_addressed_one_by_one() -> None:
+    async with ready_gang() as (machines, keeper, _):
+        assert machines.begun == [(101, 101, [0, 1, 2])]
+        assert lives(machines) == [(101, 101)] * 3
+        meetings = {rank.joined[0][1].host for rank in machines.ranks.values()}
+        assert meetings == {"prefill-0.101.0"}
+        assert [member.spec.rank for member in keeper.gang.members] == [0, 1, 2]
+        assert len({member.spec.name for member in keeper.gang.members}) == 3
+
+
+@pytest.mark.parametrize("victim", range(NUM_RANKS))
+async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: int) -> None:
+    """Also when others tell that the epoch is over before the death itself is known."""
+    async with ready_gang() as (machines, keeper, seen):
+        before = dict(machines.ranks)
+        for rank in before.values():
+            rank.says(ended=failure_of(EpochEnded("the planner ended the epoch")))
+        before[victim].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [victim])], "in the room that there is"
+        assert lives(machines) == [(102 if r == victim else 101, 102) for r in range(NUM_RANKS)]
+        assert [before[r].is_killed for r in range(NUM_RANKS)] == [
+            r == victim for r in range(NUM_RANKS)
+        ]
+        assert all(before[r].num_left == (r != victim) for r in range(NUM_RANKS))
+        [lost] = [gang for gang in seen if gang.state == LOST]
+        assert not lost.members and "connection reset" in note(lost)
+        assert machines.asked_for_words == [victim] and not machines.num_cleared
+
+
+async def test_who_cannot_leave_is_killed_too() -> None:
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        before[0].can_leave = False
+        before[2].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [0, 2])]
+        assert before[0].is_killed and not before[1].is_killed
+
+
+async def test_when_nobody_is_left_the_room_is_given_back() -> None:
+    async with ready_gang() as (machines, keeper, _):
+        for rank in machines.ranks.values():
+            rank.can_leave = False
+        machines.ranks[1].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 102, [0, 1, 2])] and machines.num_cleared == 1
+
+
+async def test_an_error_in_a_program_replaces_nobody_and_names_its_own_rows() -> None:
+    async with ready_gang() as (machines, keeper, seen):
+        mine = InStep((Identity("a"), Identity("b")), False)
+        machines.in_step = {rank: InStep((Identity(f"r{rank}"),), True) for rank in (0, 2)}
+        machines.in_step[1] = mine
+        for rank in (0, 2):
+            machines.ranks[rank].says(ended=failure_of(EpochEnded("closed by peer")))
+        machines.ranks[1].says(ended=failure_of(ProgramFailed("cosmic ray")))
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [])] and lives(machines) == [(101, 102)] * 3
+        assert keeper.gang.ended == EndedLife(101, mine)
+        assert "cosmic ray" in note(next(gang for gang in seen if gang.state == LOST))
+
+
+def stuck_at(step: int, number: int) -> Pace:
+    return Pace(3, 11.0, 10.0, Place(step, number, "all_to_all"))
+
+
+@pytest.mark.parametrize(
+    ("paces", "late"),
+    [
+        ([stuck_at(7, 4), stuck_at(7, 3), stuck_at(7, 4)], 1),
+        ([stuck_at(7, 0), Pace(3, 0.0, 10.0, Place(6, 9)), stuck_at(7, 0)], 1),
+        ([Pace(3, 0.0, 10.0, Place(6, 9)), Pace(3, 0.0, 10.0, Place(6, 9)), stuck_at(6, 9)], 2),
+    ],
+    ids=["late in a step", "never entered it", "stuck while all are parked"],
+)
+async def test_the_watchdog_ends_the_laggard_and_names_where_it_is(
+    paces: list[Pace], late: int
+) -> None:
+    async with ready_gang() as (machines, keeper, seen):
+        before = dict(machines.ranks)
+        for rank, pace in enumerate(paces):
+            before[rank].says(pace=pace)
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [late])]
+        assert [before[r].is_killed for r in range(3)] == [r == late for r in range(3)]
+        text = note(next(gang for gang in seen if gang.state == LOST))
+        assert f"prefill-0.101.{late} holds up its gang at {paces[late].place}" in text
+
+
+async def test_who_is_silent_while_others_wait_is_ended_and_not_they() -> None:
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        before[1].is_frozen = True
+        await asyncio.sleep(0.3)
+        assert keeper.gang.epoch == 101, "it holds up nobody"
+        for rank in (0, 2):
+            before[rank].says(pace=stuck_at(7, 3))
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [1])] and before[1].is_killed
+
+
+async def test_a_gang_that_keeps_dying_is_left_down_as_a_whole() -> None:
+    async with ready_gang() as (machines, keeper, _):
+
+        async def die() -> None:
+            while keeper.gang.state != DOWN:
+                machines.ranks[1].death = NodeLost("again")
+                await asyncio.sleep(0.002)
+
+        await asyncio.wait_for(die(), 5)
+        assert all(rank.is_killed for rank in machines.ranks.values())
+        assert machines.num_cleared == 1
+        keeper.start()
+        await until(lambda: keeper.gang.state == READY)
+
+
+@pytest.mark.parametrize("num_joined", [0, 1, NUM_RANKS])
+async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int) -> None:
+    """Loaded, half joined, or ready ranks: no process is ended."""
+    machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
+    plan = plan_gangs(config)[0]
+    ranks = [FakeRank(spec) for spec in plan.specs(55, ["127.0.0.1"] * NUM_RANKS)]
+    for rank in ranks[:num_joined]:
+        await rank.join(rank.state.spec, await ranks[0].host())
+    keeper = GangKeeper(plan, config, machines, machines, lambda: None)
+    keeper.start(ranks, ranks[0].state.spec)  # type: ignore[arg-type]
+    await until(lambda: keeper.gang.state == READY)
+    assert keeper.gang.epoch == (101 if num_joined == 1 else 55)
+    assert not any(rank.is_killed for rank in ranks) and not any(m for _, _, m in machines.begun)
+    await keeper.stop(0.05)
+
+
+def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
+    config = load(None, ["decode.dp_size=8", "decode.num_threads=4", "decode.device=cuda"])
+    text = no_room(plan_gangs(config)[1], {"CPU": 16, "GPU": 4.0}, {"CPU": 12.0, "GPU": 4.0})
+    assert text == (
+        "decode-0: no room: it takes 4 CPU for each of 8 ranks, of 16 in this Ray 12 are free; "
+        "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or ask for less "
+        "with decode.dp_size, decode.replicas or decode.num_threads"
+    )
