@@ -6,25 +6,49 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from cluster.control import colocated
 from cluster.control.plan import LOOPBACK, plan_gangs
 from cluster.gateway.gateway import ClusterGateway
 from core.answer import Delta, Finished
-from core.config import TandemConfig, load
+from core.config import ModelConfig, TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import NodeLost
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
 from decode_node.node import DecodeNode
+from model.checkpoint_files import OnLoaded
+from model.loaded import LoadedModel, load_model
 from model.tokenizer import Tokenizer
 from prefill_node.node import PrefillNode
-from runtime.parts import start_rank
+from runtime import parts
 
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
 """Of all rigs: an epoch, and so a rank's name, never repeats."""
+STAGING = "kv_transfer.staging_bytes=8388608"
+"""Of each rank, unless a test says otherwise: to zero the default's 64 MiB takes longer than most
+answers here."""
+
+
+_loaded: dict[tuple[ModelConfig, str], LoadedModel] = {}
+
+
+def load_once(config: TandemConfig, kind: str, on_loaded: OnLoaded) -> LoadedModel:
+    """As load_model, but all ranks of this process share the weights: nothing writes to them."""
+    key, section = (config.model, config.speculation.drafter), config.of_kind(kind)
+    assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
+    if key not in _loaded:
+        _loaded[key] = load_model(config, kind, on_loaded)
+    return _loaded[key]
+
+
+async def start_rank(*args: Any, **links: Any) -> Any:
+    with patch.object(parts, "load_model", load_once):
+        return await parts.start_rank(*args, **links)
 
 
 class LocalMembers:
@@ -144,15 +168,15 @@ class Rig:
 @asynccontextmanager
 async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
     """Start the nodes that ``--set`` items ask for over the checkpoint in ``path``."""
-    config = load(None, [f"model.path={path}", "model.dtype=float32", *sets])
-    parts = Rig(config, LocalMembers())
+    config = load(None, [f"model.path={path}", "model.dtype=float32", STAGING, *sets])
+    cluster = Rig(config, LocalMembers())
     async with AsyncExitStack() as stack:
         for plan in plan_gangs(config):
             [spec] = plan.specs(next(_epochs), [LOOPBACK])
-            rank = await parts.start(spec)
+            rank = await cluster.start(spec)
             stack.push_async_callback(rank.stop)
-        parts.gateway = await stack.enter_async_context(gateway(parts))
-        yield parts
+        cluster.gateway = await stack.enter_async_context(gateway(cluster))
+        yield cluster
 
 
 @asynccontextmanager

@@ -1,22 +1,18 @@
 """However and whenever a request is ended, both nodes are free of it after a step of each.
 
 Real gRPC, real nodes, real channels. Engines make only the steps they are given, so each phase
-is held until the request has been ended there. A small random checkpoint: nothing here depends
-on what is written, only on that it is right.
+is held until the request has been ended there.
 """
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from decode_node.node import DecodeNode
 from kv_transfer.pages import PagePool
 from prefill_node.node import PrefillNode
-from tests import tiny
 from tests.exact import near_ties
 from tests.gates import until
 from tests.scene import Scene, prompts, scene
@@ -28,14 +24,6 @@ MAX_STEPS = 2
 """Of each engine, from its hearing of the end until nothing of the request is left."""
 VICTIM, AHEAD = "victim", "ahead"
 Phase = Callable[[Scene], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    tiny.write_tiny(folder, seed=41, vocab_size=2048)
-    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
-    return folder
 
 
 def deadline_s(way: str) -> float | None:
