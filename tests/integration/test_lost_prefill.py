@@ -5,6 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from core.config import TINY_MODEL
 from core.control import Control
 from core.errors import NodeLost
@@ -104,6 +106,7 @@ def is_idle(node: NodeStatus) -> bool:
     return node.alive and not any(held)
 
 
+@pytest.mark.slow
 async def test_a_killed_prefill_process_costs_no_answer() -> None:
     """Real processes: of two prefill nodes one is killed while both work."""
     with serving(*TWO_PREFILLS) as server:
