@@ -94,19 +94,37 @@ class Bench:
 
     def start(self, request: Request) -> tuple[int, str | None]:
         """Prefill, hand over, activate unless the first token ends it."""
-        identity = self.identities[request.request_id] = Identity(request.request_id)
-        num_output = len(request.output_ids)
-        size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
-        self.decode.ask(identity, size)
-        pages = self.decode.scheduler.begin(identity, request).pages
-        self.prefill.scheduler.admit(identity, request)
+        return self.start_all(request)[request.request_id]
+
+    def start_all(self, *requests: Request) -> dict[str, tuple[int, str | None]]:
+        """As ``start``, by id: prompts share prefill steps."""
+        pages: dict[Identity, list[int]] = {}
+        for request in requests:
+            identity = self.identities[request.request_id] = Identity(request.request_id)
+            num_output = len(request.output_ids)
+            size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
+            self.decode.ask(identity, size)
+            pages[identity] = self.decode.scheduler.begin(identity, request).pages
+            self.prefill.scheduler.admit(identity, request)
+        started: dict[str, tuple[int, str | None]] = {}
+        num_seen = len(self.progress)
         while self.prefill.has_work():
             self.prefill.step()
-        done = self.progress[-1]
+            for done in self.progress[num_seen:]:
+                if done.first_token is not None:
+                    identity = done.sequence.identity
+                    self._copy(done.sequence.pages, pages[identity], done.num_tokens[0])
+                    self.prefill.scheduler.drop(identity)
+                    reason = self._activate(done)
+                    started[identity.request_id] = done.first_token, reason
+            num_seen = len(self.progress)
+        assert len(started) == len(requests)
+        return started
+
+    def _activate(self, done: Progress) -> str | None:
+        """Why it is over already, if it is."""
+        request, sampling = done.sequence.request, done.sequence.request.sampling
         assert done.first_token is not None
-        self._copy(done.sequence.pages, pages, done.num_tokens[0])
-        self.prefill.scheduler.drop(identity)
-        sampling = request.sampling
         budget = num_budget(
             len(request.prompt_ids),
             len(request.output_ids),
@@ -116,11 +134,11 @@ class Bench:
         stops = stop_ids(sampling, self.loaded.config.eos_token_ids)
         _, reason = cut((done.first_token,), stops, budget)
         if reason is not None:
-            self.decode.drop(identity)
+            self.decode.drop(done.sequence.identity)
         else:
             hidden = done.hidden_D if self.ship_hidden else None
-            self.decode.activate(identity, done.first_token, hidden)
-        return done.first_token, reason
+            self.decode.activate(done.sequence.identity, done.first_token, hidden)
+        return reason
 
     def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
         num_pages = self.pool.num_pages_for(num_tokens)
@@ -129,10 +147,9 @@ class Bench:
 
     def generate(self, *requests: Request) -> list[tuple[list[int], str]]:
         """Token ids and finish reasons of requests that run in one batch."""
-        answers: dict[str, tuple[list[int], str | None]] = {}
-        for request in requests:
-            first, reason = self.start(request)
-            answers[request.request_id] = ([first], reason)
+        answers: dict[str, tuple[list[int], str | None]] = {
+            name: ([first], reason) for name, (first, reason) in self.start_all(*requests).items()
+        }
         self.frames.clear()
         while self.decode.has_work():
             self.decode.step()

@@ -7,26 +7,52 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cluster.control import colocated
 from cluster.control.plan import LOOPBACK, plan_gangs
 from cluster.gateway.gateway import ClusterGateway
 from core.answer import Delta, Finished
-from core.config import TandemConfig, load
+from core.config import ModelConfig, TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import NodeLost
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
 from decode_node.node import DecodeNode
+from model.checkpoint_files import OnLoaded
+from model.loaded import LoadedModel, load_model
 from model.tokenizer import Tokenizer
 from prefill_node.node import PrefillNode
+from runtime import parts
 from runtime.gang.hub import Hub
-from runtime.parts import load_memory, start_rank
 
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
 """Of all rigs: an epoch, and so a rank's name, never repeats."""
+STAGING = "kv_transfer.staging_bytes=8388608"
+"""Of each rank, unless a test says otherwise: to zero the default's 64 MiB takes longer than most
+answers here."""
+
+
+_loaded: dict[tuple[ModelConfig, str], LoadedModel] = {}
+
+
+def load_once(config: TandemConfig, kind: str, on_loaded: OnLoaded, *share: Any) -> LoadedModel:
+    """As load_model, but ranks of this process that hold all experts share the weights: nothing
+    writes to them."""
+    key, section = (config.model, config.speculation.drafter), config.of_kind(kind)
+    assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
+    if section.dp_size > 1:
+        return load_model(config, kind, on_loaded, *share)
+    if key not in _loaded:
+        _loaded[key] = load_model(config, kind, on_loaded)
+    return _loaded[key]
+
+
+def load_memory(spec: RankSpec, config: TandemConfig) -> parts.Memory:
+    with patch.object(parts, "load_model", load_once):
+        return parts.load_memory(spec, config)
 
 
 class LocalMembers:
@@ -95,7 +121,7 @@ class Rig:
         return list(ranks)
 
     async def _start(self, spec: RankSpec, hub: Hub | None) -> Rank:
-        memory = await asyncio.to_thread(load_memory, spec, self.config)
+        memory = load_memory(spec, self.config)
         more: dict[str, Any] = {}
         if hub is not None:
             more |= {"meeting": hub.meeting, "hub": None if spec.rank else hub}
@@ -106,7 +132,7 @@ class Rig:
             DECODE: "decode_node.node",
             COLOCATED: "cluster.control.colocated",
         }
-        return await start_rank(builder[spec.kind], spec, memory, **more)
+        return await parts.start_rank(builder[spec.kind], spec, memory, **more)
 
     async def complete(self, request: Request) -> tuple[list[int], str, Finished]:
         """Token ids, text and the last message of one request."""
@@ -155,14 +181,14 @@ class Rig:
 @asynccontextmanager
 async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
     """Start the nodes that ``--set`` items ask for over the checkpoint in ``path``."""
-    config = load(None, [f"model.path={path}", "model.dtype=float32", *sets])
-    parts = Rig(config, LocalMembers())
+    config = load(None, [f"model.path={path}", "model.dtype=float32", STAGING, *sets])
+    cluster = Rig(config, LocalMembers())
     async with AsyncExitStack() as stack:
         for plan in plan_gangs(config):
-            ranks = await parts.start(*plan.specs(next(_epochs), [LOOPBACK] * plan.num_ranks))
+            ranks = await cluster.start(*plan.specs(next(_epochs), [LOOPBACK] * plan.num_ranks))
             stack.push_async_callback(stop_all, ranks)
-        parts.gateway = await stack.enter_async_context(gateway(parts))
-        yield parts
+        cluster.gateway = await stack.enter_async_context(gateway(cluster))
+        yield cluster
 
 
 async def stop_all(ranks: Sequence[Rank]) -> None:

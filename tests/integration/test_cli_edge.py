@@ -11,26 +11,26 @@ import pytest
 
 from tandem import Client
 from tests.integration.echo_gateway import ByteTokenizer, answer_to, text_of
+from tests.warm import Warm
 
-MAIN = """
+IMPORTS = """
 import sys
 from tests.integration import echo_gateway
 sys.modules["cluster.control.launch"] = echo_gateway
 from cluster.cli import main
-main()
 """
+WARM = Warm(IMPORTS, "main()")
 ANY_PORT = ("--set", "server.address=127.0.0.1:0")
 
 
 def tandem(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MAIN, *args]
-    return subprocess.run(command, input=stdin or "", capture_output=True, text=True, timeout=60)
+    return WARM.run(args, stdin or "", timeout_s=60)
 
 
 @contextmanager
 def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "serve", *ANY_PORT, *args],
+        [sys.executable, "-c", IMPORTS + "main()", "serve", *ANY_PORT, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -27,6 +27,7 @@ def test_only_the_loopback_interface_is_listened_on_and_a_kill_leaves_nothing() 
         wait_gone(tree, timeout_s=10.0)
 
 
+@pytest.mark.slow
 def test_two_signals_end_it_in_time_while_a_rank_is_frozen() -> None:
     with serving(*SETS, "control.stop_s=3") as server:
         tree = descendants(server.process.pid)

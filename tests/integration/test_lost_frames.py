@@ -1,10 +1,10 @@
 """The connection that a decode node's frames come over breaks; the node itself is well."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from core.errors import NodeLost
 from tests.engines import greedy
 from tests.exact import near_ties
@@ -14,8 +14,8 @@ from tests.rig import rig
 SETS = ("kv.num_pages=300", "kv.page_size=16")
 
 
-async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
-    async with rig(TINY_MODEL, *SETS) as cluster:
+async def test_answers_go_on_exactly_once_the_frames_are_read_again(small_model: Path) -> None:
+    async with rig(small_model, *SETS) as cluster:
         [decode] = cluster.decodes
         asked = [greedy(f"r{i}", ids, 60, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
         for _ in range(2):
@@ -28,13 +28,13 @@ async def test_answers_go_on_exactly_once_the_frames_are_read_again() -> None:
                 writer.transport.abort()
             for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
                 assert len(ids) == 60
-                assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+                assert not near_ties(small_model, list(request.prompt_ids), ids)
         assert cluster.gateway.is_healthy() and len(decode._server._connections) == 1
         await cluster.check_empty()
 
 
-async def test_a_node_whose_engine_stopped_gets_no_requests() -> None:
-    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.2") as cluster:
+async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -> None:
+    async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
 
         def step() -> None:
             raise RuntimeError("cosmic ray")
@@ -49,10 +49,10 @@ async def test_a_node_whose_engine_stopped_gets_no_requests() -> None:
         assert (gang, epoch) == (decode.spec.gang, decode.spec.epoch)
 
 
-async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere() -> None:
+async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_model: Path) -> None:
     """Its heartbeats stop for longer than a lease: the node drops its rows, and the first beat
     after that tells it, so that the answers go on from what has come."""
-    async with rig(TINY_MODEL, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=4") as cluster:
+    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=4") as cluster:
         [decode] = cluster.decodes
         handle = cluster.gateway.fleet.ranks[decode.spec.name]
         asked = [greedy(f"r{i}", ids, 300, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
@@ -66,6 +66,6 @@ async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere() -> Non
                 await asyncio.sleep(0.001)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 300
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+            assert not near_ties(small_model, list(request.prompt_ids), ids)
         assert handle.is_heard.is_set()
         await cluster.check_empty()

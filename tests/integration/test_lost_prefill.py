@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 from core.config import TINY_MODEL
 from core.control import Control
@@ -37,8 +40,8 @@ class Cut:
         return await self._control.call(method, payload)
 
 
-async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
-    async with rig(TINY_MODEL, *TWO_PREFILLS) as cluster:
+async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Path) -> None:
+    async with rig(small_model, *TWO_PREFILLS) as cluster:
         handle = cluster.gateway.fleet.of_kind("prefill")[0]
         handle.control = cut = Cut(handle.control)
 
@@ -46,7 +49,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
             asked = [greedy(f"{name}{i}", ids, 8) for i, ids in enumerate(prompts(4, seed=5))]
             answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
             for request, (ids, _, _) in zip(asked, answers, strict=True):
-                assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+                assert not near_ties(small_model, list(request.prompt_ids), ids)
 
         cut.is_down = True
         await ask("found")
@@ -63,8 +66,8 @@ async def test_an_unreachable_node_is_left_out_until_it_answers() -> None:
         await cluster.check_empty()
 
 
-async def test_a_prefill_node_whose_engine_stopped_is_left_out() -> None:
-    async with rig(TINY_MODEL, *TWO_PREFILLS) as cluster:
+async def test_a_prefill_node_whose_engine_stopped_is_left_out(small_model: Path) -> None:
+    async with rig(small_model, *TWO_PREFILLS) as cluster:
         broken = cluster.prefills[0]
 
         def step() -> None:
@@ -74,7 +77,7 @@ async def test_a_prefill_node_whose_engine_stopped_is_left_out() -> None:
         asked = [greedy(f"r{i}", ids, 8) for i, ids in enumerate(prompts(6, seed=6))]
         answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
         for request, (ids, _, _) in zip(asked, answers, strict=True):
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+            assert not near_ties(small_model, list(request.prompt_ids), ids)
         assert isinstance(broken.loop.failure, RuntimeError)
         await cluster.complete(greedy("one more", prompts(1, seed=7)[0], 8))
         await cluster.complete(greedy("and one", prompts(1, seed=8)[0], 8))
@@ -103,6 +106,7 @@ def is_idle(node: NodeStatus) -> bool:
     return node.alive and not any(held)
 
 
+@pytest.mark.slow
 async def test_a_killed_prefill_process_costs_no_answer() -> None:
     """Real processes: of two prefill nodes one is killed while both work."""
     with serving(*TWO_PREFILLS) as server:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.answer import Delta, Finished
-from core.config import TINY_MODEL, load
+from core.config import load
 from core.errors import Overloaded
 from core.request import Request
 from tandem import AsyncClient, GenerateOptions
@@ -20,9 +21,9 @@ from tests.integration.test_split import SMALL, prompts, sampled
 from tests.rig import Rig, rig
 
 
-async def test_stop_strings_end_answers_and_free_their_rows() -> None:
+async def test_stop_strings_end_answers_and_free_their_rows(small_model: Path) -> None:
     """For every n: the text before, the token that completed it counted, nothing left behind."""
-    async with rig(TINY_MODEL, *SMALL) as cluster:
+    async with rig(small_model, *SMALL) as cluster:
         for ids in prompts(3):
             whole, text, _ = await cluster.complete(greedy("whole", ids, 40, ignore_eos=True))
             decode = cluster.gateway.tokenizer.decode
@@ -49,9 +50,9 @@ async def test_stop_strings_end_answers_and_free_their_rows() -> None:
         await cluster.check_empty()
 
 
-async def test_logprobs_travel_with_their_tokens() -> None:
+async def test_logprobs_travel_with_their_tokens(small_model: Path) -> None:
     [ids] = prompts(1)
-    async with rig(TINY_MODEL, *SMALL) as cluster:
+    async with rig(small_model, *SMALL) as cluster:
         asked = [greedy(f"{n}", ids, 12, max_drafts=n, logprobs=2, ignore_eos=True) for n in (0, 3)]
         for request in asked:
             stream = cluster.gateway.generate(request)
@@ -76,10 +77,10 @@ async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int
     return {index: (tokens.get(index, []), ended[index]) for index in ended}
 
 
-async def test_each_of_n_answers_is_that_of_its_own_seed() -> None:
+async def test_each_of_n_answers_is_that_of_its_own_seed(small_model: Path) -> None:
     """Also with fewer rows than answers; the first is the answer of n = 1."""
     [ids] = prompts(1)
-    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_rows=2") as cluster:
         answers = await answers_of(cluster, sampled("many", ids, 12, n=5))
         assert sorted(answers) == [0, 1, 2, 3, 4]
         for i, (tokens, finished) in sorted(answers.items()):
@@ -90,9 +91,9 @@ async def test_each_of_n_answers_is_that_of_its_own_seed() -> None:
         await cluster.check_empty()
 
 
-async def test_aborting_closing_or_refusing_n_answers_frees_all() -> None:
+async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Path) -> None:
     [ids] = prompts(1)
-    async with rig(TINY_MODEL, *SMALL, "decode.max_rows=2", "server.max_queued=2") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_rows=2", "server.max_queued=2") as cluster:
         many = sampled("many", ids, 100, n=4)
         aborting = asyncio.create_task(answers_of(cluster, many))
         await asyncio.sleep(0.2)
@@ -109,11 +110,11 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all() -> None:
         assert not (await cluster.gateway.status()).num_running
 
 
-async def test_all_of_it_over_grpc() -> None:
+async def test_all_of_it_over_grpc(small_model: Path) -> None:
     """n answers, log probabilities and a stop string through a real server's socket."""
     [ids] = prompts(1)
     async with (
-        rig(TINY_MODEL, *SMALL) as cluster,
+        rig(small_model, *SMALL) as cluster,
         Server(load(None, ["server.address=127.0.0.1:0"])) as server,
     ):
         await server.attach(cluster.gateway)
@@ -143,7 +144,7 @@ async def test_all_of_it_over_grpc() -> None:
         await cluster.check_empty()
 
 
-async def test_preemption_changes_neither_penalties_nor_stops() -> None:
+async def test_preemption_changes_neither_penalties_nor_stops(small_model: Path) -> None:
     """Counts and held-back text are functions of (request, output ids), whoever goes on."""
     rules = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 30}
     asked = [
@@ -152,7 +153,7 @@ async def test_preemption_changes_neither_penalties_nor_stops() -> None:
     ]
     answers = []
     for num_pages in (400, 24):
-        async with rig(TINY_MODEL, f"kv.num_pages={num_pages}", "kv.page_size=8") as cluster:
+        async with rig(small_model, f"kv.num_pages={num_pages}", "kv.page_size=8") as cluster:
             preempted = watch(cluster)
             done = await asyncio.gather(*(cluster.complete(request) for request in asked))
             answers.append([(ids, text, end.finish_reason) for ids, text, end in done])

@@ -3,10 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from core.errors import NodeLost, Poisonous, StepFailed
 from core.request import Request
 from decode_node.launcher import InFlight, Launcher, Prepared
@@ -70,12 +70,13 @@ async def ask_all(cluster: Rig, requests: list[Request]) -> list[list[int] | Bas
     ],
 )
 async def test_a_poison_request_is_refused_once_it_failed_alone_and_the_others_end(
+    small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     break_: Callable[[pytest.MonkeyPatch, Exception], list[list[str]]],
     loop: str,
 ) -> None:
     failed = break_(monkeypatch, RuntimeError("cosmic ray"))
-    async with rig(TINY_MODEL, *SETS, f"decode.loop={loop}") as cluster:
+    async with rig(small_model, *SETS, f"decode.loop={loop}") as cluster:
         asked = [
             greedy(f"poison-{i}" if i == 5 else f"r{i}", ids, NUM_TOKENS, ignore_eos=True)
             for i, ids in enumerate(prompts(6, 9))
@@ -86,13 +87,14 @@ async def test_a_poison_request_is_refused_once_it_failed_alone_and_the_others_e
                 assert isinstance(answer, Poisonous), answer
             else:
                 assert isinstance(answer, list) and len(answer) == NUM_TOKENS, answer
-                assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+                assert not near_ties(small_model, list(request.prompt_ids), answer)
         assert len(failed) == 2 and failed[1] == ["poison-5"], failed
         assert cluster.gateway.is_healthy(), "a failed step is no lost rank"
         await cluster.check_empty()
 
 
 async def test_a_step_that_failed_once_costs_nobody_an_answer(
+    small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that were in it go on alone for a few steps, then together again."""
@@ -106,11 +108,11 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
         return launch(self, step)
 
     monkeypatch.setattr(Launcher, "launch", flaky)
-    async with rig(TINY_MODEL, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(6, 9))]
         for request, answer in zip(asked, await ask_all(cluster, asked), strict=True):
             assert isinstance(answer, list) and len(answer) == 80, answer
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+            assert not near_ties(small_model, list(request.prompt_ids), answer)
         after = widths[failed_at[0] :]
         assert after[:NUM_STEPS_ALONE] == [1] * NUM_STEPS_ALONE, after
         assert after.count(1) >= 6 * NUM_STEPS_ALONE and max(after) > 1, after
@@ -118,10 +120,11 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
 
 
 async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
+    small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_decode(monkeypatch, AssertionError("two sequences own one page"))
-    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.5") as cluster:
+    async with rig(small_model, *SETS, "server.patience_s=0.5") as cluster:
         [answer] = await ask_all(cluster, [greedy("poison", prompts(1, 9)[0], 8)])
         assert isinstance(answer, NodeLost) and not isinstance(answer, StepFailed)
         assert not cluster.gateway.is_healthy()
@@ -130,7 +133,9 @@ async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
 
 
 @pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
-async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(kind: str) -> None:
+async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
+    small_model: Path, kind: str
+) -> None:
     """Its asyncio loop answers every heartbeat meanwhile."""
     sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stuck_s=0.4")
     entered, go_on = threading.Event(), threading.Event()
@@ -139,7 +144,7 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(kind: 
         entered.set()
         assert go_on.wait(60)
 
-    async with rig(TINY_MODEL, *sets) as cluster:
+    async with rig(small_model, *sets) as cluster:
         ranks = cluster.decodes if kind == "decode" else cluster.prefills
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
         running = asyncio.create_task(ask_all(cluster, asked))
@@ -157,7 +162,7 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(kind: 
         go_on.set()
         for request, answer in zip(asked, answers, strict=True):
             assert isinstance(answer, list) and len(answer) == 80, answer
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), answer)
+            assert not near_ties(small_model, list(request.prompt_ids), answer)
         async with asyncio.timeout(60):
             while handle.is_out or not handle.is_heard.is_set():
                 await asyncio.sleep(0.01)

@@ -2,10 +2,10 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from core.identity import Identity
 from core.request import PREEMPTED
 from decode_node.messages import Size
@@ -38,25 +38,25 @@ def watch(cluster: Rig) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
-async def test_preempted_sequences_go_on_exactly(mode: str) -> None:
+async def test_preempted_sequences_go_on_exactly(small_model: Path, mode: str) -> None:
     sets = ("kv.num_pages=26", "kv.page_size=8", f"mode={mode}", "decode.max_rows=6")
-    async with rig(TINY_MODEL, *sets) as cluster:
+    async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
         answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
         for request, (tokens, text, finished) in zip(asked, answers, strict=True):
             assert len(tokens) == 70 and finished.finish_reason == "length"
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+            assert not near_ties(small_model, list(request.prompt_ids), tokens)
             assert text == cluster.gateway.tokenizer.decode(tokens)
         assert preempted, "the pool was meant to be too small"
         await cluster.check_empty()
 
 
-async def test_two_near_half_sequences_share_one_pool() -> None:
+async def test_two_near_half_sequences_share_one_pool(small_model: Path) -> None:
     """Colocated, each of over 40 % of the pool: preempted and resumed together, neither waits for
     pages that the other's prompt would have to give up."""
     sets = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8", "decode.max_rows=4")
-    async with rig(TINY_MODEL, *sets) as cluster:
+    async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = [
             greedy(f"r{i}", ids, 200, ignore_eos=True) for i, ids in enumerate(prompts(3, 190, 200))
@@ -65,20 +65,20 @@ async def test_two_near_half_sequences_share_one_pool() -> None:
             answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
         for request, (tokens, _, _) in zip(asked, answers, strict=True):
             assert len(tokens) == 200
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+            assert not near_ties(small_model, list(request.prompt_ids), tokens)
         assert len(preempted) > 1
         await cluster.check_empty()
 
 
-async def test_a_preempted_sample_is_the_sample_it_would_have_been() -> None:
+async def test_a_preempted_sample_is_the_sample_it_would_have_been(small_model: Path) -> None:
     asked = []
     for i, ids in enumerate(prompts(6)):
         request = greedy(f"r{i}", ids, 60, ignore_eos=True)
         hot = replace(request.sampling, temperature=0.8, seed=100 + i)
         asked.append(replace(request, sampling=hot))
-    async with rig(TINY_MODEL, "kv.num_pages=400", "kv.page_size=8") as cluster:
+    async with rig(small_model, "kv.num_pages=400", "kv.page_size=8") as cluster:
         alone = [(await cluster.complete(request))[0] for request in asked]
-    async with rig(TINY_MODEL, "kv.num_pages=22", "kv.page_size=8") as cluster:
+    async with rig(small_model, "kv.num_pages=22", "kv.page_size=8") as cluster:
         preempted = watch(cluster)
         crowded = await asyncio.gather(*(cluster.complete(request) for request in asked))
         await cluster.check_empty()

@@ -1,10 +1,10 @@
 """Equal beginnings are computed once, and nobody can tell from the answer."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.held_out import held_out
@@ -18,23 +18,23 @@ def prompts(num: int, min_len: int, max_len: int, seed: int = 5) -> list[list[in
 
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
-async def test_a_shared_beginning_changes_no_token(mode: str) -> None:
+async def test_a_shared_beginning_changes_no_token(small_model: Path, mode: str) -> None:
     [shared] = prompts(1, 300, 300)
     tails = prompts(4, 3, 40, seed=6)
-    async with rig(TINY_MODEL, *SETS, f"mode={mode}", "prefill.max_batch_tokens=64") as cluster:
+    async with rig(small_model, *SETS, f"mode={mode}", "prefill.max_batch_tokens=64") as cluster:
         for i, tail in enumerate(tails):
             ids = shared + tail[1:]
             tokens, _, finished = await cluster.complete(greedy(f"r{i}", ids, 20, ignore_eos=True))
-            assert not near_ties(TINY_MODEL, ids, tokens)
+            assert not near_ties(small_model, ids, tokens)
             assert finished.usage.cached == (0 if i == 0 else 288)
             assert finished.kv_transfer.tokens == len(ids)
         await cluster.check_empty()
 
 
-async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
+async def test_the_same_prompt_twice_keeps_its_acceptance(small_model: Path) -> None:
     """Cached pages carry right draft entries too, or drafts would be worse the second time."""
     fixed = "speculation.draft_length=fixed"
-    async with rig(TINY_MODEL, *SETS, fixed) as cluster:
+    async with rig(small_model, *SETS, fixed) as cluster:
         for i, ids in enumerate(prompts(6, 64, 200)):
             first = await cluster.complete(greedy(f"a{i}", ids, 40, ignore_eos=True))
             again = await cluster.complete(greedy(f"b{i}", ids, 40, ignore_eos=True))
@@ -44,22 +44,22 @@ async def test_the_same_prompt_twice_keeps_its_acceptance() -> None:
         await cluster.check_empty()
 
 
-async def test_many_shared_beginnings_in_a_pool_too_small_for_all() -> None:
+async def test_many_shared_beginnings_in_a_pool_too_small_for_all(small_model: Path) -> None:
     shared = prompts(6, 100, 100)
-    async with rig(TINY_MODEL, "kv.num_pages=60", "kv.page_size=16") as cluster:
+    async with rig(small_model, "kv.num_pages=60", "kv.page_size=16") as cluster:
         asked = [greedy(f"r{i}", shared[i % 6] + [40 + i], 6, ignore_eos=True) for i in range(24)]
         for start in range(0, 24, 3):
             done = await asyncio.gather(*(cluster.complete(r) for r in asked[start : start + 3]))
             for request, (tokens, _, _) in zip(asked[start:], done, strict=False):
-                assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+                assert not near_ties(small_model, list(request.prompt_ids), tokens)
         await cluster.check_empty()
 
 
-async def test_two_prefill_nodes_hit_as_often_as_one() -> None:
+async def test_two_prefill_nodes_hit_as_often_as_one(small_model: Path) -> None:
     """The router sends equal beginnings to the node that knows them."""
     hits = []
     for replicas in (1, 2):
-        async with rig(TINY_MODEL, *SETS, f"prefill.replicas={replicas}") as cluster:
+        async with rig(small_model, *SETS, f"prefill.replicas={replicas}") as cluster:
             cached = 0
             for i, ids in enumerate(prompts(6, 100, 100) * 4):
                 request = greedy(f"r{i}", [*ids, 30 + i], 2, ignore_eos=True)

@@ -2,10 +2,10 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from core.control import Control
 from core.errors import HandoverError, NodeLost, RankDied
 from core.membership import EndedLife, InStep
@@ -33,9 +33,9 @@ class Refusing:
         return encode_failure(HandoverError("its wire is broken"))
 
 
-async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again() -> None:
+async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_model: Path) -> None:
     """Between them they would use up its failures, though another pair works."""
-    async with rig(TINY_MODEL, *SETS, "decode.replicas=2") as cluster:
+    async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
         first = cluster.decodes[0]
         handle = cluster.gateway.fleet.ranks[first.spec.name]
         handle.control = broken = Refusing(handle.control)
@@ -43,7 +43,7 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again() -> None
         for request in asked:
             ids, _, _ = await cluster.complete(request)
             assert len(ids) == 12
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+            assert not near_ties(small_model, list(request.prompt_ids), ids)
         assert 1 <= broken.num_refused <= len(asked), "at most once for each request"
         await cluster.check_empty()
 
@@ -67,9 +67,9 @@ class Dying:
         return await self._control.call(method, payload)
 
 
-async def test_a_death_that_a_call_learns_of_first_names_suspects_too() -> None:
+async def test_a_death_that_a_call_learns_of_first_names_suspects_too(small_model: Path) -> None:
     """The last heartbeat was fine, and the verdict comes a little later."""
-    async with rig(TINY_MODEL, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
         handle = cluster.gateway.fleet.ranks[spec.name]
         handle.control = dying = Dying(handle.control)
@@ -85,7 +85,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too() -> None:
         )
         dying.is_back = True
         ids, _, _ = await running
-        assert len(ids) == 12 and not near_ties(TINY_MODEL, list(request.prompt_ids), ids)
+        assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [asked.is_suspect for asked in dying.asked] == [False, True]
         await cluster.check_empty()
 
@@ -109,8 +109,8 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
     return running
 
 
-async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not() -> None:
-    async with rig(TINY_MODEL, *SETS, "server.patience_s=60") as cluster:
+async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_model: Path) -> None:
+    async with rig(small_model, *SETS, "server.patience_s=60") as cluster:
         [decode] = cluster.decodes
         running = await lose_the_only_decode_rank(cluster, "begun")
         with pytest.raises(NodeLost):
@@ -118,12 +118,12 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not() -> None:
         assert not running.done()
         cluster.members.add(decode)
         ids = await running
-        assert len(ids) == 200 and not near_ties(TINY_MODEL, prompts(1, 4)[0], ids)
+        assert len(ids) == 200 and not near_ties(small_model, prompts(1, 4)[0], ids)
         await cluster.check_empty()
 
 
-async def test_patience_ends() -> None:
-    async with rig(TINY_MODEL, *SETS, "server.patience_s=0.2") as cluster:
+async def test_patience_ends(small_model: Path) -> None:
+    async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
         running = await lose_the_only_decode_rank(cluster, "begun")
         with pytest.raises(NodeLost):
             await running

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
-from core.config import TINY_MODEL
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.rig import rig
@@ -20,10 +20,10 @@ SETS = (
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])
 async def test_the_lease_of_a_waiting_prompt_is_kept(
-    mode: str, caplog: pytest.LogCaptureFixture
+    small_model: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     [first], [second] = prompts(1, 40), prompts(1, 5)
-    async with rig(TINY_MODEL, *SETS, f"mode={mode}") as cluster:
+    async with rig(small_model, *SETS, f"mode={mode}") as cluster:
         engine = cluster.prefills[0].engine
         step = engine.step
 
@@ -37,6 +37,6 @@ async def test_the_lease_of_a_waiting_prompt_is_kept(
         answers = await asyncio.gather(*(cluster.complete(request) for request in asked))
         assert time.monotonic() - began > 2 * LEASE_S
         for request, (tokens, _, _) in zip(asked, answers, strict=True):
-            assert not near_ties(TINY_MODEL, list(request.prompt_ids), tokens)
+            assert not near_ties(small_model, list(request.prompt_ids), tokens)
         assert "lease of" not in caplog.text and "trying again" not in caplog.text
         await cluster.check_empty()

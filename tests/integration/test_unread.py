@@ -1,7 +1,6 @@
 """What a client does not read, and what it aborts too soon or twice, holds no row on any node."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
-from core.config import TINY_MODEL
 from core.errors import Overloaded
-from tests import tiny
 from tests.exact import near_ties
 from tests.gates import until
 from tests.rig import Rig, rig
@@ -25,14 +22,6 @@ NAME = "unread"
 NUM_TOKENS = 700
 """With log probabilities, far more bytes than the window of a client that does not read."""
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    tiny.write_tiny(folder, seed=41, vocab_size=2048)
-    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
-    return folder
 
 
 @asynccontextmanager
@@ -60,9 +49,9 @@ def num_rows(cluster: Rig) -> int:
     return len(cluster.decodes[0].engine.scheduler.sequences)
 
 
-async def test_a_row_is_free_when_decode_is_done_though_nobody_has_read() -> None:
+async def test_a_row_is_free_when_decode_is_done_though_nobody_has_read(small_model: Path) -> None:
     [ids] = prompts(1, 20)
-    async with served(TINY_MODEL) as (cluster, stub):
+    async with served(small_model) as (cluster, stub):
         call = stub.Generate(long_answer(ids))
         await until(lambda: num_rows(cluster) == 1)
         await until(lambda: num_rows(cluster) == 0)
@@ -72,12 +61,12 @@ async def test_a_row_is_free_when_decode_is_done_though_nobody_has_read() -> Non
         async for piece in call:
             tokens += piece.delta.token_ids
         assert piece.finished.finish_reason == "length" and len(tokens) == NUM_TOKENS
-        assert not near_ties(TINY_MODEL, ids, tokens)
+        assert not near_ties(small_model, ids, tokens)
 
 
-async def test_an_abort_frees_the_row_of_a_stream_that_nobody_reads() -> None:
+async def test_an_abort_frees_the_row_of_a_stream_that_nobody_reads(small_model: Path) -> None:
     [ids] = prompts(1, 20)
-    async with served(TINY_MODEL) as (cluster, stub):
+    async with served(small_model) as (cluster, stub):
         call = stub.Generate(long_answer(ids))
         await until(lambda: NAME in cluster.gateway._running and num_unread(cluster) > 20)
         for _ in range(2):

@@ -78,14 +78,25 @@ def answers_of(bench: Bench, requests: list[Request]) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("buckets", [None, (2, 3), (4,)])
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.fixture(scope="module")
+def plain(loaded: LoadedModel) -> Answers:
+    return answers_of(Bench(loaded), mixed_requests(loaded))
+
+
+@pytest.mark.parametrize(
+    ("loop", "buckets"),
+    [
+        ("plain", (2, 3)),
+        ("plain", (4,)),
+        ("overlapped", None),
+        ("overlapped", (2, 3)),
+        ("overlapped", (4,)),
+    ],
+)
 def test_loops_and_buckets_emit_the_same(
-    loaded: LoadedModel, loop: str, buckets: tuple[int, ...] | None
+    loaded: LoadedModel, plain: Answers, loop: str, buckets: tuple[int, ...] | None
 ) -> None:
-    requests = mixed_requests(loaded)
-    plain = answers_of(Bench(loaded), requests)
-    other = answers_of(Bench(loaded, loop=loop, buckets=buckets), requests)
+    other = answers_of(Bench(loaded, loop=loop, buckets=buckets), mixed_requests(loaded))
     assert other == plain
     assert {reason for _, reason in plain.values()} == {"stop", "length"}
 
@@ -169,7 +180,7 @@ def test_every_way_of_attending_gives_the_same(folder: Path, monkeypatch) -> Non
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_drafts: int) -> None:
     """Whatever reads a tensor on the host or shapes one by its values would break the graph.
 

@@ -4,6 +4,7 @@ fp32; logits to 1e-4, MTP hidden states and first drafts, greedy tokens exactly 
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +104,40 @@ def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
         assert logits.argmax(-1).tolist() == reference_logits[:num].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "num_drafts",
+    [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
+)
 def test_greedy_tokens(checkpoint: Path, num_drafts: int) -> None:
-    """A batch of unlike lengths, chunked prefill, both first steps: transformers' tokens."""
+    """A batch of unlike lengths, chunked prefill, all limits of drafts up to the engine's, both
+    first steps where anything is drafted: transformers' tokens."""
     loaded = load(checkpoint)
     prompts = [prompt(length, seed=length) for length in (1, 2, 7, 23)]
-    for ship_hidden in (True, False):
-        bench = Bench(loaded, num_drafts=num_drafts, ship_hidden=ship_hidden, max_batch_tokens=6)
-        asked = [greedy(f"r{i}", ids, 24, ignore_eos=True) for i, ids in enumerate(prompts)]
-        answers = bench.generate(*asked)
-        for ids, (tokens, reason) in zip(prompts, answers, strict=True):
-            assert reason == "length"
-            assert tokens == reference_greedy(checkpoint, tuple(ids))
+    asked = [
+        greedy(f"r{i} {limit}", ids, 24, max_drafts=limit, ignore_eos=True)
+        for i, ids in enumerate(prompts)
+        for limit in range(min(1, num_drafts), num_drafts + 1)
+    ]
+    for ship_hidden in (True, False) if num_drafts else (True,):
+        bench = Bench(
+            loaded,
+            num_drafts=num_drafts,
+            ship_hidden=ship_hidden,
+            max_batch_tokens=6,
+            max_rows=len(asked),
+        )
+        for request, (tokens, reason) in zip(asked, bench.generate(*asked), strict=True):
+            assert reason == "length" and len(tokens) == 24
+            assert tokens == reference_argmax(checkpoint, request.prompt_ids, tuple(tokens))
         bench.check_empty()
 
 
-_GREEDY: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
-
-
-def reference_greedy(checkpoint: Path, ids: tuple[int, ...]) -> list[int]:
-    key = (checkpoint, ids)
-    if key not in _GREEDY:
-        _GREEDY[key] = tiny.reference_greedy(checkpoint, list(ids), 24)
-    return _GREEDY[key]
+@lru_cache
+def reference_argmax(checkpoint: Path, ids: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
+    """What is likeliest after each prefix of ``tokens``, in one pass: as long as these are it, the
+    greedy answer."""
+    logits = tiny.reference_logits(checkpoint, [*ids, *tokens[:-1]])
+    return logits[len(ids) - 1 :].argmax(-1).tolist()
 
 
 def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) -> None:

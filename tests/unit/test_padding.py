@@ -34,6 +34,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(folder)
 
 
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[tuple[list[int], str]]:
+    """The answers of a rank whose steps are as wide as its rows."""
+    return bench_of(loaded).generate(*requests())
+
+
 class BusyGang(LocalPlanner):
     """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
 
@@ -124,9 +130,8 @@ def check_equal(rows: object, others: object) -> None:
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
 def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
-    loaded: LoadedModel, loop: str
+    loaded: LoadedModel, alone: list[tuple[list[int], str]], loop: str
 ) -> None:
-    alone = bench_of(loaded).generate(*requests())
     gang = BusyGang()
     bench = bench_of(loaded, loop=loop, planner=gang)
     for _ in range(2):
@@ -139,8 +144,9 @@ def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
 
 
 @pytest.mark.parametrize("poison", [1e4, -1e4])
-def test_whatever_padding_holds_no_real_row_changes(loaded: LoadedModel, poison: float) -> None:
-    alone = bench_of(loaded).generate(*requests())
+def test_whatever_padding_holds_no_real_row_changes(
+    loaded: LoadedModel, alone: list[tuple[list[int], str]], poison: float
+) -> None:
     spy = Witness(loaded.drafter)
     bench = bench_of(replace(loaded, drafter=spy), planner=BusyGang(is_busy=False))
     state = bench.decode._rows._table.state
@@ -162,10 +168,9 @@ def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) ->
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
 def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
-    loaded: LoadedModel, loop: str
+    loaded: LoadedModel, alone: list[tuple[list[int], str]], loop: str
 ) -> None:
     """The plan stands; the others do not notice."""
-    alone = bench_of(loaded).generate(*requests())
 
     class Cut(LocalPlanner):
         def plan(self, proposal: Proposal) -> Plan:

@@ -165,14 +165,16 @@ def test_penalties_see_the_drafts_before_each_place(
     The last request would end within a run if ``min_tokens`` were counted from its start.
     """
     late_end = SamplingParams(min_tokens=8, logit_bias=(TokenBias(EOS, 100.0),))
-    for rules in (*EVERYTHING, late_end):
-        ends = rules is late_end
+    asked = []
+    for i, rules in enumerate((*EVERYTHING, late_end)):
+        is_last = rules is late_end
         sampling = replace(
-            rules, seed=7, temperature=temperature, max_tokens=30, ignore_eos=not ends
+            rules, seed=7, temperature=temperature, max_tokens=30, ignore_eos=not is_last
         )
-        request = Request("r", tuple(prompt_of(1)), (), sampling)
-        [(answer, reason)] = Bench(loaded, num_drafts=0).generate(request)
-        assert len(answer) == (9 if ends else 30)
+        asked.append(Request(f"r{i}", tuple(prompt_of(1)), (), sampling))
+    plain = Bench(loaded, num_drafts=0, max_rows=len(asked)).generate(*asked)
+    for request, (answer, reason) in zip(asked, plain, strict=True):
+        assert len(answer) == (9 if request is asked[-1] else 30)
         drafter = Scripted(answer, pattern)
         drafter.num_prompt = len(request.prompt_ids)
         bench = Bench(replace(loaded, drafter=drafter), num_drafts=3)

@@ -47,7 +47,7 @@ def limits(num_drafts: int, num_rows: int = NUM_ROWS) -> Tensor:
 
 @pytest.mark.parametrize("kind", [REJECTION, REJECTION_GREEDY])
 @pytest.mark.parametrize("s", SETTINGS, ids=lambda s: f"t{s.temperature}")
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_three_tokens_follow_the_exact_joint_distribution(
     kind: str, s: SamplingParams, num_drafts: int
 ) -> None:
@@ -137,7 +137,10 @@ def _best_with_q(adjusted_BV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return adjusted_BV.argmax(1), adjusted_BV.softmax(1)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_drafts",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4],
+)
 @pytest.mark.parametrize("overlap", [0.2, 0.5, 0.8, 0.97])
 @pytest.mark.parametrize("kind", [REJECTION, REJECTION_GREEDY])
 def test_the_accepted_length_is_what_theory_expects(
