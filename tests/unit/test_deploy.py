@@ -77,7 +77,8 @@ def service_reaches_gateways(it: Deployed) -> None:
 
 
 def gateways_may_drain(it: Deployed) -> None:
-    assert it.gateway_pod["terminationGracePeriodSeconds"] >= it.config.server.drain_s + 15
+    """Answers, then the raylet."""
+    assert it.gateway_pod["terminationGracePeriodSeconds"] >= it.config.server.drain_s + 20
 
 
 def mounts_have_volumes(it: Deployed) -> None:
