@@ -1,0 +1,116 @@
+"""An overlay of deploy/ as what it makes of a cluster: its manifests, and the config it serves."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from core.config import TandemConfig, load
+from core.config_source import read_yaml
+from tests.kustomize import Manifest, render
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+NOT_YET = "is not implemented yet; set it to 1"
+UNITS = {"": 1, "m": 1e-3} | {f"{letter}i": 1 << 10 * (i + 1) for i, letter in enumerate("KMGT")}
+
+
+@dataclass(frozen=True)
+class Deployed:
+    cluster: Manifest
+    gateway: Manifest
+    service: Manifest
+    config_map: Manifest
+
+    @property
+    def groups(self) -> dict[str, Manifest]:
+        """The worker groups by name."""
+        groups = self.cluster["spec"]["workerGroupSpecs"]
+        assert len({group["groupName"] for group in groups}) == len(groups)
+        return {group["groupName"]: group for group in groups}
+
+    @property
+    def gateway_pod(self) -> Manifest:
+        return self.gateway["spec"]["template"]["spec"]
+
+    @property
+    def ray_pods(self) -> list[Manifest]:
+        groups = [self.cluster["spec"]["headGroupSpec"], *self.groups.values()]
+        return [group["template"]["spec"] for group in groups]
+
+    @property
+    def config(self) -> TandemConfig:
+        """What the gateway loads, by its arguments, from the volume that is mounted there."""
+        options = [
+            arg.removeprefix("--").partition("=") for arg in container(self.gateway_pod)["args"]
+        ]
+        [path] = [Path(value) for option, _, value in options if option == "config"]
+        [mount] = [m for m in mounts(self.gateway_pod) if Path(m["mountPath"]) == path.parent]
+        volume = volumes(self.gateway_pod)[mount["name"]]
+        assert volume["configMap"]["name"] == self.config_map["metadata"]["name"]
+        text = self.config_map["data"][path.name]
+        return load_text(text, [value for option, _, value in options if option == "set"])
+
+
+def deployed(folder: str) -> Deployed:
+    """What ``kubectl apply -k deploy/FOLDER`` makes."""
+    by_kind = {manifest["kind"]: manifest for manifest in render(DEPLOY / folder)}
+    kinds = ("RayCluster", "Deployment", "Service", "ConfigMap")
+    assert sorted(by_kind) == sorted(kinds)
+    return Deployed(*(by_kind[kind] for kind in kinds))
+
+
+def load_text(text: str, sets: list[str]) -> TandemConfig:
+    """The config as ``tandem serve`` reads it.
+
+    Where gangs of several ranks are still refused, all else is checked, with their sizes put back.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "tandem.yaml")
+        path.write_text(text)
+        try:
+            return load(path, sets)
+        except ValueError as error:
+            if not str(error).endswith(NOT_YET):
+                raise
+        tree, ones = read_yaml(path), ["prefill.dp_size=1", "decode.dp_size=1"]
+        config = load(path, [*sets, *ones])
+    sizes = {kind: {"dp_size": tree[kind]["dp_size"]} for kind in ("prefill", "decode")}
+    sections = {k: getattr(config, k).model_copy(update=size) for k, size in sizes.items()}
+    return config.model_copy(update=sections)
+
+
+def container(pod: Manifest) -> Manifest:
+    [only] = pod["containers"]
+    return only
+
+
+def mounts(pod: Manifest) -> list[Manifest]:
+    return container(pod).get("volumeMounts", [])
+
+
+def volumes(pod: Manifest) -> dict[str, Manifest]:
+    return {volume["name"]: volume for volume in pod.get("volumes", [])}
+
+
+def amount(quantity: str) -> float:
+    """A quantity of Kubernetes, such as 500m or 4Gi, as a number."""
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", quantity)
+    assert match, quantity
+    return float(match[1]) * UNITS[match[2]]
+
+
+def ray_resources(group: Manifest) -> dict[str, int]:
+    """What a pod of the group offers to Ray: the operator reads it off the limits."""
+    limits = container(group["template"]["spec"])["resources"]["limits"]
+    params = group["rayStartParams"]
+    cpus = params.get("num-cpus", math.ceil(amount(limits["cpu"])))
+    gpus = params.get("num-gpus", limits.get("nvidia.com/gpu", 0))
+    return {"CPU": int(cpus), "GPU": int(gpus)}
+
+
+def ranks_per_pod(group: Manifest, resources: Mapping[str, float]) -> int:
+    """How many ranks that take ``resources`` Ray would place on one pod of the group."""
+    offered = ray_resources(group)
+    return min(int(offered[name] // needed) for name, needed in resources.items())

@@ -1,0 +1,150 @@
+"""Renders what deploy/ uses of kustomize, strictly: what is not used there is refused, and so is
+a patch, an image or a generator that finds nothing. Where kubectl is installed a test compares."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.config_source import read_yaml
+
+Manifest = dict[str, Any]
+SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
+FIELDS = {
+    "kustomization": {
+        *("apiVersion", "kind", "resources", "configMapGenerator", "images", "patches"),
+    },
+    "configMapGenerator": {"name", "behavior", "files"},
+    "images": {"name", "newName", "newTag"},
+    "patches": {"target", "path"},
+    "target": {"kind", "name"},
+    "operation": {"op", "path", "value"},
+}
+
+
+def render(folder: Path) -> list[Manifest]:
+    """Every manifest of a kustomization, as it is applied."""
+    manifests = _build(folder)
+    names = {m["metadata"]["name"]: _hashed_name(m) for m in manifests if m["kind"] == "ConfigMap"}
+    for manifest in manifests:
+        if manifest["kind"] == "ConfigMap":
+            manifest["metadata"]["name"] = names[manifest["metadata"]["name"]]
+        for node in _mappings(manifest):
+            if "configMap" in node:
+                node["configMap"]["name"] = names[node["configMap"]["name"]]
+    return manifests
+
+
+def _build(folder: Path) -> list[Manifest]:
+    tree = _checked(read_yaml(folder / "kustomization.yaml"), "kustomization")
+    manifests: list[Manifest] = []
+    for resource in tree.get("resources", []):
+        path = folder / resource
+        manifests += _build(path) if path.is_dir() else [read_yaml(path)]
+    for generator in tree.get("configMapGenerator", []):
+        _generate(manifests, folder, _checked(generator, "configMapGenerator"))
+    for entry in tree.get("patches", []):
+        target = _checked(_checked(entry, "patches")["target"], "target")
+        operations = yaml.safe_load((folder / entry["path"]).read_text())
+        patch(_found(manifests, target["kind"], target["name"]), operations)
+    for image in tree.get("images", []):
+        _set_image(manifests, _checked(image, "images"))
+    return manifests
+
+
+def _checked(tree: Manifest, where: str) -> Manifest:
+    if not isinstance(tree, dict) or not tree.keys() <= FIELDS[where]:
+        raise ValueError(f"{where}: only {sorted(FIELDS[where])} are supported, got {tree!r}")
+    return tree
+
+
+def _found(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    for manifest in manifests:
+        if (manifest["kind"], manifest["metadata"]["name"]) == (kind, name):
+            return manifest
+    raise ValueError(f"there is no {kind} {name!r}")
+
+
+def _generate(manifests: list[Manifest], folder: Path, generator: Manifest) -> None:
+    behavior = generator.get("behavior", "create")
+    name = generator["name"]
+    data = {Path(file).name: (folder / file).read_text() for file in generator["files"]}
+    if behavior == "replace":
+        _found(manifests, "ConfigMap", name)["data"] = data
+    elif behavior == "create":
+        manifests.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
+        )
+    else:
+        raise ValueError(f"configMapGenerator: behavior {behavior!r} is not supported")
+
+
+def _set_image(manifests: list[Manifest], image: Manifest) -> None:
+    containers = [
+        container
+        for manifest in manifests
+        for node in _mappings(manifest)
+        for container in node.get("containers", [])
+        if container["image"].rpartition(":")[0] == image["name"]
+    ]
+    if not containers:
+        raise ValueError(f"no container has the image {image['name']!r}")
+    for container in containers:
+        container["image"] = f"{image['newName']}:{image['newTag']}"
+
+
+def _mappings(node: Any) -> Iterator[Manifest]:
+    if isinstance(node, dict):
+        yield node
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    for child in children:
+        yield from _mappings(child)
+
+
+def _hashed_name(config_map: Manifest) -> str:
+    """With kustomize's suffix, which makes pods roll when the data changes."""
+    fields = {"data": config_map["data"], "kind": "ConfigMap", "name": ""}
+    text = json.dumps(fields, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    digits = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{config_map['metadata']['name']}-{digits.translate(SAFE_DIGITS)}"
+
+
+def patch(manifest: Manifest, operations: list[Manifest]) -> None:
+    """Apply a JSON patch (RFC 6902) in place: add, replace, remove and test."""
+    for operation in operations:
+        _operate(manifest, **_checked(operation, "operation"))
+
+
+def _operate(manifest: Manifest, op: str, path: str, value: Any = None) -> None:
+    *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
+    node: Any = manifest
+    for part in parents:
+        node = node[_key(node, part, path)]
+    if op == "add":
+        if isinstance(node, list):
+            node.insert(len(node) if last == "-" else int(last), deepcopy(value))
+        else:
+            node[last] = deepcopy(value)
+        return
+    key = _key(node, last, path)
+    if op == "replace":
+        node[key] = deepcopy(value)
+    elif op == "remove":
+        del node[key]
+    elif op != "test":
+        raise ValueError(f"patch: {op!r} is not supported")
+    elif node[key] != value:
+        raise ValueError(f"patch: {path} is {node[key]!r}, not {value!r}")
+
+
+def _key(node: Any, part: str, path: str) -> Any:
+    key = int(part) if isinstance(node, list) else part
+    if key not in (range(len(node)) if isinstance(node, list) else node):
+        raise ValueError(f"patch: there is no {path}, for want of {part!r}")
+    return key

@@ -1,0 +1,161 @@
+"""The container file names what is there, in the versions that are pinned; its gateway script joins
+a gateway and a raylet for life. Stubs stand for `ray` and `tandem` (for real: test_pods.py)."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployed import DEPLOY
+from tests.kustomize import render
+
+ROOT = DEPLOY.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TARGETS = ("cpu", "cuda")
+STUB = """#!/bin/bash
+case "$1" in health-check) touch asked; test -f head-is-up; exit ;; esac
+trap 'echo "$(basename "$0") got TERM" >> said; exit 7' TERM
+echo "$(basename "$0") $*" >> said
+echo $$ > "$0.new" && mv "$0.new" "$0.pid"
+while test ! -f "$(basename "$0")-ends"; do /bin/sleep 0.02; done
+exit 3
+"""
+
+
+def stages() -> dict[str, list[str]]:
+    """The instructions of each stage, those of the stages that it goes on from included."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.M)
+    found: dict[str, list[str]] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        if match := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            name = match[2]
+            found[name] = [*found.get(match[1], []), line]
+        elif line:
+            found[name].append(line)
+    return found
+
+
+def copied(stage: str) -> list[str]:
+    """What a stage copies from the tree."""
+    lines = [line.split()[1:] for line in stages()[stage] if line.startswith("COPY ")]
+    trees = [line for line in lines if not line[0].startswith("--from")]
+    return [word for line in trees for word in line[:-1] if not word.startswith("--")]
+
+
+def test_every_source_is_there_and_every_package_is_copied() -> None:
+    for stage in stages():
+        assert all((ROOT / source).exists() for source in copied(stage))
+    packages = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {name.removesuffix("*").replace(".", "/") for name in packages}
+    assert folders | {"pyproject.toml", PYPROJECT["project"]["readme"]} <= set(copied("wheel"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_pins_what_the_project_and_the_manifests_say(target: str) -> None:
+    text = "\n".join(stages()[target])
+    torch = [name for name in PYPROJECT["project"]["dependencies"] if name.startswith("torch==")]
+    assert re.findall(r"torch==[\d.]+", text) == torch
+    [ray] = re.findall(r'"ray\[default\]==([\d.]+)"', text)
+    [cluster] = [m for m in render(DEPLOY / "base") if m["kind"] == "RayCluster"]
+    assert ray == cluster["spec"]["rayVersion"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_can_be_a_pod_of_every_kind(target: str) -> None:
+    lines = stages()[target]
+    assert lines[-1] == "USER 1000"  # the fsGroup of deploy/checkpoint
+    assert 'ENTRYPOINT ["tandem"]' in lines
+    [script] = [line for line in lines if "gateway.sh" in line]
+    [gateway] = [m for m in render(DEPLOY / "base") if m["kind"] == "Deployment"]
+    [command] = gateway["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert script.endswith(f"/usr/local/bin/{command}")
+    assert any("install --yes --no-install-recommends wget" in line for line in lines)
+
+
+class Script:
+    """The gateway script at work in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in ("ray", "tandem"):
+            (folder / name).write_text(STUB)
+            (folder / name).chmod(0o755)
+        (folder / "sleep").symlink_to("/bin/true")
+        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
+        command = [str(DEPLOY / "gateway.sh"), "--config=x.yaml", "--set=a=b c"]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=quiet, stderr=quiet)
+        self._wait_for("asked")
+
+    def touch(self, name: str) -> None:
+        (self._folder / name).touch()
+
+    def kill(self, name: str) -> None:
+        os.kill(int((self._folder / f"{name}.pid").read_text()), signal.SIGKILL)
+
+    def said(self) -> list[str]:
+        path = self._folder / "said"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def begun(self) -> "Script":
+        """Once both run."""
+        self.touch("head-is-up")
+        self._wait_for("ray.pid")
+        self._wait_for("tandem.pid")
+        return self
+
+    def _wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + 30
+        while not (self._folder / name).exists():
+            assert time.monotonic() < deadline, f"no {name}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    running = Script(tmp_path)
+    yield running
+    running.touch("ray-ends")
+    running.touch("tandem-ends")
+    running.process.kill()
+    running.process.wait()
+
+
+def test_it_begins_when_the_head_is_there(script: Script) -> None:
+    assert script.said() == []
+    ray, tandem = sorted(script.begun().said())
+    assert ray.startswith("ray start --address head:6379 --num-cpus 0 --num-gpus 0")
+    assert ray.endswith("--block")
+    assert tandem == "tandem serve --ray-address head:6379 --config=x.yaml --set=a=b c"
+
+
+def test_sigterm_drains_the_gateway_once_then_ends_the_raylet(script: Script) -> None:
+    script.begun().process.terminate()
+    assert script.process.wait(30) == 7
+    assert script.said()[2:] == ["tandem got TERM", "ray got TERM"]
+
+
+def test_sigterm_is_heard_before_there_is_a_head(script: Script) -> None:
+    script.process.terminate()
+    assert script.process.wait(30) == 128 + signal.SIGTERM
+    assert script.said() == []
+
+
+def test_a_gateway_that_ends_takes_the_raylet_along(script: Script) -> None:
+    script.begun().touch("tandem-ends")
+    assert script.process.wait(30) == 3
+    assert script.said()[2:] == ["ray got TERM"]
+
+
+@pytest.mark.parametrize("name", ["ray", "tandem"])
+def test_neither_outlives_the_other(script: Script, name: str) -> None:
+    script.begun().kill(name)
+    assert script.process.wait(30) != 0
+    other = {"ray": "tandem", "tandem": "ray"}[name]
+    assert script.said()[2:] == [f"{other} got TERM"]

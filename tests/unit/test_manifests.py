@@ -1,0 +1,143 @@
+"""Every manifest of deploy/, rendered, is one that Kubernetes and KubeRay take whole; a wrong field
+of any kind is found. Kustomizations say only what tests/kustomize.py renders, as kubectl does."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.kustomize import Manifest, patch, render
+from tests.manifests import problems
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FOLDERS = ("base", "overlays/cpu", "overlays/gpu8", "checkpoint")
+POD = "/spec/workerGroupSpecs/0/template/spec"
+POD_OF_DEPLOYMENT = "/spec/template/spec"
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> Manifest:
+    [found] = [manifest for manifest in manifests if manifest["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_rendered_manifests_are_right(folder: str) -> None:
+    manifests = render(DEPLOY / folder)
+    assert manifests
+    for manifest in manifests:
+        assert problems(manifest) == []
+
+
+def test_every_kustomization_is_looked_at() -> None:
+    found = {path.parent for path in DEPLOY.rglob("kustomization.yaml")}
+    assert found == {DEPLOY / folder for folder in FOLDERS}
+
+
+MISTAKES: list[tuple[str, str, str, Any, str]] = [
+    ("RayCluster", "add", "/spec/workerGroupSpec", [], "workerGroupSpec"),
+    ("RayCluster", "add", f"{POD}/containers/0/imagePulPolicy", "Always", "imagePulPolicy"),
+    ("RayCluster", "add", f"{POD}/tolerations/0/efect", "NoSchedule", "efect"),
+    ("RayCluster", "add", f"{POD}/volumes/0/persistentVolumeClaim/claim", "x", "claim"),
+    ("RayCluster", "add", "/metadata/label", {}, "label"),
+    ("RayCluster", "replace", "/metadata/name", "Tandem_1", "Tandem_1"),
+    ("RayCluster", "replace", "/spec/workerGroupSpecs/0/numOfHosts", "2", "not of type 'integer'"),
+    ("RayCluster", "replace", "/spec/workerGroupSpecs/0/replicas", 1.5, "not of type 'integer'"),
+    ("RayCluster", "replace", "/spec/headGroupSpec/rayStartParams/num-cpus", 0, "of type 'string'"),
+    ("RayCluster", "replace", f"{POD}/containers/0/resources/limits/cpu", "two", "does not match"),
+    ("RayCluster", "replace", f"{POD}/volumes/1/emptyDir/medium", 1, "of type 'string'"),
+    ("RayCluster", "remove", "/spec/workerGroupSpecs/0/groupName", None, "'groupName' is a req"),
+    ("RayCluster", "remove", "/spec/workerGroupSpecs/0/maxReplicas", None, "'maxReplicas' is a"),
+    ("RayCluster", "remove", f"{POD}/containers/0/name", None, "'name' is a required"),
+    ("RayCluster", "remove", "/spec/headGroupSpec/template", None, "'template' is a required"),
+    ("RayCluster", "replace", f"{POD}/volumes/1/name", "model", "twice"),
+    ("RayCluster", "replace", f"{POD}/containers/0/volumeMounts/1/mountPath", "/models", "twice"),
+    ("RayCluster", "replace", "/apiVersion", "ray.io/v1alpha1", "is none of"),
+    ("Deployment", "add", f"{POD_OF_DEPLOYMENT}/container", [], "container"),
+    ("Deployment", "add", f"{POD_OF_DEPLOYMENT}/containers/0/env/0/valu", "x", "valu"),
+    (
+        "Deployment",
+        "replace",
+        f"{POD_OF_DEPLOYMENT}/containers/0/ports/0/containerPort",
+        "x",
+        "int",
+    ),
+    ("Deployment", "replace", "/spec/replicas", "2", "not of type 'integer'"),
+    ("Deployment", "add", "/spec/replica", 2, "replica"),
+    ("Deployment", "remove", "/spec/selector", None, "'selector' is a required"),
+    ("Service", "add", "/spec/ports/0/targetport", 50051, "targetport"),
+    ("Service", "replace", "/spec/ports/0/port", "50051", "not of type 'integer'"),
+    ("Service", "replace", "/spec/ports/0/port", 70000, "maximum"),
+    ("Service", "remove", "/spec/selector", None, "'selector' is a required"),
+    ("ConfigMap", "replace", "/data/tandem.yaml", {"mode": "split"}, "not of type 'string'"),
+    ("PersistentVolumeClaim", "replace", "/spec/accessModes/0", "ReadWriteAll", "ReadWriteAll"),
+    ("PersistentVolumeClaim", "add", "/spec/storageClass", "fast", "storageClass"),
+    ("Job", "add", "/spec/template/spec/restart", "Never", "restart"),
+    ("Job", "add", "/spec/retries", 3, "retries"),
+]
+
+
+@pytest.mark.parametrize("kind, op, path, value, said", MISTAKES)
+def test_a_wrong_field_fails(kind: str, op: str, path: str, value: Any, said: str) -> None:
+    manifests = render(DEPLOY / "overlays/gpu8") + render(DEPLOY / "checkpoint")
+    manifest = of_kind(manifests, kind)
+    patch(manifest, [{"op": op, "path": path} | ({} if op == "remove" else {"value": value})])
+    found = problems(manifest)
+    assert len(found) == 1 and said in found[0]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kubectl_renders_the_same(folder: str) -> None:
+    command = ["kubectl", "kustomize", str(DEPLOY / folder)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def by_name(manifest: Manifest) -> tuple[str, str]:
+        return manifest["kind"], manifest["metadata"]["name"]
+
+    theirs = sorted(yaml.safe_load_all(text), key=by_name)
+    assert sorted(render(DEPLOY / folder), key=by_name) == theirs
+
+
+TARGET = {"kind": "Service", "name": "tandem"}
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"patchesStrategicMerge": ["patch.yaml"]}, [], "only"),
+    ({"patches": [{"path": "patch.yaml"}]}, [], "target"),
+    (
+        {"patches": [{"target": {"kind": "Service", "name": "tadem"}, "path": "patch.yaml"}]},
+        [],
+        "no Service 'tadem'",
+    ),
+    ({"patches": [{"target": TARGET, "path": "patch.yaml"}]}, {"spec": {}}, "only"),
+    *(
+        ({"patches": [{"target": TARGET, "path": "patch.yaml"}]}, [operation], said)
+        for operation, said in (
+            ({"op": "replace", "path": "/spec/port", "value": 1}, "there is no /spec/port"),
+            ({"op": "remove", "path": "/spec/ports/3"}, "there is no /spec/ports/3"),
+            ({"op": "test", "path": "/metadata/name", "value": "x"}, "is 'tandem', not 'x'"),
+            ({"op": "copy", "path": "/spec/ports", "from": "/spec"}, "only"),
+            ({"op": "merge", "path": "/spec/ports", "value": []}, "not supported"),
+        )
+    ),
+    ({"images": [{"name": "tadem", "newName": "x", "newTag": "1"}]}, [], "no container"),
+    ({"images": [{"name": "tandem", "digest": "sha256:0"}]}, [], "only"),
+    ({"configMapGenerator": [{"name": "tandem-config", "literals": ["a=b"]}]}, [], "only"),
+    (
+        {"configMapGenerator": [{"name": "other", "behavior": "replace", "files": ["patch.yaml"]}]},
+        [],
+        "no ConfigMap 'other'",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, operations, said", REFUSED)
+def test_what_is_not_rendered_is_refused(
+    tmp_path: Path, fields: dict[str, Any], operations: Any, said: str
+) -> None:
+    (tmp_path / "base").symlink_to(DEPLOY / "base")
+    (tmp_path / "patch.yaml").write_text(yaml.safe_dump(operations))
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["base"]} | fields))
+    with pytest.raises((ValueError, KeyError), match=said):
+        render(tmp_path)
