@@ -8,11 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from core.config import TandemConfig, load
-from core.config_source import read_yaml
 from tests.kustomize import Manifest, render
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
-NOT_YET = "is not implemented yet; set it to 1"
 UNITS = {"": 1, "m": 1e-3} | {f"{letter}i": 1 << 10 * (i + 1) for i, letter in enumerate("KMGT")}
 
 
@@ -62,23 +60,11 @@ def deployed(folder: str) -> Deployed:
 
 
 def load_text(text: str, sets: list[str]) -> TandemConfig:
-    """The config as ``tandem serve`` reads it.
-
-    Where gangs of several ranks are still refused, all else is checked, with their sizes put back.
-    """
+    """The config as ``tandem serve`` reads it."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "tandem.yaml")
         path.write_text(text)
-        try:
-            return load(path, sets)
-        except ValueError as error:
-            if not str(error).endswith(NOT_YET):
-                raise
-        tree, ones = read_yaml(path), ["prefill.dp_size=1", "decode.dp_size=1"]
-        config = load(path, [*sets, *ones])
-    sizes = {kind: {"dp_size": tree[kind]["dp_size"]} for kind in ("prefill", "decode")}
-    sections = {k: getattr(config, k).model_copy(update=size) for k, size in sizes.items()}
-    return config.model_copy(update=sections)
+        return load(path, sets)
 
 
 def container(pod: Manifest) -> Manifest:

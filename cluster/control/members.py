@@ -89,8 +89,9 @@ class RayMembers:
 
 
 def _create_controller() -> Any:
-    # Calls wait for its next life.
-    options = {"get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    # Calls wait for its next life. It lives where Ray itself does: other machines come and go.
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED).remote()
 
 

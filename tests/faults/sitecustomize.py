@@ -48,6 +48,41 @@ def _poison_prefill(engine: Any) -> None:
     engine.PrefillEngine._compute = poisonable
 
 
+def _end_in_lockstep(collectives: Any) -> None:
+    """A rank whose file ``PID.gang`` says "SIGNAL NUMBER" gets that signal as it enters collective
+    NUMBER of its next step; 0 is when it proposes."""
+    call, begin = collectives.Collectives._call, collectives.Collectives.begin
+
+    def meet(number: int) -> None:
+        path = Path(os.environ["FAULTS"], f"{os.getpid()}.gang")
+        if path.exists():
+            signal_number, at = map(int, path.read_text().split())
+            if at == number:
+                path.unlink()
+                os.kill(os.getpid(), signal_number)
+
+    def calling(self: Any, *args: Any) -> None:
+        meet(self.place.number + 1)
+        call(self, *args)
+
+    def beginning(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        meet(0)
+
+    collectives.Collectives._call, collectives.Collectives.begin = calling, beginning
+
+
+def _tell_who(join: Any) -> None:
+    """``SEAT.pid`` has the process of each rank of a gang."""
+    inner = join.join
+
+    def joining(spec: Any, *args: Any) -> Any:
+        Path(os.environ["FAULTS"], f"{spec.seat}.pid").write_text(str(os.getpid()))
+        return inner(spec, *args)
+
+    join.join = joining
+
+
 def _block_on_demand(engine_loop: Any) -> None:
     begin = engine_loop.EngineLoop.__init__
 
@@ -82,6 +117,8 @@ PATCHES = {
     "decode_node.launcher": _poison_steps,
     "prefill_node.engine": _poison_prefill,
     "runtime.engine_loop": _block_on_demand,
+    "runtime.gang.collectives": _end_in_lockstep,
+    "runtime.gang.join": _tell_who,
 }
 
 

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from core.config import load
-from tests.deployed import NOT_YET, Deployed, deployed, ranks_per_pod
+from tests.deployed import Deployed, deployed, ranks_per_pod
 from tests.pods import CAN_RUN, Pod, gateway_command, pods, ray_command
 from tests.procs import alive, wait_gone
 
@@ -20,21 +19,7 @@ SHM_OF_RAY = "1g"
 """The operator gives every pod of Ray a /dev/shm as large as its memory."""
 
 
-def gangs_are_refused() -> bool:
-    try:
-        load(None, ["prefill.dp_size=2"])
-    except ValueError as error:
-        assert str(error).endswith(NOT_YET)
-        return True
-    return False
-
-
-OVERLAYS = [
-    "base",
-    pytest.param(
-        "overlays/cpu", marks=pytest.mark.xfail(gangs_are_refused(), reason=NOT_YET, strict=True)
-    ),
-]
+OVERLAYS = ["base", "overlays/cpu"]
 
 
 def begin_gateway(pod: Pod, it: Deployed) -> "subprocess.Popen[str]":
