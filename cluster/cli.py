@@ -4,6 +4,7 @@ import typer
 
 from cluster.bench.command import bench
 from cluster.commands.generate import generate
+from cluster.commands.rebalance import rebalance
 from cluster.commands.serve import serve
 from cluster.commands.status import status
 from cluster.commands.stop import stop
@@ -15,7 +16,7 @@ app = typer.Typer(
     help="Serve DeepSeek-V3-family models with prefill and decode on different nodes.",
     epilog="Start with: tandem generate 'def fibonacci(n):'",
 )
-for command in (serve, generate, status, stop, bench):
+for command in (serve, generate, status, rebalance, stop, bench):
     app.command()(command)
 
 

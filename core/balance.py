@@ -135,19 +135,20 @@ def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> f
     no rows at all.
     """
     assert len(counts_LE) == len(placement.experts_of)
-    rows_L = [sum(counts_E) for counts_E in counts_LE]
-    if not any(rows_L):
-        return 1.0
+    num = placement.slots_per_rank
+    loads_LS = map(slot_loads, counts_LE, placement.experts_of)
+    loads_LR = [
+        [sum(loads_S[start : start + num]) for start in range(0, len(loads_S), num)]
+        for loads_S in loads_LS
+    ]
+    return ratio_of_loads(loads_LR, [sum(counts_E) for counts_E in counts_LE])
+
+
+def ratio_of_loads(loads_LR: Sequence[Sequence[int]], rows_L: Sequence[int]) -> float:
+    """As balance_ratio, of the ranks' loads (in any unit) of layers that have so many rows."""
     weighted = (
-        rows * _layer_ratio(counts_E, experts_S, placement.slots_per_rank)
-        for rows, counts_E, experts_S in zip(rows_L, counts_LE, placement.experts_of, strict=True)
+        rows * (sum(loads_R) / (len(loads_R) * max(loads_R)))
+        for loads_R, rows in zip(loads_LR, rows_L, strict=True)
         if rows
     )
-    return sum(weighted) / sum(rows_L)
-
-
-def _layer_ratio(counts_E: Sequence[int], experts_S: Sequence[int], slots_per_rank: int) -> float:
-    loads_S = slot_loads(counts_E, experts_S)
-    starts = range(0, len(loads_S), slots_per_rank)
-    loads = [sum(loads_S[start : start + slots_per_rank]) for start in starts]
-    return sum(loads) / (len(loads) * max(loads))
+    return sum(weighted) / sum(rows_L) if any(rows_L) else 1.0

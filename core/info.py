@@ -31,6 +31,8 @@ class NodeStatus:
     """A node as it is now; of one that does not answer only ``alive`` False is known.
 
     ``kind`` is prefill, decode or colocated. Pages that only the prefix cache holds count as free.
+    Of a rank of a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed,
+    and ``balance_ratio`` is how evenly those of its gang are spread (core/balance.py).
     ``step_s`` is the time of all decode steps, ``program_s`` that of their tensor programs.
     """
 
@@ -47,6 +49,8 @@ class NodeStatus:
     step_s: float = 0.0
     program_s: float = 0.0
     num_preempted: int = 0
+    rows_by_layer: tuple[int, ...] = ()
+    balance_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from core.identity import Identity
 from core.info import ModelInfo
 from core.pace import Pace
+from core.placement import Placement
 from core.schema import Failure
 
 STARTING, READY, LOST = "starting", "ready", "lost"
 """States of a gang; only a READY one gets requests. LOST is between two lives."""
+DRAINING = "draining"
+"""Its ranks end what they have and get nothing new."""
 DOWN = "down"
 """No next life is tried until a gateway attaches anew."""
 
@@ -109,10 +112,14 @@ class EndedLife:
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank says of itself. It loads, joins its gang, and is ready when it has an ``info``.
+    It holds ``num_held`` sequences; ``placement`` is the digest of where its gang's experts lie, if
+    that is not the plain order.
+
     ``ended`` is why its gang's life is over: process and weights are well, and it may join the
     next. A ``failure`` is for good. ``seen`` is the largest (incarnation, epoch) it was told;
     ``log_path`` is where its stderr goes, ``box_path`` where its steps are noted, both on its
-    machine."""
+    machine.
+    """
 
     spec: RankSpec
     config_json: str
@@ -126,7 +133,20 @@ class RankState:
     box_path: str = ""
     is_loaded: bool = False
     is_joined: bool = False
+    num_held: int = 0
+    placement: str = ""
     ended: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows that a rank has sent to each expert of each MoE layer (rows_LE) in all its lives, the
+    MTP layer's last. ``placement`` is where the experts lie now, ``num_groups`` the checkpoint's
+    n_group."""
+
+    rows_LE: tuple[tuple[int, ...], ...]
+    placement: Placement
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +172,10 @@ class Membership:
     gangs: tuple[Gang, ...] = ()
 
     def ready(self, *kinds: str) -> list[NodeInfo]:
-        """The ranks of ready gangs of these kinds, of all if none is given."""
+        """The ranks of gangs of these kinds, of all if none is given, that are ready or drain."""
         return [
             member
             for gang in self.gangs
-            if gang.state == READY and (not kinds or gang.kind in kinds)
+            if gang.state in (READY, DRAINING) and (not kinds or gang.kind in kinds)
             for member in gang.members
         ]

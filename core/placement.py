@@ -1,5 +1,6 @@
 """Where the routed experts lie: which expert is in which slot of which rank."""
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -27,6 +28,11 @@ class Placement:
         check_sizes(num_experts, num_redundant, num_ranks)
         experts_S = tuple(slot % num_experts for slot in range(num_experts + num_redundant))
         return cls(num_ranks, (experts_S,) * num_layers)
+
+    @property
+    def digest(self) -> str:
+        """The same for equal placements alone."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
     def num_slots(self) -> int:

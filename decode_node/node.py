@@ -80,6 +80,11 @@ class DecodeNode:
         }
         self.handle = Service(parts.spec.name, parts.spec.epoch, methods).handle
 
+    @property
+    def num_held(self) -> int:
+        scheduler = self.engine.scheduler
+        return len(scheduler.sequences) + scheduler.num_waiting
+
     async def listen(self) -> None:
         """Serve frames from now on; ``info`` says where."""
         self.info = replace(self.info, frames=await self._server.listen())

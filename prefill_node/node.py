@@ -50,6 +50,10 @@ class PrefillNode:
         service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
         self.handle = service.handle
 
+    @property
+    def num_held(self) -> int:
+        return len(self.engine.scheduler.sequences)
+
     async def stop(self) -> None:
         await self.source.stop()
         await asyncio.to_thread(self.loop.stop)

@@ -79,9 +79,15 @@ class RankParts:
     async def status(self) -> NodeStatus:
         """Its name and pages; the figures of its engine are for the rank to add."""
         spec, pool = self.spec, self.pool
-        num_free = await self.loop.call(lambda: pool.num_available)
+        computed = self.loaded.dispatch.computed
+        num_free, rows = await self.loop.call(lambda: (pool.num_available, computed()))
         return NodeStatus(
-            spec.label, spec.kind, spec.epoch, num_free_pages=num_free, num_pages=pool.num_pages
+            spec.label,
+            spec.kind,
+            spec.epoch,
+            num_free_pages=num_free,
+            num_pages=pool.num_pages,
+            rows_by_layer=tuple(rows),
         )
 
 

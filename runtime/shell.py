@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from core.config import TandemConfig
 from core.errors import EpochEnded, NodeLost, StepFailed
-from core.membership import Meeting, NodeInfo, RankSpec, RankState
+from core.membership import ExpertRows, Meeting, NodeInfo, RankSpec, RankState
+from core.placement import Placement
 from core.schema import encode_failure, failure_of, pack, unpack
 from runtime.engine_loop import EngineLoop
 
@@ -24,6 +25,11 @@ class Rank(Protocol):
     """A running rank as its shell sees it."""
 
     loop: EngineLoop
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait, run, or are leased."""
+        ...
 
     @property
     def info(self) -> NodeInfo: ...
@@ -44,8 +50,9 @@ class RankShell:
     builder: str
     links: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, spec: bytes, config_json: str) -> None:
+    def __init__(self, spec: bytes, config_json: str, placement: bytes = b"") -> None:
         self._spec = unpack(RankSpec, spec)
+        self._placement = unpack(Placement, placement) if placement else None
         self._memory: Any = None
         self._hub: Any = None
         self._rank: Rank | None = None
@@ -58,11 +65,14 @@ class RankShell:
         self._state = RankState(
             self._spec, config_json, os.getpid(), log_path, seen, box_path=f"{box}.box"
         )
+        if self._placement is not None:
+            self._state = replace(self._state, placement=self._placement.digest)
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         """What outlives every life of the gang (runtime.parts.Memory)."""
         parts = await asyncio.to_thread(import_module, "runtime.parts")
-        return await asyncio.to_thread(parts.load_memory, spec, config, self._on_loaded)
+        told, where = self._on_loaded, self._placement
+        return await asyncio.to_thread(parts.load_memory, spec, config, told, where)
 
     async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Rank:
         parts = import_module("runtime.parts")
@@ -114,7 +124,8 @@ class RankShell:
         seen = (max(seen[0], incarnation), max(seen[1], epoch))
         self._state = replace(self._state, seen=seen, progress=self._progress)
         if self._rank is not None:
-            self._state = replace(self._state, pace=self._rank.loop.watch.pace())
+            pace, num_held = self._rank.loop.watch.pace(), self._rank.num_held
+            self._state = replace(self._state, pace=pace, num_held=num_held)
             if (error := self._rank.loop.failure) is not None:
                 self._stopped(error)
         return pack(self._state)
@@ -124,6 +135,15 @@ class RankShell:
         if self._rank is None:
             return encode_failure(NodeLost(f"{self._spec.name} is not ready"))
         return await self._rank.handle(epoch, method, payload)
+
+    async def expert_rows(self) -> bytes:
+        """Packed ExpertRows of a loaded rank of a gang of several."""
+        assert self._memory is not None and self._spec.num_ranks > 1, "it has nothing to tell"
+        loaded = self._memory.loaded
+        sent = loaded.dispatch.sent
+        rows = sent() if self._rank is None else await self._rank.loop.call(sent)
+        told = tuple(map(tuple, rows)), loaded.dispatch.placement, loaded.config.n_group
+        return pack(ExpertRows(*told))
 
     async def stop(self) -> None:
         """End the rank in order, if there is one; its process is for others to end."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from cluster.client.client import Client
 from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
-from core.info import STARTING, ModelInfo, ServerStatus
+from core.info import PREFILL, STARTING, ModelInfo, ServerStatus
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
 
@@ -50,13 +50,17 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 
 def _node_table(state: ServerStatus) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    names = ("node", "kind", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps")
+    names = ["node", "kind", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps"]
+    is_shared = any(node.balance_ratio for node in state.nodes)
+    if is_shared:
+        names.append("balance")
     for i, name in enumerate(names):
         table.add_column(name, overflow="fold", justify="left" if i < 4 else "right")
-    for node in state.nodes:
+    for node in sorted(state.nodes, key=lambda node: (node.kind != PREFILL, node.name)):
         pages = f"{node.num_free_pages}/{node.num_pages}"
         alive = "yes" if node.alive else "NO"
         counts = (node.num_open_leases, node.num_channels, node.num_steps)
         cells = (node.name, node.kind, alive, node.epoch, node.num_active_rows, pages, *counts)
-        table.add_row(*map(str, cells))
+        balance = [f"{node.balance_ratio:.2f}" if node.balance_ratio else ""] if is_shared else []
+        table.add_row(*map(str, cells), *balance)
     return table

@@ -67,6 +67,10 @@ class ColocatedRank:
         self.prefill, self.decode = prefill, decode
         self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
 
+    @property
+    def num_held(self) -> int:
+        return self.decode.num_held
+
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
         return await rank.handle(epoch, method, payload)

@@ -14,6 +14,7 @@ import ray
 from cluster.control.gang import GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
 from cluster.control.plan import plan_gangs, whole_gangs
+from cluster.control.rebalance import rebalance_gang
 from core.config import TandemConfig, differences
 from core.errors import TandemError
 from core.membership import DOWN, READY, Membership, RankState
@@ -77,6 +78,18 @@ class Controller:
         if gang in self._gangs:
             self._gangs[gang].report(epoch, reason)
 
+    async def rebalance(self, gang: str, drain_s: float) -> bytes:
+        """Packed Rebalanced, or why not."""
+        await self.begin()
+        try:
+            async with self._changing:
+                if gang not in self._gangs or self._config is None:
+                    raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
+                stop_s = self._config.control.stop_s
+                return pack(await rebalance_gang(self._gangs[gang], drain_s, stop_s))
+        except (ValueError, TandemError) as error:
+            return encode_failure(error)
+
     async def stop(self, deadline_s: float) -> None:
         """End every rank within ``deadline_s`` seconds, and give back their room."""
         await self.begin()
@@ -135,6 +148,8 @@ class Controller:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))
         for gang, keeper in self._gangs.items():
             specs = [state.spec for state in whole.get(gang, [])]
+            if any(state.placement for state in whole.get(gang, [])):
+                keeper.placement = (await by_name[specs[0].process].expert_rows()).placement
             keeper.start([by_name[spec.process] for spec in specs], *specs[:1])
         self._publish()
 

@@ -15,14 +15,17 @@ from core.config import TandemConfig
 from core.errors import EpochEnded, NodeLost, Overloaded
 from core.membership import (
     DOWN,
+    DRAINING,
     LOST,
     READY,
     STARTING,
     EndedLife,
+    ExpertRows,
     Gang,
     RankSpec,
     RankState,
 )
+from core.placement import Placement
 from core.schema import failure_of
 
 POLL_S = 1.0
@@ -57,6 +60,9 @@ class GangKeeper:
         self._machines = machines
         self._numbers = numbers
         self._on_change = on_change
+        self.placement: Placement | None = None
+        """Of experts, in the lives to come; None is the plain order."""
+        self._is_draining = False
         self._ranks: dict[int, RankHandle] = {}
         self._states: dict[int, RankState] = {}
         self._room = 0
@@ -86,6 +92,26 @@ class GangKeeper:
             self._suspicion = reason
             self._look.set()
 
+    async def expert_rows(self) -> list[ExpertRows]:
+        """Of all ranks. Raises NodeLost if one does not tell."""
+        asked = (self._call(rank.expert_rows) for rank in self._ranks.values())
+        told = await asyncio.gather(*asked)
+        for rows in told:
+            if isinstance(rows, Exception):
+                raise NodeLost(f"{self.gang.name} does not tell its rows: {rows}")
+        return [rows for rows in told if isinstance(rows, ExpertRows)]
+
+    @property
+    def num_held(self) -> int:
+        """Sequences of all ranks, when they were last asked."""
+        return sum(state.num_held for state in self._states.values())
+
+    def drain(self) -> None:
+        """It gets nothing new from now on, until it is stopped."""
+        self._is_draining = True
+        if self.gang.state == READY:
+            self._set(state=DRAINING)
+
     async def stop(self, deadline_s: float) -> None:
         """Ranks stop by themselves within ``deadline_s`` seconds, then are killed."""
         if self._task is not None:
@@ -97,6 +123,7 @@ class GangKeeper:
         for stop in stops:
             stop.cancel()
         await self._end()
+        self._is_draining = False
         self._set(state=LOST, members=())
 
     async def _run(self) -> None:
@@ -118,7 +145,8 @@ class GangKeeper:
                 self._room = epoch
             self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
             where = epoch, self._room, missing
-            self._ranks |= await self._machines.begin(self._plan, *where, self._config)
+            given = self._config, self.placement
+            self._ranks |= await self._machines.begin(self._plan, *where, *given)
         while True:
             self._look.clear()
             if states := await self._ask():
@@ -197,7 +225,7 @@ class GangKeeper:
         if is_ready and self._ready_at is None:
             self._ready_at, self._has_served = time.monotonic(), True
         self._set(
-            state=READY if is_ready else STARTING,
+            state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
             progress=min(state.progress for state in states),
             members=tuple(state.info for state in states if state.info is not None),
         )

@@ -22,7 +22,8 @@ from cluster.control.ranks import LastWords
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import Meeting, RankSpec, RankState
+from core.membership import ExpertRows, Meeting, RankSpec, RankState
+from core.placement import Placement
 from core.schema import pack, unpack
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
@@ -66,6 +67,9 @@ class RayRank:
     async def leave(self) -> None:
         await self._told(self._actor.leave.remote())
 
+    async def expert_rows(self) -> ExpertRows:
+        return unpack(ExpertRows, await self._told(self._actor.expert_rows.remote()))
+
     async def stop(self) -> None:
         await self._actor.stop.remote()
 
@@ -78,14 +82,20 @@ class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
     async def begin(
-        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+        self,
+        plan: GangPlan,
+        epoch: int,
+        room: int,
+        missing: Sequence[int],
+        config: TandemConfig,
+        placement: Placement | None,
     ) -> dict[int, RayRank]:
         group = await asyncio.to_thread(_room, plan, epoch, room)
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
         specs = plan.specs(epoch, hosts)
-        told = config.model_dump_json()
+        told = config.model_dump_json(), b"" if placement is None else pack(placement)
         return {
-            rank: _create(replace(specs[rank], room=room), plan.resources, group, told)
+            rank: _create(replace(specs[rank], room=room), plan.resources, group, *told)
             for rank in missing
         }
 
@@ -120,7 +130,9 @@ def _room(plan: GangPlan, epoch: int, room: int) -> Any:
     return group
 
 
-def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: str) -> RayRank:
+def _create(
+    spec: RankSpec, resources: Mapping[str, float], group: Any, config: str, placement: bytes
+) -> RayRank:
     actor: Any = ray.remote(ACTORS[spec.kind]).options(
         name=spec.process,
         num_cpus=resources["CPU"],
@@ -128,7 +140,7 @@ def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, config: 
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, spec.rank),
         **DETACHED,
     )
-    return RayRank(spec.process, actor.remote(pack(spec), config))
+    return RayRank(spec.process, actor.remote(pack(spec), config, placement))
 
 
 def _last_words(log_path: str, box_path: str) -> bytes:

@@ -9,10 +9,11 @@ from ray.exceptions import ActorDiedError, RayError
 
 from cluster.control.controller import Controller
 from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
+from cluster.control.rebalance import Rebalanced
 from core.config import TandemConfig
 from core.control import Control
 from core.errors import TandemError
-from core.membership import Membership, RankSpec
+from core.membership import Gang, Membership, RankSpec
 from core.schema import decode
 from decode_node.actor import NAMESPACE, RayControl
 
@@ -93,6 +94,21 @@ def _create_controller() -> Any:
     options: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED).remote()
+
+
+async def find_gangs() -> tuple[Gang, ...]:
+    """Of the cluster of this Ray, none if there is no cluster."""
+    try:
+        controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+    except ValueError:
+        return ()
+    return decode(Membership, await controller.membership.remote(0, 0, 0.0)).gangs
+
+
+async def rebalance_gang(name: str, drain_s: float) -> Rebalanced:
+    """See cluster/control/rebalance.py."""
+    controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+    return decode(Rebalanced, await controller.rebalance.remote(name, drain_s))
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from cluster.control.plan import GangPlan
 from core.config import TandemConfig
-from core.membership import InStep, Meeting, RankSpec, RankState
+from core.membership import ExpertRows, InStep, Meeting, RankSpec, RankState
+from core.placement import Placement
 
 
 class RankHandle(Protocol):
@@ -23,6 +24,8 @@ class RankHandle(Protocol):
 
     async def leave(self) -> None:
         """End this life of it, not its process. NodeLost also if it cannot."""
+
+    async def expert_rows(self) -> ExpertRows: ...
 
     async def stop(self) -> None: ...
 
@@ -41,7 +44,13 @@ class Machines(Protocol):
     """Where ranks are begun and ended."""
 
     async def begin(
-        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+        self,
+        plan: GangPlan,
+        epoch: int,
+        room: int,
+        missing: Sequence[int],
+        config: TandemConfig,
+        placement: Placement | None,
     ) -> Mapping[int, RankHandle]:
         """The missing ranks, which load from now on, in the room that was taken for the life
         ``room``; it is taken now if that is ``epoch``. Raises Overloaded when there is none."""

@@ -17,7 +17,7 @@ from cluster.gateway.router import Ranks
 from core.control import Control
 from core.identity import Identity
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import READY, Gang, InStep, Membership, RankSpec
+from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
 
 log = logging.getLogger(__name__)
 HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
@@ -95,7 +95,8 @@ class Fleet:
 
     def unready(self) -> list[Gang]:
         """Gangs that start, are lost or down."""
-        return [gang for gang in self._members.membership.gangs if gang.state != READY]
+        gangs = self._members.membership.gangs
+        return [gang for gang in gangs if gang.state not in (READY, DRAINING)]
 
     def usable(self) -> list[Ranks]:
         """Warm pairs of ranks that cache alike and are not lost."""
@@ -165,6 +166,10 @@ class Fleet:
             handle = self.ranks[name] = Handle(infos[name], self._members.control(infos[name].spec))
             hear = listen(handle, self.session, self._beat_s, self._stuck_s, self.lose)
             self._start(hear, HEAR, name)
+        for gang in now.gangs:
+            for info in gang.members:
+                if info.spec.name in self.ranks:
+                    self.ranks[info.spec.name].is_draining = gang.state == DRAINING
         for p, d in self._pairs():
             if (WARM_UP, p.name, d.name) not in self._tasks:
                 self._start(self._warm_up(p, d), WARM_UP, p.name, d.name)

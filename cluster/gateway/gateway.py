@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
+from cluster.gateway.balance import with_balance
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members, Pair
 from cluster.gateway.flow import run_request
@@ -103,7 +104,9 @@ class ClusterGateway:
         return bool(self.fleet.usable())
 
     async def status(self) -> ServerStatus:
-        nodes = await asyncio.gather(*map(_node_status, self.fleet.ranks.values()))
+        handles = list(self.fleet.ranks.values())
+        nodes = await asyncio.gather(*map(_node_status, handles))
+        nodes = with_balance(nodes, [handle.info.spec.gang for handle in handles])
         nodes += [NodeStatus(g.name, g.kind, g.epoch, alive=False) for g in self.fleet.unready()]
         return ServerStatus(SERVING, self.config.mode, len(self._running), tuple(nodes))
 

@@ -18,8 +18,9 @@ STATUS_TIMEOUT_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """One life of a rank. While ``is_out`` it was found lost and gets no requests; ``is_heard`` is
-    set while it answers heartbeats and its engine goes on.
+    """One life of a rank. While ``is_out`` it was found lost and gets no requests, while
+    ``is_draining`` it ends those it has; ``is_heard`` is set while it answers heartbeats and its
+    engine goes on.
 
     Of a rank that prefills: ``num_tokens`` are prompt tokens sent there and not yet answered,
     ``num_sent`` requests ever sent there. Of one that decodes: ``granted`` are the sequences that
@@ -30,6 +31,7 @@ class Handle:
     info: NodeInfo
     control: Control
     is_out: bool = False
+    is_draining: bool = False
     num_tokens: int = 0
     num_sent: int = 0
     is_heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,7 +47,7 @@ class Handle:
 
     @property
     def is_well(self) -> bool:
-        return self.is_heard.is_set() and not self.is_out
+        return self.is_heard.is_set() and not self.is_out and not self.is_draining
 
     @property
     def num_rows(self) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from core.placement import Placement
 from model.experts import Experts
 
 
@@ -43,6 +44,19 @@ class Dispatch(Protocol):
 
     def join(self, group: Collectives | None) -> None:
         """A life of the gang has begun, whose collectives these are."""
+        ...
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the experts lie; None if all are here."""
+        ...
+
+    def sent(self) -> list[list[int]]:
+        """Real rows that this rank has sent to each expert of each layer; waits for the device."""
+        ...
+
+    def computed(self) -> list[int]:
+        """Rows that the experts here have computed, by layer; waits for the device."""
         ...
 
     def run(

@@ -32,17 +32,17 @@ class Gathered(Spread):
         slots_TK = self.slots(layer, ids_TK, real_T)
         payload_NB = self.group.all_gather(sealed(x_TD, slots_TK)).flatten(0, 1)
         if self._is_static:
-            return self._static(experts, payload_NB, x_TD, slots_TK)
+            return self._static(layer, experts, payload_NB, x_TD, slots_TK)
         num_from_R = [len(x_TD)] * self.group.num_ranks
-        return self.compute_and_return(experts, payload_NB, num_from_R, x_TD, slots_TK)
+        return self.compute_and_return(layer, experts, payload_NB, num_from_R, x_TD, slots_TK)
 
     def _static(
-        self, experts: Experts, payload_NB: Tensor, x_TD: Tensor, slots_TK: Tensor
+        self, layer: int, experts: Experts, payload_NB: Tensor, x_TD: Tensor, slots_TK: Tensor
     ) -> Tensor:
         num_tokens, num_per_token = slots_TK.shape
         x_ND, slots_NK = opened(payload_NB, x_TD, num_per_token)
         tokens_P = torch.arange(slots_NK.numel(), device=x_TD.device) // num_per_token
-        out_PD = experts(x_ND, tokens_P, self.here(slots_NK).flatten())
+        out_PD = experts(x_ND, tokens_P, self.here(layer, slots_NK).flatten())
         back = self.group.all_to_all(out_PD).view(-1, num_tokens * num_per_token, x_TD.shape[1])
         owner_Q = (slots_TK // self.num_slots).flatten()
         out_QD = back[owner_Q.clamp(min=0), torch.arange(len(owner_Q), device=x_TD.device)]

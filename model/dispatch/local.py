@@ -11,6 +11,7 @@ class Local:
     """Padding is computed like everything else: it costs less than to leave it out."""
 
     pads = True
+    placement = None
 
     def __init__(self, num_experts: int) -> None:
         self._held = tuple(range(num_experts))
@@ -20,6 +21,12 @@ class Local:
 
     def join(self, group: Collectives | None) -> None:
         assert group is None, "there is nobody to join"
+
+    def sent(self) -> list[list[int]]:
+        return []
+
+    def computed(self) -> list[int]:
+        return []
 
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None

@@ -18,26 +18,32 @@ NOWHERE = -1
 
 
 class Spread:
-    """Experts lie as ``placement`` says. ``rows_LE`` counts the real rows that this rank has sent
-    to each expert. ``group`` belongs to the gang."""
+    """Experts lie as ``placement`` says; ``group`` belongs to the gang."""
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: Collectives | None = None
         self.num_slots = placement.slots_per_rank
-        self._placement, self._rank = placement, rank
+        self.placement, self._rank = placement, rank
         tables = [
             _replicas(placement.slots_of(layer)) for layer in range(len(placement.experts_of))
         ]
         self._slots = [table.to(device) for table, _ in tables]
         self._num = [num.to(device) for _, num in tables]
         num_experts = len(placement.slots_of(0))
-        self.rows_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
+        self._sent_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
+        self._computed_L = torch.zeros(len(tables), dtype=torch.int64, device=device)
 
     def held(self, layer: int) -> tuple[int, ...]:
-        return self._placement.of_rank(layer, self._rank)
+        return self.placement.of_rank(layer, self._rank)
 
     def join(self, group: Collectives | None) -> None:
         self._group = group
+
+    def sent(self) -> list[list[int]]:
+        return self._sent_LE.tolist()
+
+    def computed(self) -> list[int]:
+        return self._computed_L.tolist()
 
     @property
     def group(self) -> Collectives:
@@ -52,17 +58,19 @@ class Spread:
         if real_T is not None:
             slots_TK = slots_TK.where(real_T.unsqueeze(1), NOWHERE)
             real_TK = real_T.unsqueeze(1).expand_as(ids_TK).long()
-        self.rows_LE[layer].scatter_add_(0, ids_TK.flatten(), real_TK.flatten())
+        self._sent_LE[layer].scatter_add_(0, ids_TK.flatten(), real_TK.flatten())
         return slots_TK
 
-    def here(self, slots_NK: Tensor) -> Tensor:
-        """Slots of this rank from 0 on, ``num_slots`` for those of others."""
+    def here(self, layer: int, slots_NK: Tensor) -> Tensor:
+        """Slots of this rank from 0 on, ``num_slots`` for those of others. The rows are counted."""
         mine_NK = slots_NK - self._rank * self.num_slots
         is_mine = (mine_NK >= 0) & (mine_NK < self.num_slots)
+        self._computed_L[layer] += is_mine.sum()
         return mine_NK.where(is_mine, self.num_slots)
 
     def compute_and_return(
         self,
+        layer: int,
         experts: Experts,
         payload_NB: Tensor,
         num_from_R: list[int],
@@ -76,7 +84,7 @@ class Spread:
         these follow from the slots: the host waits for them.
         """
         x_ND, slots_NK = opened(payload_NB, x_TD, slots_TK.shape[1])
-        local_NK = self.here(slots_NK)
+        local_NK = self.here(layer, slots_NK)
         pairs_P = (local_NK < self.num_slots).flatten().nonzero().squeeze(1)
         tokens_P = pairs_P // slots_TK.shape[1]
         out_PD = experts(x_ND, tokens_P, local_NK.flatten()[pairs_P])

@@ -71,11 +71,11 @@ def one_by_one(experts: Experts, told: Tokens) -> Tensor:
 
 def dispatched(
     way: str, placement: Placement, ranks: list[Tokens], kind: type[Experts] = Experts
-) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's combined outputs, and the rows it counted."""
+) -> list[tuple[Tensor, Spread]]:
+    """Each rank's combined outputs, and what has counted its rows."""
     whole = all_experts()
 
-    def work(group: Collectives) -> tuple[Tensor, Tensor]:
+    def work(group: Collectives) -> tuple[Tensor, Spread]:
         dispatch = WAYS[way](placement, group.rank)
         dispatch.join(group)
         held = dispatch.held(LAYER)
@@ -84,19 +84,21 @@ def dispatched(
         experts.down_proj.copy_(whole.down_proj[list(held)])
         own = ranks[group.rank]
         out = dispatch.run(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
-        return combine(out, own.weights_TK), dispatch.rows_LE
+        return combine(out, own.weights_TK), dispatch
 
     return on_ranks(placement.num_ranks, work)
 
 
 def check(way: str, placement: Placement, ranks: list[Tokens]) -> None:
-    whole = all_experts()
-    for own, (out_TD, rows_LE) in zip(ranks, dispatched(way, placement, ranks), strict=True):
+    whole, answers = all_experts(), dispatched(way, placement, ranks)
+    for own, (out_TD, dispatch) in zip(ranks, answers, strict=True):
         real = slice(None) if own.real_T is None else own.real_T
         torch.testing.assert_close(out_TD[real], one_by_one(whole, own)[real], rtol=1e-5, atol=1e-5)
         assert out_TD.isfinite().all(), "padding is finite"
         counted = torch.bincount(own.ids_TK[real].flatten(), minlength=NUM_EXPERTS)
-        assert torch.equal(rows_LE[LAYER], counted) and not rows_LE[0].any()
+        assert dispatch.sent() == [[0] * NUM_EXPERTS, counted.tolist()]
+    sent = sum(sum(dispatch.sent()[LAYER]) for _, dispatch in answers)
+    assert sent == sum(dispatch.computed()[LAYER] for _, dispatch in answers)
 
 
 def plain(num_ranks: int, num_redundant: int = 0) -> Placement:

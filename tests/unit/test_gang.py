@@ -30,6 +30,7 @@ from core.membership import (
     RankState,
 )
 from core.pace import Pace
+from core.placement import Placement
 from core.schema import Failure
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -83,7 +84,13 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+        self,
+        plan: GangPlan,
+        epoch: int,
+        room: int,
+        missing: Sequence[int],
+        config: TandemConfig,
+        placement: Placement | None,
     ) -> dict[int, RankHandle]:
         if self.refusal is not None:
             raise self.refusal

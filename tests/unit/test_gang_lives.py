@@ -19,6 +19,7 @@ from core.membership import (
     LOST,
     READY,
     EndedLife,
+    ExpertRows,
     Gang,
     InStep,
     Meeting,
@@ -27,6 +28,7 @@ from core.membership import (
     RankState,
 )
 from core.pace import Pace, Place
+from core.placement import Placement
 from core.schema import failure_of
 from tests.unit.test_gang import MODEL, note, until
 
@@ -39,6 +41,7 @@ class FakeRank:
         self.joined: list[tuple[RankSpec, Meeting]] = []
         self.num_left = 0
         self.death: Exception | None = None
+        self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
 
     async def who(self, incarnation: int, epoch: int) -> RankState:
@@ -63,6 +66,10 @@ class FakeRank:
         self.num_left += 1
         self.state = replace(self.state, is_joined=False, info=None, ended=None, pace=None)
 
+    async def expert_rows(self) -> ExpertRows:
+        assert self.rows is not None
+        return self.rows
+
     async def stop(self) -> None:
         return
 
@@ -79,6 +86,7 @@ class FakeMachines:
     def __init__(self) -> None:
         self.ranks: dict[int, FakeRank] = {}
         self.begun: list[tuple[int, int, list[int]]] = []
+        self.placements: list[Placement | None] = []
         self.asked_for_words: list[int] = []
         self.num_cleared = 0
         self.in_step: dict[int, InStep] = {}
@@ -89,9 +97,16 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self, plan: GangPlan, epoch: int, room: int, missing: Sequence[int], config: TandemConfig
+        self,
+        plan: GangPlan,
+        epoch: int,
+        room: int,
+        missing: Sequence[int],
+        config: TandemConfig,
+        placement: Placement | None,
     ) -> dict[int, RankHandle]:
         self.begun.append((epoch, room, list(missing)))
+        self.placements.append(placement)
         specs = plan.specs(epoch, ["127.0.0.1"] * plan.num_ranks)
         made = {rank: FakeRank(replace(specs[rank], room=room)) for rank in missing}
         self.ranks |= made

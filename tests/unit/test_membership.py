@@ -116,7 +116,8 @@ async def test_a_shell_answers_from_the_start() -> None:
         stops.append("stopped")
 
     loop = EngineLoop("never started")
-    one = shell(SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop))
+    rank = SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop, num_held=3)
+    one = shell(rank)
     first = unpack(RankState, await one.who())
     assert first.info is None and first.seen == (0, 5) and first.spec.name == "decode-0.5.0"
     await asyncio.gather(one.start(), one.start())

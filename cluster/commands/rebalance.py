@@ -1,0 +1,65 @@
+"""``tandem rebalance``: experts where they balance best, by what was counted while serving."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.commands.common import Json, RayAddress, fail, progress_shown, run
+
+Gangs = Annotated[
+    list[str] | None,
+    typer.Option("--gang", metavar="NAME", help="Only this one, such as decode-0. Repeatable."),
+]
+
+
+def rebalance(
+    ray_address: RayAddress = "auto",
+    gang: Gangs = None,
+    drain_s: float = typer.Option(60.0, min=0, help="Seconds that a gang's answers get to end."),
+    as_json: Json = False,
+) -> None:
+    """Place the experts of each gang anew, so that its ranks have equally much to do.
+
+    One gang after the other gets no new requests, ends those it has, and loads its weights again;
+    a gang that would gain nothing is left alone. Answers that take longer than --drain-s go on in
+    another gang.
+
+    \b
+    Examples:
+      tandem rebalance
+      tandem rebalance --ray-address 10.0.0.7:6379 --gang decode-0
+    """
+    run(_rebalance(ray_address or "auto", gang or [], drain_s, as_json))
+
+
+async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json: bool) -> None:
+    from cluster.control.members import find_gangs, rebalance_gang
+    from cluster.control.ray_session import ray_session
+
+    done = []
+    async with ray_session(ray_address):
+        gangs = await find_gangs()
+        known = [one.name for one in gangs if len(one.members) > 1]
+        if wrong := [name for name in names if name not in known]:
+            fail("NOT_FOUND", f"--gang={wrong[0]}: ready gangs of several ranks are {known}")
+        if not known:
+            fail("NOT_FOUND", f"no gang of several ranks is ready in the Ray at {ray_address}")
+        with progress_shown() as shown:
+            for name in names or known:
+                shown(f"{name}: draining and loading, if it gains by it")
+                done.append(await rebalance_gang(name, drain_s))
+    if as_json:
+        print(json.dumps({"gangs": [asdict(one) for one in done]}))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("gang", "rows counted", "balance before", "balance now", ""):
+        table.add_column(column)
+    for one in done:
+        now = one.after if one.is_moved else one.before
+        said = "" if one.is_moved else "left as it was"
+        table.add_row(one.gang, str(one.num_rows), f"{one.before:.3f}", f"{now:.3f}", said)
+    Console(highlight=False).print(table)

@@ -1,0 +1,86 @@
+"""Experts where they balance best: one placement from what a gang has counted, and its next life.
+
+The gang is drained and begun anew with it; who asks does so for one gang after the other.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.control.gang import POLL_S, GangKeeper
+from core.balance import balance_ratio, rebalance
+from core.errors import NodeLost
+from core.membership import DOWN, READY, ExpertRows, Gang
+from core.placement import Placement
+from core.schema import raise_failure
+
+MIN_GAIN = 0.01
+"""Of the ratio, for which a gang is begun anew."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """``num_rows`` were counted; their balance ratio as experts lay ``before`` and as they would
+    lie ``after``. The gang was begun anew if ``is_moved``."""
+
+    gang: str
+    num_rows: int
+    before: float
+    after: float
+    is_moved: bool
+
+
+async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> Rebalanced:
+    """Raises NodeLost while the gang is not ready, and what keeps it down afterwards."""
+    gang = keeper.gang
+    if gang.state != READY:
+        raise NodeLost(f"{gang.name} is {gang.state}: try again when it is ready")
+    told = await keeper.expert_rows()
+    counts_LE, placement = sum_rows(told), told[0].placement
+    best = rebalance(
+        counts_LE,
+        placement.num_slots,
+        told[0].num_groups,
+        num_machines(gang),
+        placement.num_ranks,
+    )
+    before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
+    is_moved = after > before + MIN_GAIN
+    if is_moved:
+        await _begin_anew(keeper, best, drain_s, stop_s)
+    return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
+
+
+async def _begin_anew(
+    keeper: GangKeeper, placement: Placement, drain_s: float, stop_s: float
+) -> None:
+    keeper.drain()
+    give_up_at = time.monotonic() + drain_s
+    await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
+    while keeper.num_held and time.monotonic() < give_up_at:
+        await asyncio.sleep(POLL_S)
+    if keeper.num_held:
+        log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, keeper.num_held)
+    await keeper.stop(stop_s)
+    keeper.placement = placement
+    keeper.start()
+    while keeper.gang.state not in (READY, DOWN):
+        await asyncio.sleep(POLL_S)
+    if keeper.gang.state == DOWN and keeper.gang.failure is not None:
+        raise_failure(keeper.gang.failure)
+
+
+def sum_rows(told: Sequence[ExpertRows]) -> list[list[int]]:
+    """Of all ranks, by layer and expert."""
+    layers = zip(*(rows.rows_LE for rows in told), strict=True)
+    return [[sum(counts) for counts in zip(*ranks, strict=True)] for ranks in layers]
+
+
+def num_machines(gang: Gang) -> int:
+    """That its ranks lie on, 1 where they are not spread evenly."""
+    hosts = Counter(member.spec.host for member in gang.members)
+    return len(hosts) if len(set(hosts.values())) == 1 else 1

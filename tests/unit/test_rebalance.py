@@ -1,0 +1,114 @@
+"""A gang's experts are placed anew by what its ranks have counted, after it was drained."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from cluster.control import rebalance as rebalance_module
+from cluster.control.gang import GangKeeper
+from cluster.control.plan import plan_gangs
+from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
+from cluster.gateway.balance import with_balance
+from core.balance import balance_ratio, rebalance
+from core.config import load
+from core.errors import NodeLost
+from core.info import DECODE, PREFILL, NodeStatus
+from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, NodeInfo, RankSpec
+from core.placement import Placement
+from tests.unit.test_gang import MODEL, until
+from tests.unit.test_gang_lives import FakeMachines, haste
+
+__all__ = ["haste"]
+PLAIN = Placement.plain(2, 8, 4, 4)
+SKEWED = ((900, 800, 10, 10, 10, 10, 10, 10), (5, 5, 5, 5, 5, 5, 5, 700))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalance_module, "POLL_S", 0.01)
+
+
+class Kept:
+    """A ready gang of four ranks, each of which has counted a quarter of ``rows_LE``."""
+
+    def __init__(self, rows_LE: tuple[tuple[int, ...], ...]) -> None:
+        self.machines = FakeMachines()
+        config = load(None, ["prefill.dp_size=4", "prefill.num_redundant_experts=4"])
+        self.states: list[str] = []
+        self.keeper = GangKeeper(
+            plan_gangs(config)[0],
+            config,
+            self.machines,
+            self.machines,
+            lambda: self.states.append(self.keeper.gang.state),
+        )
+        self.rows = ExpertRows(rows_LE, PLAIN, 2)
+
+    async def ready(self) -> None:
+        self.keeper.start()
+        await until(lambda: self.keeper.gang.state == READY)
+        for rank in self.machines.ranks.values():
+            rank.rows = self.rows
+
+
+async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> None:
+    kept = Kept(SKEWED)
+    await kept.ready()
+    first = kept.machines.ranks[2]
+    first.says(num_held=1)
+    moving = asyncio.create_task(rebalance_gang(kept.keeper, 60.0, 0.05))
+    await until(lambda: kept.keeper.gang.state == DRAINING)
+    await asyncio.sleep(0.1)
+    assert kept.keeper.gang.members and not moving.done(), "it ends what it has"
+    first.says(num_held=0)
+    done = await moving
+    assert kept.states[-1] == READY and {DRAINING, LOST, STARTING} <= set(kept.states)
+    assert [len(missing) for _, _, missing in kept.machines.begun] == [4, 4]
+    assert kept.machines.placements == [None, kept.keeper.placement]
+    counts = sum_rows([kept.rows] * 4)
+    assert counts == [[4 * n for n in layer] for layer in SKEWED]
+    assert kept.keeper.placement is not None
+    kept.keeper.placement.check_integrity(8)
+    after = balance_ratio(counts, kept.keeper.placement)
+    assert done == Rebalanced("prefill-0", 4 * 2495, balance_ratio(counts, PLAIN), after, True)
+    assert done.after > 0.7 > 0.5 > done.before
+    await kept.keeper.stop(0.05)
+
+
+async def test_who_does_not_end_in_time_is_not_waited_for() -> None:
+    kept = Kept(SKEWED)
+    await kept.ready()
+    kept.machines.ranks[0].says(num_held=3)
+    assert (await rebalance_gang(kept.keeper, 0.0, 0.05)).is_moved
+    await kept.keeper.stop(0.05)
+
+
+async def test_what_gains_nothing_is_left_alone() -> None:
+    kept = Kept(SKEWED)
+    kept.rows = replace(kept.rows, placement=rebalance(SKEWED, 12, 2, 1, 4))
+    await kept.ready()
+    done = await rebalance_gang(kept.keeper, 60.0, 0.05)
+    assert not done.is_moved and len(kept.machines.begun) == 1 and DRAINING not in kept.states
+    await kept.keeper.stop(0.05)
+    with pytest.raises(NodeLost, match="prefill-0 is lost: try again"):
+        await rebalance_gang(kept.keeper, 60.0, 0.05)
+
+
+def test_machines_count_where_each_has_as_many_ranks() -> None:
+    def gang(*hosts: str) -> Gang:
+        specs = [RankSpec("d", DECODE, 1, i, len(hosts), host) for i, host in enumerate(hosts)]
+        members = tuple(NodeInfo(spec, "f", MODEL, 1, 9, 9, 9) for spec in specs)
+        return Gang("d", DECODE, 1, READY, members)
+
+    assert num_machines(gang("a", "a", "b", "b")) == 2
+    assert num_machines(gang("a", "a", "a", "b")) == 1
+    assert num_machines(gang("a", "a")) == 1
+
+
+def test_status_tells_how_evenly_each_gangs_experts_are_used() -> None:
+    node = NodeStatus("x", PREFILL, 1)
+    nodes = [replace(node, rows_by_layer=rows) for rows in ((10, 0), (30, 40), (5, 5), (5, 5), ())]
+    told = with_balance(nodes, ["p", "p", "d", "d", "alone"])
+    ratios = [one.balance_ratio for one in told]
+    assert ratios == [pytest.approx((40 * 20 / 30 + 40 * 20 / 40) / 80)] * 2 + [1.0, 1.0, 0.0]
