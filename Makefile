@@ -1,4 +1,5 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
+# make gang   the same with gangs of two ranks, which share the experts
 # make test   lint, types and the whole CPU test suite
 # make soak   the slow tests, which make test leaves out
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
@@ -6,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test soak lint proto checkpoint clean
+.PHONY: demo gang test soak lint proto checkpoint clean
 
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
@@ -16,6 +17,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(PY) -m benchmarks.demo
+
+gang: $(READY)
+	$(PY) -m benchmarks.demo --set prefill.dp_size=2 --set decode.dp_size=2
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,10 @@
 """The main job on real input: a local cluster answers prompts over gRPC.
 
     make demo            (or: python -m benchmarks.demo [--set key=value ...])
+    make gang            the same with gangs of two ranks
 
 Starts Ray with one prefill node and one decode node, continues pieces of Python files that the
-shipped checkpoint was not trained on, and shows what each answer cost.
+shipped checkpoint was not trained on, and shows what each answer cost and what the nodes did.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.common import running_server
+from cluster.commands.status import node_table
 from core.config import load
 from tandem import AsyncClient, Finished
 
@@ -83,9 +85,10 @@ async def demo(sets: list[str]) -> None:
         info = await client.model_info()
         status = await client.status()
         console.print(f"[green]ready[/] grpc={server.address}  model {info.name} ({info.dtype})")
-        console.print("nodes:", ", ".join(node.name for node in status.nodes), "\n")
+        console.print("nodes:", ", ".join(sorted(node.name for node in status.nodes)), "\n")
         rows = [await answer(client, console, prompt) for prompt in PROMPTS]
         console.print(summary(rows, ready_s))
+        console.print(node_table(await client.status()), "\n")
         console.print("tandem serve, tandem generate, tandem status: see --help of each.")
 
 

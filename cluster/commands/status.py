@@ -45,10 +45,11 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
             markup=False,
         )
     if state.nodes:
-        console.print(_node_table(state))
+        console.print(node_table(state))
 
 
-def _node_table(state: ServerStatus) -> Table:
+def node_table(state: ServerStatus) -> Table:
+    """A line for each rank."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     names = ["node", "kind", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps"]
     is_shared = any(node.balance_ratio for node in state.nodes)
