@@ -15,11 +15,10 @@ from core.control import Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.info import NodeStatus
-from core.pace import Pace
 from core.tasks import resolve
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
-from prefill_node.messages import Cancel, Prefill, Prefilled
+from prefill_node.messages import Cancel, Load, Prefill, Prefilled
 from prefill_node.page_source import PageSource
 from runtime.parts import RankParts
 
@@ -44,7 +43,7 @@ class PrefillNode:
         own: Methods = {
             "prefill": (Prefill, self._prefill),
             "cancel": (Cancel, self._cancel),
-            "pace": (None, self._pace),
+            "load": (None, self._load),
             "status": (None, self._status),
         }
         service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
@@ -127,8 +126,9 @@ class PrefillNode:
     async def _cancel(self, asked: Cancel) -> None:
         self.source.fail(asked.identity, "it was cancelled")
 
-    async def _pace(self, _: None) -> Pace:
-        return self.loop.watch.pace()
+    async def _load(self, _: None) -> Load:
+        """Read without waiting for the engine: how far that is, is what it tells."""
+        return Load(self.loop.watch.pace(), self.engine.scheduler.num_tokens_left)
 
     async def _status(self, _: None) -> NodeStatus:
         scheduler, counts = self.engine.scheduler, self.source.counts()

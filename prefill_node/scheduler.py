@@ -62,6 +62,11 @@ class Scheduler:
         """Without pages yet."""
         return len(self._begun) + len(self._fresh)
 
+    @property
+    def num_tokens_left(self) -> int:
+        """To be computed of all sequences; any thread."""
+        return sum(sequence.num_left for sequence in list(self.sequences.values()))
+
     def admit(self, identity: Identity, request: Request, is_suspect: bool = False) -> Sequence:
         """Take in prompt and resumed output; it gets pages, known ones first, in its turn.
 

@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
 
+from cluster.control.company import Company
 from cluster.control.plan import GangPlan
 from cluster.control.ranks import Machines, Numbers, RankHandle
 from cluster.control.verdict import LifeOver, cause, check, has_failed
 from core.config import TandemConfig
-from core.errors import EpochEnded, NodeLost, Overloaded
+from core.errors import Overloaded
 from core.membership import (
     DOWN,
     DRAINING,
@@ -20,7 +20,6 @@ from core.membership import (
     READY,
     STARTING,
     EndedLife,
-    ExpertRows,
     Gang,
     RankSpec,
     RankState,
@@ -31,15 +30,12 @@ from core.schema import failure_of
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
 BACK_OFF_S = 1.0
-LEAVE_S = 10.0
-"""Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
 TOLD_BYTES = 2000
-Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
 class GangKeeper:
-    """Owns the ranks of one gang. ``gang`` is what there is to know; ``on_change`` is called
+    """Owns the ``ranks`` of one gang. ``gang`` is what there is to know; ``on_change`` is called
     after it has changed.
 
     A life ends with any of its ranks. The others keep process and weights and are in the next one,
@@ -63,13 +59,11 @@ class GangKeeper:
         self.placement: Placement | None = None
         """Of experts, in the lives to come; None is the plain order."""
         self._is_draining = False
-        self._ranks: dict[int, RankHandle] = {}
-        self._states: dict[int, RankState] = {}
+        self.ranks = Company(plan.name, plan.num_ranks, config.control.stuck_s)
         self._room = 0
         self._num_deaths = 0
         self._ready_at: float | None = None
         self._has_served = False
-        self._suspicion = ""
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -79,7 +73,7 @@ class GangKeeper:
         left alone."""
         if self._task is not None and not self._task.done():
             return
-        self._ranks, self._num_deaths = dict(enumerate(ranks)), 0
+        self.ranks.handles, self._num_deaths = dict(enumerate(ranks)), 0
         epoch = self.gang.epoch
         if spec is not None:
             epoch, self._room = spec.epoch, spec.room or spec.epoch
@@ -89,22 +83,8 @@ class GangKeeper:
     def report(self, epoch: int, reason: str) -> None:
         """Somebody finds this life suspicious: look now, and end it if it stays silent."""
         if epoch == self.gang.epoch:
-            self._suspicion = reason
+            self.ranks.suspicion = reason
             self._look.set()
-
-    async def expert_rows(self) -> list[ExpertRows]:
-        """Of all ranks. Raises NodeLost if one does not tell."""
-        asked = (self._call(rank.expert_rows) for rank in self._ranks.values())
-        told = await asyncio.gather(*asked)
-        for rows in told:
-            if isinstance(rows, Exception):
-                raise NodeLost(f"{self.gang.name} does not tell its rows: {rows}")
-        return [rows for rows in told if isinstance(rows, ExpertRows)]
-
-    @property
-    def num_held(self) -> int:
-        """Sequences of all ranks, when they were last asked."""
-        return sum(state.num_held for state in self._states.values())
 
     def drain(self) -> None:
         """It gets nothing new from now on, until it is stopped."""
@@ -117,12 +97,8 @@ class GangKeeper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        stops = [asyncio.create_task(rank.stop()) for rank in self._ranks.values()]
-        if stops:
-            await asyncio.wait(stops, timeout=deadline_s)
-        for stop in stops:
-            stop.cancel()
-        await self._end()
+        await self.ranks.stop(deadline_s)
+        await self._clear()
         self._is_draining = False
         self._set(state=LOST, members=())
 
@@ -131,93 +107,33 @@ class GangKeeper:
             try:
                 await self._live()
             except Exception as error:
-                over = error if isinstance(error, LifeOver) else LifeOver(error, *self._ranks)
+                over = (
+                    error if isinstance(error, LifeOver) else LifeOver(error, *self.ranks.handles)
+                )
                 await self._bury(over.cause, over.lost)
                 if self.gang.state != DOWN:
                     await asyncio.sleep(BACK_OFF_S * 2**self._num_deaths)
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
-        missing = [rank for rank in range(self._plan.num_ranks) if rank not in self._ranks]
+        missing = self.ranks.missing
         if missing or self.gang.state == LOST:
             epoch = self._numbers.next_epoch()
-            if not self._ranks:
+            if not self.ranks.handles:
                 self._room = epoch
             self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
             where = epoch, self._room, missing
             given = self._config, self.placement
-            self._ranks |= await self._machines.begin(self._plan, *where, *given)
+            self.ranks.handles |= await self._machines.begin(self._plan, *where, *given)
         while True:
             self._look.clear()
-            if states := await self._ask():
+            if states := await self.ranks.ask(self._numbers.seen):
                 if len(states) > 1 and all(state.is_loaded for state in states):
-                    await self._join(states)
+                    await self.ranks.join(states, self.gang.epoch, self._room)
                 self._note(states)
             pause_s = POLL_S if self._ready_at else STARTING_POLL_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause_s)
-
-    async def _ask(self) -> Sequence[RankState]:
-        """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
-        LifeOver if one is dead, or silent when there is."""
-        told = await self._told(self._ranks)
-        silent = [rank for rank, state in told.items() if state is None]
-        if not silent:
-            self._suspicion = ""
-            return [self._states[rank] for rank in range(self._plan.num_ranks)]
-        if not self._suspicion:
-            # What the others said is as old as the silence.
-            again = await self._told(told.keys() - silent)
-            try:
-                check([state for state in again.values() if state is not None])
-            except LifeOver as over:
-                self._suspicion = str(over)
-        if self._suspicion:
-            text = f"rank {silent[0]}: no answer for {self._config.control.stuck_s:g} s: "
-            raise LifeOver(NodeLost(text + self._suspicion), *silent)
-        return ()
-
-    async def _told(self, ranks: Iterable[int]) -> dict[int, RankState | None]:
-        """What these ranks say, None if one is silent. Raises LifeOver if one is dead."""
-        seen = self._numbers.seen
-        asked = {rank: self._call(self._ranks[rank].who, *seen) for rank in ranks}
-        told: dict[int, RankState | None] = {}
-        for rank, answer in zip(asked, await asyncio.gather(*asked.values()), strict=True):
-            if isinstance(answer, NodeLost):
-                raise LifeOver(answer, rank)
-            told[rank] = None if isinstance(answer, TimeoutError) else answer
-            if isinstance(answer, RankState):
-                self._states[rank] = answer
-        return told
-
-    async def _call(
-        self, method: Callable[..., Awaitable[Answer]], *given: Any
-    ) -> Answer | NodeLost | TimeoutError:
-        try:
-            async with asyncio.timeout(self._config.control.stuck_s):
-                return await method(*given)
-        except (NodeLost, TimeoutError) as error:
-            return error
-
-    async def _join(self, states: Sequence[RankState]) -> None:
-        """Bring the ranks together, unless they are. Some that are and others that are not were
-        left so by an earlier controller."""
-        joined = [state.is_joined for state in states]
-        if all(joined):
-            return
-        if any(joined):
-            raise LifeOver(EpochEnded("half of the gang has joined"))
-        meeting = await self._call(self._ranks[0].host)
-        if isinstance(meeting, Exception):
-            raise LifeOver(meeting, 0)
-        joins = []
-        for state in states:
-            born = state.spec.born or state.spec.epoch
-            spec = replace(state.spec, epoch=self.gang.epoch, born=born, room=self._room)
-            joins.append(self._call(self._ranks[spec.rank].join, spec, meeting))
-        for rank, failed in enumerate(await asyncio.gather(*joins)):
-            if failed is not None:
-                raise LifeOver(failed, rank)
 
     def _note(self, states: Sequence[RankState]) -> None:
         check(states)
@@ -237,7 +153,7 @@ class GangKeeper:
         The user's mistake is final; so is want of room, unless the gang has served before.
         """
         served_s = time.monotonic() - self._ready_at if self._ready_at else 0.0
-        self._ready_at, self._suspicion = None, ""
+        self._ready_at, self.ranks.suspicion = None, ""
         control, failure = self._config.control, failure_of(error)
         is_full = isinstance(error, Overloaded)
         is_final = isinstance(error, ValueError) or (is_full and not self._has_served)
@@ -245,8 +161,8 @@ class GangKeeper:
             self._num_deaths = 0
         self._num_deaths += not is_full
         is_down = is_final or self._num_deaths >= control.max_deaths
-        states, self._states = self._states, {}
-        self._kill(self._ranks if is_down else lost)
+        states, self.ranks.states = self.ranks.states, {}
+        self.ranks.kill(self.ranks.handles if is_down else lost)
         guilty = [s for r, s in states.items() if r in lost or has_failed(s)]
         words = await asyncio.gather(*map(self._machines.last_words, guilty))
         if not (is_final or is_full):
@@ -255,25 +171,11 @@ class GangKeeper:
         log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
         ended = EndedLife(self.gang.epoch, cause(error, words))
         self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
-        await asyncio.gather(*map(self._leave, list(self._ranks)))
-        if not self._ranks:
-            await self._end()
+        await self.ranks.leave()
+        if not self.ranks.handles:
+            await self._clear()
 
-    async def _leave(self, rank: int) -> None:
-        """Who does not confirm that it has left is killed."""
-        try:
-            async with asyncio.timeout(LEAVE_S):
-                await self._ranks[rank].leave()
-        except (NodeLost, TimeoutError) as error:
-            log.warning("%s, rank %d cannot go on: %r", self._plan.name, rank, error)
-            self._kill([rank])
-
-    def _kill(self, ranks: Iterable[int]) -> None:
-        for rank in list(ranks):
-            self._ranks.pop(rank).kill()
-
-    async def _end(self) -> None:
-        self._kill(self._ranks)
+    async def _clear(self) -> None:
         try:
             await self._machines.clear(self._plan.name)
         except Exception as error:  # the end of the next life gives this room back too

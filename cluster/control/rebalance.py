@@ -39,7 +39,7 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> R
     gang = keeper.gang
     if gang.state != READY:
         raise NodeLost(f"{gang.name} is {gang.state}: try again when it is ready")
-    told = await keeper.expert_rows()
+    told = await keeper.ranks.expert_rows()
     counts_LE, placement = sum_rows(told), told[0].placement
     best = rebalance(
         counts_LE,
@@ -61,10 +61,10 @@ async def _begin_anew(
     keeper.drain()
     give_up_at = time.monotonic() + drain_s
     await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
-    while keeper.num_held and time.monotonic() < give_up_at:
+    while num_held(keeper) and time.monotonic() < give_up_at:
         await asyncio.sleep(POLL_S)
-    if keeper.num_held:
-        log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, keeper.num_held)
+    if num_held(keeper):
+        log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, num_held(keeper))
     await keeper.stop(stop_s)
     keeper.placement = placement
     keeper.start()
@@ -72,6 +72,11 @@ async def _begin_anew(
         await asyncio.sleep(POLL_S)
     if keeper.gang.state == DOWN and keeper.gang.failure is not None:
         raise_failure(keeper.gang.failure)
+
+
+def num_held(keeper: GangKeeper) -> int:
+    """Sequences of all ranks, when they were last asked."""
+    return sum(state.num_held for state in keeper.ranks.states.values())
 
 
 def sum_rows(told: Sequence[ExpertRows]) -> list[list[int]]:

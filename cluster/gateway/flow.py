@@ -6,6 +6,7 @@ One function, one ``finally`` that releases everything (design.md, Life of a req
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from cluster.gateway.answer import Answer
@@ -44,14 +45,13 @@ async def run_request(
     """
     inbox = pair.decode.open_inbox(pair.identity)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
-    pair.prefill.num_tokens += num_tokens
-    pair.prefill.num_sent += 1
-    decoded = False
+    decoded, load = False, ExitStack()
+    load.enter_context(pair.prefill.computing(num_tokens))
     try:
         async with pair.decode.needed():
             await _grant(request, pair, session)
             async with pair.prefill.needed():
-                await _hand_over(request, pair, num_tokens, answer, tell)
+                await _hand_over(request, pair, num_tokens, answer, tell, load)
             while not answer.is_finished:
                 update = await inbox.get()
                 if update.failure is not None:
@@ -61,19 +61,26 @@ async def run_request(
                 tell(answer.delta(update.token_ids, update.logprobs))
         tell(answer.finished())
     finally:
-        pair.prefill.num_tokens -= num_tokens
+        load.close()
         pair.decode.close_inbox(pair.identity)
         if not decoded:
             await _released(pair)
 
 
 async def _hand_over(
-    request: Request, pair: Pair, num_tokens: int, answer: Answer, tell: Callable[[Piece], None]
+    request: Request,
+    pair: Pair,
+    num_tokens: int,
+    answer: Answer,
+    tell: Callable[[Piece], None],
+    load: ExitStack,
 ) -> None:
-    """From the grant to a sequence that steps, or to an answer that its first token ends."""
+    """From the grant to a sequence that steps, or to an answer that its first token ends; then
+    the prompt is a ``load`` no more."""
     arriving = asyncio.create_task(_start(request, pair, num_tokens))
     try:
         prefilled = await _prefill(request, pair, arriving)
+        load.close()
         answer.prefilled(prefilled)
         tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
         if not answer.is_finished:

@@ -15,6 +15,7 @@ from core.identity import Identity
 from core.pace import Pace
 from core.request import TokenFrame
 from core.schema import decode, unpack
+from prefill_node.messages import Load
 from runtime.frames import FrameStream, connect
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ async def _ask(handle: Handle, beat_s: float, bound_s: float, retries: Retries) 
     while True:
         try:
             async with asyncio.timeout(bound_s):
-                pace = decode(Pace, await handle.control.call("pace", b""))
+                load = decode(Load, await handle.control.call("load", b""))
         except TimeoutError:
             raise NodeLost(f"no sign of life for {bound_s:g} s") from None
-        bound_s = _heard(handle, pace, retries)
+        handle.num_other_tokens = max(0, load.num_tokens - handle.num_tokens)
+        bound_s = _heard(handle, load.pace, retries)
         await asyncio.sleep(beat_s)
 
 

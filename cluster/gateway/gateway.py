@@ -178,7 +178,8 @@ class ClusterGateway:
         pairs = await self.fleet.pairs(patience_s)
         others = [(p, d) for p, d in pairs if (p.name, d.name) not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
-        prefill, decode = choose_route(others or pairs, self._affinity.find(token_ids))
+        known = self._affinity.find(token_ids)
+        prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.name)
         identity = Identity(request.request_id, index)
         return Pair(prefill, decode, identity, trials.is_suspect)

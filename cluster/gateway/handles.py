@@ -1,8 +1,8 @@
 """A gateway's view of the ranks: how to call them, and how much it has sent to each."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from core.control import Control
@@ -22,10 +22,11 @@ class Handle:
     ``is_draining`` it ends those it has; ``is_heard`` is set while it answers heartbeats and its
     engine goes on.
 
-    Of a rank that prefills: ``num_tokens`` are prompt tokens sent there and not yet answered,
-    ``num_sent`` requests ever sent there. Of one that decodes: ``granted`` are the sequences that
-    it was heard to hold for this gateway, ``num_others`` those of other gateways as of the last
-    heartbeat.
+    Of a rank that prefills: ``num_tokens`` are those sent there that it has not computed yet,
+    ``num_other_tokens`` those of other gateways as of the last heartbeat, ``num_sent`` requests
+    ever sent there. Of one that decodes: ``granted`` are the sequences that it was heard to hold
+    for this gateway, ``num_others`` those of other gateways and ``num_free_pages`` its pages, both
+    as of the last heartbeat.
     """
 
     info: NodeInfo
@@ -33,17 +34,37 @@ class Handle:
     is_out: bool = False
     is_draining: bool = False
     num_tokens: int = 0
+    num_other_tokens: int = 0
     num_sent: int = 0
     is_heard: asyncio.Event = field(default_factory=asyncio.Event)
     inboxes: dict[Identity, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
     granted: set[Identity] = field(default_factory=set)
     num_others: int = 0
+    num_free_pages: int = field(init=False)
     _scopes: set[asyncio.Timeout] = field(default_factory=set)
     _loss: NodeLost = field(default_factory=NodeLost)
+
+    def __post_init__(self) -> None:
+        self.num_free_pages = self.info.num_pages
 
     @property
     def name(self) -> str:
         return self.info.spec.name
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """To be computed there, of all gateways as far as is known here."""
+        return self.num_tokens + self.num_other_tokens
+
+    @contextmanager
+    def computing(self, num_tokens: int) -> Iterator[None]:
+        """A text of so many tokens is sent there, until it has computed them."""
+        self.num_tokens += num_tokens
+        self.num_sent += 1
+        try:
+            yield
+        finally:
+            self.num_tokens -= num_tokens
 
     @property
     def is_well(self) -> bool:
@@ -75,6 +96,7 @@ class Handle:
             self._put(update)
         if frame.beat is not None:
             alive = set(frame.beat.alive)
+            self.num_free_pages = frame.beat.num_free_pages
             self.num_others = max(0, frame.beat.num_rows + frame.beat.num_waiting - len(alive))
             for identity in expected - alive:
                 self._fail(identity, "the rank no longer holds it")

@@ -1,31 +1,32 @@
 """Which prefill rank and which decode rank serve a request: a pure choice over loads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cluster.gateway.handles import Handle
 from core.errors import NodeLost
 
-MAX_PREFERRED_LEAD = 4096
-"""Prompt tokens; beyond it waiting costs more than computing a known beginning again."""
 Ranks = tuple[Handle, Handle]
 """Where a prompt is computed, and where its answer is written."""
 
 
-def choose_route(pairs: Sequence[Ranks], preferred: str | None = None) -> Ranks:
-    """The least loaded pair; among equals that of the prefill rank that got least.
+def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, int]) -> Ranks:
+    """For a text of ``num_tokens``, of which the ranks ``known`` by name have computed so many
+    before: the pair whose decode rank has the fewest sequences, and pages for this one, and whose
+    prefill rank has the fewest tokens to compute until this text is done.
 
-    The ``preferred`` prefill rank, which knows the prompt's beginning, counts as idle while it
-    has at most MAX_PREFERRED_LEAD tokens more to compute than the least loaded one.
+    So a known beginning attracts for as long as it saves more than it makes wait: neither the
+    first rank that knows what all prompts begin with nor an idle cluster piles up on one rank.
+    Among equals the prefill rank that got least, and the decode rank of most free pages.
 
     Raises NodeLost when there is no pair.
     """
     if not pairs:
         raise NodeLost("no prefill and decode rank are left that work together and cache alike")
-    least = min(p.num_tokens for p, _ in pairs)
 
-    def cost(pair: Ranks) -> tuple[int, int, int, int, str]:
+    def cost(pair: Ranks) -> tuple[bool, int, int, int, int, str]:
         p, d = pair
-        is_preferred = p.name == preferred and p.num_tokens - least <= MAX_PREFERRED_LEAD
-        return d.num_rows, 0 if is_preferred else 1, p.num_tokens, p.num_sent, d.name
+        is_full = d.num_free_pages * d.info.page_size < num_tokens
+        waits = p.num_waiting_tokens - min(known.get(p.name, 0), num_tokens)
+        return is_full, d.num_rows, waits, p.num_sent, -d.num_free_pages, d.name
 
     return min(pairs, key=cost)

@@ -56,7 +56,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         assert "prefill" in cut.calls and cluster.gateway.is_healthy()
         cut.calls.clear()
         await ask("left out")
-        assert set(cut.calls) <= {"status", "pace"}
+        assert set(cut.calls) <= {"status", "load"}
         cut.is_down = False
         async with asyncio.timeout(20):
             while handle.is_out or not handle.is_heard.is_set():

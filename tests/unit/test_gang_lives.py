@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.control import company
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import GangPlan, no_room, plan_gangs
@@ -124,7 +125,7 @@ class FakeMachines:
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
         monkeypatch.setattr(gang_module, name, 0.005)
-    monkeypatch.setattr(gang_module, "LEAVE_S", 0.1)
+    monkeypatch.setattr(company, "LEAVE_S", 0.1)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.gateway.affinity import STRIDE, PrefixAffinity
 from cluster.gateway.handles import Handle
-from cluster.gateway.router import MAX_PREFERRED_LEAD, choose_route
+from cluster.gateway.router import choose_route
 from core.errors import NodeLost
 from core.identity import Identity
 from core.info import ModelInfo
@@ -21,7 +21,7 @@ class NoControl:
 
 
 def rank(gang: str, **load: int) -> Handle:
-    info = NodeInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 9, 9, 9)
+    info = NodeInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 100, 8, 9)
     return Handle(info, NoControl(), **load)  # type: ignore[arg-type]
 
 
@@ -37,15 +37,20 @@ def decode(gang: str, num_rows: int) -> Handle:
     return found
 
 
-def chosen(pairs: list[tuple[Handle, Handle]], preferred: str | None = None) -> tuple[str, str]:
-    p, d = choose_route(pairs, preferred)
+def chosen(
+    pairs: list[tuple[Handle, Handle]], known: dict[str, int] | None = None, num_tokens: int = 300
+) -> tuple[str, str]:
+    p, d = choose_route(pairs, num_tokens, known or {})
     return p.info.spec.gang, d.info.spec.gang
 
 
 def route(
-    prefills: list[Handle], decodes: list[Handle], preferred: str | None = None
+    prefills: list[Handle],
+    decodes: list[Handle],
+    known: dict[str, int] | None = None,
+    num_tokens: int = 300,
 ) -> tuple[str, str]:
-    return chosen(list(product(prefills, decodes)), preferred)
+    return chosen(list(product(prefills, decodes)), known, num_tokens)
 
 
 def test_the_least_loaded_pair() -> None:
@@ -60,28 +65,60 @@ def test_among_equals_the_one_that_got_least() -> None:
     assert route(prefills, [decode("d", 0)]) == ("p1", "d")
 
 
-def test_a_known_beginning_attracts_while_load_allows() -> None:
-    decodes = [decode("d", 0)]
-    for lead, expected in ((MAX_PREFERRED_LEAD, "p1"), (MAX_PREFERRED_LEAD + 1, "p0")):
+def test_a_known_beginning_attracts_while_it_saves_more_than_it_makes_wait() -> None:
+    decodes, known = [decode("d", 0)], {prefill("p1").name: 256}
+    for lead, expected in ((255, "p1"), (257, "p0")):
         prefills = [prefill("p0"), prefill("p1", lead)]
-        assert route(prefills, decodes, preferred=prefill("p1").name) == (expected, "d")
-    assert route([prefill("p0")], decodes, preferred=prefill("p1").name) == ("p0", "d")
+        assert route(prefills, decodes, known) == (expected, "d")
+    assert route([prefill("p0"), prefill("p1", 101)], decodes, known, num_tokens=100) == ("p0", "d")
+    assert route([prefill("p0")], decodes, known) == ("p0", "d")
+
+
+def test_other_gateways_count() -> None:
+    busy = rank("p0", num_other_tokens=90)
+    assert route([busy, prefill("p1", 60)], [decode("d", 0)]) == ("p1", "d")
+
+
+def test_a_cold_start_with_one_beginning_for_all_uses_all_ranks() -> None:
+    """64 prompts at once that all begin with the same 512 tokens and go on with 64 of their own."""
+    affinity, prefills = PrefixAffinity(), [prefill(f"p{i}") for i in range(4)]
+    for i in range(64):
+        ids = [*range(512), *[1000 + i] * 64]
+        pairs = [(p, decode("d", 0)) for p in prefills]
+        p, _ = choose_route(pairs, len(ids), affinity.find(ids))
+        affinity.remember(ids, p.name)
+        p.num_tokens += len(ids)
+        p.num_sent += 1
+    sent = [p.num_sent for p in prefills]
+    assert min(sent) >= 14, f"requests by rank: {sent}"
+
+
+def test_a_decode_rank_without_pages_for_it_is_the_last_choice() -> None:
+    full, free = decode("d0", 0), decode("d1", 5)
+    full.num_free_pages = 30
+    assert route([prefill("p")], [full, free], num_tokens=240) == ("p", "d0")
+    assert route([prefill("p")], [full, free], num_tokens=241) == ("p", "d1")
+    assert route([prefill("p")], [full], num_tokens=241) == ("p", "d0")
+    full.num_free_pages, free = 90, decode("d1", 0)
+    assert route([prefill("p")], [full, free]) == ("p", "d1"), "among equals, most free pages"
 
 
 def test_only_pairs_that_work_together() -> None:
     pairs = [(prefill("p0", 900), decode("d1", 3)), (prefill("p1"), decode("d0", 4))]
     assert chosen(pairs) == ("p0", "d1")
     with pytest.raises(NodeLost, match="cache alike"):
-        choose_route([])
+        choose_route([], 1, {})
 
 
 def test_affinity_remembers_the_longest_beginning() -> None:
     affinity = PrefixAffinity(max_keys=4)
     long = list(range(3 * STRIDE + 5))
     affinity.remember(long, "p0")
-    assert affinity.find(long) == affinity.find(long[: 2 * STRIDE]) == "p0"
-    assert affinity.find(long[: STRIDE - 1]) is affinity.find([9] * 300) is None
+    assert affinity.find(long) == {"p0": 3 * STRIDE}
+    assert affinity.find(long[: 2 * STRIDE]) == {"p0": 2 * STRIDE}
+    assert affinity.find(long[: STRIDE - 1]) == affinity.find([9] * 300) == {}
     affinity.remember([*long[:STRIDE], *[7] * STRIDE], "p1")
-    assert affinity.find([*long[:STRIDE], *[7] * STRIDE]) == "p1"
+    both = {"p0": STRIDE, "p1": 2 * STRIDE}
+    assert affinity.find([*long[:STRIDE], *[7] * STRIDE]) == both
     affinity.remember([8] * 4 * STRIDE, "p2")
-    assert affinity.find(long) is None, "memory is bounded"
+    assert affinity.find(long) == {}, "memory is bounded"

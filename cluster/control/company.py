@@ -1,0 +1,132 @@
+"""The processes of a gang's ranks, asked and told as one. No Ray in it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cluster.control.ranks import RankHandle
+from cluster.control.verdict import LifeOver, check
+from core.errors import EpochEnded, NodeLost
+from core.membership import ExpertRows, RankState
+
+LEAVE_S = 10.0
+"""Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+
+
+class Company:
+    """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
+    missing. Who does not answer within ``silence_s`` is silent, and lost if there is a
+    ``suspicion``."""
+
+    def __init__(self, gang: str, num_ranks: int, silence_s: float) -> None:
+        self.handles: dict[int, RankHandle] = {}
+        self.states: dict[int, RankState] = {}
+        self.suspicion = ""
+        self._gang = gang
+        self._num_ranks = num_ranks
+        self._silence_s = silence_s
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank not in self.handles]
+
+    async def ask(self, seen: tuple[int, int]) -> Sequence[RankState]:
+        """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
+        LifeOver if one is dead, or silent when there is."""
+        told = await self._ask(self.handles, seen)
+        silent = [rank for rank, state in told.items() if state is None]
+        if not silent:
+            self.suspicion = ""
+            return [self.states[rank] for rank in range(self._num_ranks)]
+        if not self.suspicion:
+            # What the others said is as old as the silence.
+            again = await self._ask(told.keys() - silent, seen)
+            try:
+                check([state for state in again.values() if state is not None])
+            except LifeOver as over:
+                self.suspicion = str(over)
+        if self.suspicion:
+            text = f"rank {silent[0]}: no answer for {self._silence_s:g} s: {self.suspicion}"
+            raise LifeOver(NodeLost(text), *silent)
+        return ()
+
+    async def join(self, states: Sequence[RankState], epoch: int, room: int) -> None:
+        """Bring the ranks together, unless they are. Some that are and others that are not were
+        left so by an earlier controller."""
+        joined = [state.is_joined for state in states]
+        if all(joined):
+            return
+        if any(joined):
+            raise LifeOver(EpochEnded("half of the gang has joined"))
+        meeting = await self._call(self.handles[0].host)
+        if isinstance(meeting, Exception):
+            raise LifeOver(meeting, 0)
+        joins = []
+        for state in states:
+            born = state.spec.born or state.spec.epoch
+            spec = replace(state.spec, epoch=epoch, born=born, room=room)
+            joins.append(self._call(self.handles[spec.rank].join, spec, meeting))
+        for rank, failed in enumerate(await asyncio.gather(*joins)):
+            if failed is not None:
+                raise LifeOver(failed, rank)
+
+    async def expert_rows(self) -> list[ExpertRows]:
+        """Of all ranks. Raises NodeLost if one does not tell."""
+        asked = (self._call(rank.expert_rows) for rank in self.handles.values())
+        told = await asyncio.gather(*asked)
+        for rows in told:
+            if isinstance(rows, Exception):
+                raise NodeLost(f"{self._gang} does not tell its rows: {rows}")
+        return [rows for rows in told if isinstance(rows, ExpertRows)]
+
+    async def leave(self) -> None:
+        """All that are left leave this life; who does not confirm it is killed."""
+        await asyncio.gather(*map(self._leave, list(self.handles)))
+
+    async def stop(self, deadline_s: float) -> None:
+        """They stop by themselves, within ``deadline_s`` seconds; then they are killed."""
+        stops = [asyncio.create_task(rank.stop()) for rank in self.handles.values()]
+        if stops:
+            await asyncio.wait(stops, timeout=deadline_s)
+        for stop in stops:
+            stop.cancel()
+        self.kill(self.handles)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        for rank in list(ranks):
+            self.handles.pop(rank).kill()
+
+    async def _leave(self, rank: int) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.handles[rank].leave()
+        except (NodeLost, TimeoutError) as error:
+            log.warning("%s, rank %d cannot go on: %r", self._gang, rank, error)
+            self.kill([rank])
+
+    async def _ask(
+        self, ranks: Iterable[int], seen: tuple[int, int]
+    ) -> dict[int, RankState | None]:
+        """What these say, None if one is silent. Raises LifeOver if one is dead."""
+        asked = {rank: self._call(self.handles[rank].who, *seen) for rank in ranks}
+        told: dict[int, RankState | None] = {}
+        for rank, answer in zip(asked, await asyncio.gather(*asked.values()), strict=True):
+            if isinstance(answer, NodeLost):
+                raise LifeOver(answer, rank)
+            told[rank] = None if isinstance(answer, TimeoutError) else answer
+            if isinstance(answer, RankState):
+                self.states[rank] = answer
+        return told
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Answer]], *given: Any
+    ) -> Answer | NodeLost | TimeoutError:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await method(*given)
+        except (NodeLost, TimeoutError) as error:
+            return error

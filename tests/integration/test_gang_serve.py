@@ -1,0 +1,81 @@
+"""Gangs through real processes: served, shown, placed anew, and refused where there is no room."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from core.config import TINY_MODEL
+from tandem import Client
+from tests.exact import near_ties
+from tests.integration.test_lost_prefill import prompts
+from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
+
+SETS = (
+    "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",
+    "kv.num_pages=300", "kv.page_size=16",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(with_token=False, num_cpus=6) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(head: RayHead) -> Iterator[Serving]:
+    with serving(*SETS, head=head) as running:
+        yield running
+    assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
+
+
+def serve_exactly(server: Serving, num: int, seed: int) -> None:
+    asked = prompts(num, seed)
+    with Client(server.address) as client, ThreadPoolExecutor(num) as pool:
+
+        def ask(ids: list[int]) -> list[int]:
+            return list(client.complete(ids, max_tokens=40, ignore_eos=True).token_ids)
+
+        for ids, answer in zip(asked, pool.map(ask, asked), strict=True):
+            assert len(answer) == 40 and not near_ties(TINY_MODEL, ids, answer)
+
+
+def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: Serving) -> None:
+    serve_exactly(server, 6, seed=51)
+    shown = tandem("status", "--address", server.address, "--json")
+    nodes = {node["name"]: node for node in json.loads(shown.stdout)["nodes"]}
+    assert sorted(nodes) == ["decode-0.0", "decode-0.1", "prefill-0.0", "prefill-0.1"]
+    assert all(0.4 < node["balance_ratio"] <= 1.0 for node in nodes.values())
+    assert nodes["decode-0.0"]["num_steps"] == nodes["decode-0.1"]["num_steps"] > 0
+    table = tandem("status", "--address", server.address).stdout
+    assert "decode-0.1" in table and "balance" in table
+
+    before = actors(head.pid, "DecodeActor")
+    wrong = tandem("rebalance", "--ray-address", head.address, "--gang", "decode-7", env=head.env)
+    assert wrong.returncode == 1 and "decode-7" in wrong.stderr and "decode-0" in wrong.stderr
+    args = ("--ray-address", head.address, "--gang", "decode-0", "--json")
+    ran = tandem("rebalance", *args, env=head.env)
+    assert ran.returncode == 0, ran.stderr
+    [done] = json.loads(ran.stdout)["gangs"]
+    assert done["gang"] == "decode-0" and done["num_rows"] > 1000
+    if done["is_moved"]:
+        assert done["after"] > done["before"]
+        assert not set(before) & set(actors(head.pid, "DecodeActor"))
+    serve_exactly(server, 6, seed=52)
+    again = json.loads(tandem("status", "--address", server.address, "--json").stdout)["nodes"]
+    [ratio] = {node["balance_ratio"] for node in again if node["kind"] == "decode"}
+    if done["is_moved"]:
+        assert ratio > done["before"], "these prompts are like those that were counted"
+
+
+@pytest.mark.slow
+def test_a_layout_that_has_no_room_says_what_is_missing(head: RayHead, server: Serving) -> None:
+    args = ("--ray-address", head.address, "--set", "server.address=127.0.0.1:0")
+    assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
+    ran = tandem("serve", *args, "--set", "decode.dp_size=8", env=head.env)
+    assert ran.returncode == 1
+    assert "1 CPU for each of 8 ranks, of 6 in this Ray" in ran.stderr, ran.stderr
+    with serving(*SETS, head=head) as again:
+        serve_exactly(again, 2, seed=53)
