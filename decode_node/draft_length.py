@@ -67,8 +67,8 @@ class Costs:
 
 
 DraftLength = Callable[[Costs, Sequence[Report], int, Sequence[int]], tuple[int, Costs]]
-"""``(costs, the ranks' reports of one step, row bucket, number of rows by limit)`` to the drafts
-of the next step and the costs after it."""
+"""``(costs, what the ranks report, row bucket, number of rows by limit)`` to the drafts of the next
+step and the costs after it. Ranks may have read different steps last."""
 
 
 def no_costs(max_drafts: int) -> Costs:
@@ -86,8 +86,8 @@ def by_load(
     costs: Costs, reports: Sequence[Report], num_rows: int, wanted: Sequence[int]
 ) -> tuple[int, Costs]:
     """The length of most tokens per second for this size of batch, as far as is known."""
-    if reports:
-        costs = recorded(costs, reports)
+    for key in {report.key: None for report in reports}:
+        costs = recorded(costs, [report for report in reports if report.key == key])
     most, _ = most_wanted(costs, reports, num_rows, wanted)
     size = costs.of_size(num_rows)
     size = replace(size, num_planned=size.num_planned + 1)
@@ -101,7 +101,7 @@ def by_load(
 
 
 def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
-    """With one step of all ranks added; it took as long as on the slowest."""
+    """With a step added that these ranks report; it took as long as on the slowest."""
     key = reports[0].key
     tried, accepted = list(costs.tried), list(costs.accepted)
     for k in range(key.num_drafts):

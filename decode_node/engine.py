@@ -22,6 +22,7 @@ from decode_node.planner import StepPlanner
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import Sequence
+from runtime.engine_loop import is_fatal
 from runtime.lockstep import Plan, Planner
 from runtime.parts import RankParts
 
@@ -33,8 +34,8 @@ class DecodeEngine:
     engine thread.
 
     The page pool and the caches may be shared with a prefill engine on the same thread.
-    ``planner`` is asked in every step, by default that of the rank's gang. ``step_s`` up the
-    time of all steps, ``program_s`` that of their tensor programs.
+    ``planner`` is asked in every step, by default that of the rank's gang. ``step_s`` adds
+    up the time of all steps, ``program_s`` that of their tensor programs.
     """
 
     def __init__(
@@ -168,6 +169,8 @@ class DecodeEngine:
         try:
             return self._launcher.prepare(sequences, key)
         except Exception as error:
+            if is_fatal(error):
+                raise
             log.exception("a decode step cannot be prepared")
             self._give_up(sequences, error)
             return self._launcher.prepare([], key)
@@ -178,6 +181,7 @@ class DecodeEngine:
             step = self._in_flight[0]
             self._note(step.sequences)
             runs, self._report = step.collect()
+            self._planner.check()
             self._in_flight.popleft()
             self.program_s += self._report.program_s
             self.scheduler.landed(step.sequences)

@@ -26,6 +26,7 @@ from prefill_node.page_source import PageSource
 from prefill_node.planner import fullest
 from prefill_node.scheduler import Chunk, Scheduler
 from prefill_node.sequence import Sequence
+from runtime.engine_loop import is_fatal
 from runtime.lockstep import Planner
 from runtime.parts import RankParts
 
@@ -98,6 +99,7 @@ class PrefillEngine:
             self._note(self._chunks)
             with self._planner.program():
                 firsts = self._compute(work)
+            self._planner.check()
             self._report(self._chunks, firsts)
             self._note([])
         self.num_steps += 1
@@ -123,6 +125,8 @@ class PrefillEngine:
         try:
             return self._work(self._chunks, num_rows)
         except Exception as error:
+            if is_fatal(error):
+                raise
             log.exception("a prefill step cannot be prepared")
             self.fail(error)
             self._chunks = []

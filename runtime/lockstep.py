@@ -41,6 +41,11 @@ class Planner(Protocol[Asked, Key]):
         """Around the part of a step that all ranks compute together."""
         ...
 
+    def check(self) -> None:
+        """What a device has computed is whole; raises EpochEnded if its collectives were aborted
+        meanwhile."""
+        ...
+
 
 class Lockstep(Protocol):
     """One rank's place in one life of its gang; it has one engine. ``collectives`` are None where
@@ -79,6 +84,9 @@ class LocalPlanner(Generic[Proposal, Key]):
 
     def program(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def check(self) -> None:
+        return
 
 
 class Alone:

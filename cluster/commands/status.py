@@ -51,17 +51,19 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 def node_table(state: ServerStatus) -> Table:
     """A line for each rank."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    names = ["node", "kind", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps"]
+    names = ["node", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps"]
     is_shared = any(node.balance_ratio for node in state.nodes)
     if is_shared:
         names.append("balance")
     for i, name in enumerate(names):
-        table.add_column(name, overflow="fold", justify="left" if i < 4 else "right")
+        table.add_column(
+            name, no_wrap=i == 0, overflow="fold", justify="left" if i < 3 else "right"
+        )
     for node in sorted(state.nodes, key=lambda node: (node.kind != PREFILL, node.name)):
         pages = f"{node.num_free_pages}/{node.num_pages}"
         alive = "yes" if node.alive else "NO"
         counts = (node.num_open_leases, node.num_channels, node.num_steps)
-        cells = (node.name, node.kind, alive, node.epoch, node.num_active_rows, pages, *counts)
+        cells = (node.name, alive, node.epoch, node.num_active_rows, pages, *counts)
         balance = [f"{node.balance_ratio:.2f}" if node.balance_ratio else ""] if is_shared else []
         table.add_row(*map(str, cells), *balance)
     return table

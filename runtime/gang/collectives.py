@@ -25,6 +25,7 @@ class Collectives:
 
     def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
+        self.is_aborted = False
         self._group = group
         self._options = dist.AllToAllOptions()
         self.begin(0, CONNECT_S)
@@ -61,6 +62,7 @@ class Collectives:
         """What runs on a GPU ends; gloo's waits end when the first peer closes."""
         group = self._group
         if group is not None and group.name() == "nccl":
+            self.is_aborted = True
             group.abort()
 
     def close(self) -> None:

@@ -76,9 +76,11 @@ class Hub:
                     selector.register(connection, selectors.EVENT_READ, (rank, Inbox(Proposed)))
                 while not self._is_closed:
                     self._turn(selector, rounds, proposal)
-        except Exception as error:
+        except OSError as error:
             if not self._is_closed:
                 log.info("the epoch is over: %r", error)
+        except Exception:
+            log.exception("the planner failed, and the epoch with it")
         finally:
             self.close()
             for one in (self._listener, *self._connections.values()):

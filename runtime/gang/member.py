@@ -93,6 +93,10 @@ class Member:
         except Exception as error:
             raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
 
+    def check(self) -> None:
+        if self.collectives.is_aborted:
+            raise EpochEnded(f"{self._name}: {self._lost}")
+
     def close(self) -> None:
         """On the engine thread, or when it has ended."""
         shut(self._connection)

@@ -1,5 +1,7 @@
 """One plan for all ranks, as a pure function of what they propose."""
 
+from dataclasses import replace
+
 import pytest
 
 from decode_node.buckets import Buckets
@@ -63,6 +65,16 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
         first = plan_step(proposals, costs, BUCKETS, by_load)
         assert plan_step(proposals, costs, BUCKETS, by_load) == first
         _, costs = first
+
+
+def test_ranks_may_report_different_steps() -> None:
+    """An idle rank reads a step later than a busy one, or has read one of other shapes."""
+    wide = Report(StepKey(2, 3, 4, True), 0.02, (2, 2, 2), (2, 2, 1))
+    narrow = Report(StepKey(1, 1, 2, True), 0.01, (1,), (1,))
+    proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
+    _, costs = plan_step(proposals, no_costs(3), BUCKETS, by_load)
+    apart = recorded(recorded(no_costs(3), [wide, wide]), [narrow])
+    assert costs.tried == apart.tried and costs.accepted == apart.accepted
 
 
 def test_steps_of_a_life_are_numbered() -> None:

@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter, MtpLayer
-from model.loaded import load_model, load_network
+from model.loaded import LoadedModel, load_model, load_network
 from model.weights import Checkpoint
 from tests import tiny
 from tests.engines import Bench, greedy, load
@@ -282,3 +282,50 @@ def test_one_tensor_is_in_memory_beside_the_weights(
     monkeypatch.setattr(CheckpointFiles, "read", watched)
     load(folder)
     assert len(alive) == len(tensors(folder))
+
+
+def expert_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
+    drafter = loaded.drafter
+    assert isinstance(drafter, MtpDrafter)
+    modules = {"main": loaded.network, "mtp": drafter._layer}
+    return {
+        f"{where}.{name}": parameter
+        for where, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if ".experts." in name
+    }
+
+
+@pytest.mark.parametrize("num_redundant", [0, 4])
+def test_a_rank_of_a_gang_holds_its_own_experts_and_reads_no_others(
+    folder: Path, num_redundant: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks each holds a quarter of the routed experts, in the MTP layer too."""
+    names: list[str] = []
+    read = CheckpointFiles.read
+    monkeypatch.setattr(
+        CheckpointFiles, "read", lambda files, name: names.append(name) or read(files, name)
+    )
+    whole = expert_tensors(load(folder))
+    sizes = "decode.dp_size=4", f"decode.num_redundant_experts={num_redundant}"
+    config = load_config(None, [f"model.path={folder}", "model.dtype=float32", *sizes])
+    for rank in range(4):
+        names.clear()
+        loaded = load_model(config, DECODE, rank=rank)
+        slots = range(rank * (8 + num_redundant) // 4, (rank + 1) * (8 + num_redundant) // 4)
+        held = [slot % 8 for slot in slots]
+        for name, parameter in expert_tensors(loaded).items():
+            assert torch.equal(parameter, whole[name][held]), name
+        assert len(names) == len(set(names)), "no tensor is read twice"
+        of_experts = (name.split(".experts.")[1] for name in names if ".experts." in name)
+        experts = {int(name.partition(".")[0]) for name in of_experts}
+        assert experts == set(held)
+        num_bytes = sum(p.nbytes for p in expert_tensors(loaded).values())
+        expected = sum(p.nbytes for p in whole.values()) * len(held) // 8
+        assert num_bytes == expected
+
+
+def test_experts_that_ranks_cannot_share_evenly_are_refused(folder: Path) -> None:
+    config = load_config(None, [f"model.path={folder}", "decode.dp_size=3"])
+    with pytest.raises(ValueError, match=r"dp_size=3 has to divide .* = 8 \+ 0; set num_redundant"):
+        load_model(config, DECODE)
