@@ -1,17 +1,20 @@
-"""What it costs that ranks decode in lockstep: plan, dispatch and dummy passes of a step.
+"""What it costs that ranks are in lockstep: plan, dispatch and dummy passes of a step.
 
     python -m benchmarks.lockstep [--rows 8] [--steps 60] [--sizes 1,2,4]
+    python -m benchmarks.lockstep --prefill [--tokens 512] [--steps 20] [--sizes 2,4]
 
-A decode gang of each size, one process per rank, gloo between them, no Ray and no prefill: rows
-begin with empty caches, which costs the same. Once all ranks have rows, once rank 0 alone while
-the others run dummies. Times are rank 0's, in ms per step: waiting for the plan, inside
-collectives (waiting for slower ranks included), and all the rest of the step.
+A gang of each size, one process per rank, gloo between them, no Ray. A decode gang's rows begin
+with empty caches, which costs the same as real ones; a prefill gang computes one random prompt a
+step, with each way of dispatch. Once all ranks have work, once rank 0 alone while the others run
+dummies. Times are rank 0's, in ms per step: waiting for the plan, inside collectives (waiting for
+slower ranks included), and all the rest of the step.
 """
 
 import argparse
 import multiprocessing as mp
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +27,13 @@ from rich.table import Table
 
 from core.config import TandemConfig, load
 from core.identity import Identity
-from core.info import DECODE
+from core.info import DECODE, PREFILL
 from core.membership import Meeting, RankSpec
 from core.request import Request, SamplingParams
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Size
 from kv_transfer.pages import PagePool
+from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
 from runtime.gang.collectives import Collectives
 from runtime.gang.hub import Hub
@@ -70,35 +74,48 @@ class Timer:
         return timed
 
 
-def run_rank(
-    rank: int, size: int, num_rows: int, num_steps: int, inbox: Connection, outbox: Connection
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``size`` ranks of ``kind``, all busy or rank 0 alone; ``num`` rows, or tokens of a prompt."""
+
+    kind: str
+    size: int
+    dispatch: str
+    is_all: bool
+    num: int
+    num_steps: int
+
+    @property
+    def config(self) -> TandemConfig:
+        return load(
+            None,
+            [
+                f"{self.kind}.dp_size={self.size}", f"{self.kind}.dispatch={self.dispatch}",
+                "decode.max_rows=64", f"prefill.max_batch_tokens={self.num}",
+                "kv.num_pages=700", "kv.page_size=16", "speculation.draft_length=fixed",
+            ],
+        )  # fmt: skip
+
+
+def run_rank(job: Job, rank: int, inbox: Connection, outbox: Connection) -> None:
     """One rank's process. Rank 0 sends the meeting, and what its steps cost."""
-    config = load(
-        None,
-        [
-            f"decode.dp_size={size}", "decode.max_rows=64", "kv.num_pages=700",
-            "kv.page_size=16", "speculation.draft_length=fixed",
-        ],
-    )  # fmt: skip
     torch.set_num_threads(1)
-    spec, hub = RankSpec("decode-0", DECODE, 1, rank, size), None
-    if size > 1 and rank == 0:
-        hub = Hub(size, LOOPBACK)
+    spec, hub = RankSpec(f"{job.kind}-0", job.kind, 1, rank, job.size), None
+    if job.size > 1 and rank == 0:
+        hub = Hub(job.size, LOOPBACK)
         outbox.send(hub.meeting)
-    meeting: Meeting | None = inbox.recv() if size > 1 else None
+    meeting: Meeting | None = inbox.recv() if job.size > 1 else None
     plans, calls = Timer(), Timer()
     with timed(plans, calls):
-        engine, loop = start(spec, config, meeting, hub)
-        identities = [Identity(f"r{i}") for i in range(num_rows)]
-        for identity in identities:
-            loop.post(partial(begin, engine, identity)).result()
+        engine, loop = start(spec, job.config, meeting, hub)
+        if job.is_all or rank == 0:
+            loop.post(partial(begin, engine, job)).result()
         marks = []
-        for mark in (NUM_WARM, NUM_WARM + num_steps):
+        for mark in (NUM_WARM, NUM_WARM + job.num_steps):
             while rank == 0 and engine.num_steps < mark:
-                time.sleep(0.005)
-            now = engine.num_steps, engine.step_s, plans.seconds, calls.seconds, calls.num
-            marks.append(now)
+                time.sleep(0.002)
+            now = time.perf_counter(), plans.seconds, calls.seconds, calls.num
+            marks.append((engine.num_steps, *now))
         if rank == 0:
             num, *rest = (after - before for before, after in zip(*marks, strict=True))
             step_s, plan_s, call_s, num_calls = (value / num for value in rest)
@@ -116,7 +133,7 @@ def timed(plans: Timer, calls: Timer) -> Any:
 
 def start(
     spec: RankSpec, config: TandemConfig, meeting: Meeting | None, hub: Hub | None
-) -> tuple[DecodeEngine, EngineLoop]:
+) -> tuple[DecodeEngine | PrefillEngine, EngineLoop]:
     memory, loop = load_memory(spec, config), EngineLoop("engine")
     pool = PagePool(memory.num_pages, config.kv.page_size)
     lockstep: Lockstep = Alone()
@@ -124,34 +141,50 @@ def start(
         lockstep = join(spec, meeting, hub, memory.loaded.device, loop.watch)
     memory.loaded.dispatch.join(lockstep.collectives)
     parts = RankParts(spec, config, memory.loaded, pool, memory.caches, loop, lockstep)
-    engine = DecodeEngine(parts, lambda updates: None, lambda identity: None)
+    engine: DecodeEngine | PrefillEngine
+    if spec.kind == DECODE:
+        engine = DecodeEngine(parts, lambda updates: None, lambda identity: None)
+    else:
+        engine = PrefillEngine(parts, lambda done: drop(engine, done), lambda *failed: None)
     loop.add(engine)
     loop.on_end(lockstep.close)
     loop.start()
     return engine, loop
 
 
-def begin(engine: DecodeEngine, identity: Identity) -> None:
+def drop(engine: DecodeEngine | PrefillEngine, done: Progress) -> None:
+    if done.first_token is not None:
+        engine.scheduler.drop(done.sequence.identity)
+
+
+def begin(engine: DecodeEngine | PrefillEngine, job: Job) -> None:
+    """Enough to do for all steps."""
+    if isinstance(engine, PrefillEngine):
+        choose = random.Random(1)
+        for i in range(NUM_WARM + job.num_steps + 5):
+            prompt = tuple(choose.randrange(2, 2000) for _ in range(job.num))
+            request = Request(f"r{i}", prompt, sampling=SamplingParams(seed=0))
+            engine.scheduler.admit(Identity(f"r{i}"), request)
+        return
     sampling = SamplingParams(seed=0, max_tokens=1200, ignore_eos=True)
-    request = Request(identity.request_id, tuple(range(2, 66)), sampling=sampling)
-    engine.ask(identity, Size(len(request.prompt_ids), 0, sampling.max_tokens))
-    engine.scheduler.begin(identity, request)
-    engine.activate(identity, 7, None)
+    for i in range(job.num):
+        request = Request(f"r{i}", tuple(range(2, 66)), sampling=sampling)
+        identity = Identity(request.request_id)
+        engine.ask(identity, Size(len(request.prompt_ids), 0, sampling.max_tokens))
+        engine.scheduler.begin(identity, request)
+        engine.activate(identity, 7, None)
 
 
-def measure(size: int, is_all: bool, num_rows: int, num_steps: int) -> Cost:
+def measure(job: Job) -> Cost:
     spawn = mp.get_context("spawn")
     ranks = []
-    for rank in range(size):
+    for rank in range(job.size):
         to_rank, inbox = spawn.Pipe()
         outbox, from_rank = spawn.Pipe()
-        rows = num_rows if is_all or rank == 0 else 0
-        process = spawn.Process(
-            target=run_rank, args=(rank, size, rows, num_steps, inbox, outbox), daemon=True
-        )
+        process = spawn.Process(target=run_rank, args=(job, rank, inbox, outbox), daemon=True)
         process.start()
         ranks.append((process, to_rank, from_rank))
-    if size > 1:
+    if job.size > 1:
         meeting = ranks[0][2].recv()
         for _, to_rank, _ in ranks:
             to_rank.send(meeting)
@@ -162,26 +195,48 @@ def measure(size: int, is_all: bool, num_rows: int, num_steps: int) -> Cost:
     return cost
 
 
+def jobs(args: argparse.Namespace) -> Iterator[Job]:
+    for size in map(int, args.sizes.split(",")):
+        for is_all in (True, False) if size > 1 else (True,):
+            if not args.prefill:
+                yield Job(DECODE, size, "auto", is_all, args.rows, args.steps)
+                continue
+            for dispatch in ("gathered", "exchanged") if size > 1 else ("auto",):
+                yield Job(PREFILL, size, dispatch, is_all, args.tokens, args.steps)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What lockstep costs a decode step.")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a rank that is busy")
+    parser = argparse.ArgumentParser(description="What lockstep costs a step.")
+    parser.add_argument("--prefill", action="store_true", help="a prefill gang, not a decode gang")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a decode rank that is busy")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a prefill step")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--sizes", default="1,2,4", help="ranks of the gangs")
     args = parser.parse_args()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("ranks", "busy", "step ms", "plan ms", "dispatch ms", "rest ms", "collectives"):
+    columns = (
+        "ranks",
+        "busy",
+        "way",
+        "step ms",
+        "plan ms",
+        "dispatch ms",
+        "rest ms",
+        "collectives",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
     console = Console()
     with console.status("measuring") as shown:
-        for size in map(int, args.sizes.split(",")):
-            for is_all in (True, False) if size > 1 else (True,):
-                busy = size if is_all else 1
-                shown.update(f"measuring {size} ranks, {busy} of them busy")
-                cost = measure(size, is_all, args.rows, args.steps)
-                rest_ms = cost.step_ms - cost.plan_ms - cost.dispatch_ms
-                times = (cost.step_ms, cost.plan_ms, cost.dispatch_ms, rest_ms)
-                cells = [f"{value:.2f}" for value in times]
-                table.add_row(str(size), str(busy), *cells, f"{cost.num_collectives:.0f}")
+        for job in jobs(args):
+            busy = job.size if job.is_all else 1
+            shown.update(f"measuring {job.size} ranks, {busy} of them busy")
+            cost = measure(job)
+            rest_ms = cost.step_ms - cost.plan_ms - cost.dispatch_ms
+            times = (cost.step_ms, cost.plan_ms, cost.dispatch_ms, rest_ms)
+            cells = [f"{value:.2f}" for value in times]
+            name = str(job.size), str(busy), job.dispatch
+            table.add_row(*name, *cells, f"{cost.num_collectives:.0f}")
     console.print(table)
 
 

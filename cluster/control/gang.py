@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cluster.control.company import Company
 from cluster.control.plan import GangPlan
-from cluster.control.ranks import Machines, Numbers, RankHandle
+from cluster.control.ranks import Birth, Machines, Numbers, RankHandle
 from cluster.control.verdict import LifeOver, cause, check, has_failed
 from core.config import TandemConfig
 from core.errors import Overloaded
@@ -122,9 +122,9 @@ class GangKeeper:
             if not self.ranks.handles:
                 self._room = epoch
             self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
-            where = epoch, self._room, missing
-            given = self._config, self.placement
-            self.ranks.handles |= await self._machines.begin(self._plan, *where, *given)
+            birth = Birth(epoch, self._room, missing, self.placement)
+            begun = await self._machines.begin(self._plan, birth, self._config)
+            self.ranks.handles |= begun
         while True:
             self._look.clear()
             if states := await self.ranks.ask(self._numbers.seen):

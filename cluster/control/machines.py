@@ -18,12 +18,11 @@ from ray.util.scheduling_strategies import (
 
 from cluster.control.colocated_actor import ColocatedActor
 from cluster.control.plan import GangPlan, hosts_of, no_room
-from cluster.control.ranks import LastWords
+from cluster.control.ranks import Birth, LastWords
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
-from core.placement import Placement
 from core.schema import pack, unpack
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
@@ -81,22 +80,15 @@ class RayRank:
 class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
-    async def begin(
-        self,
-        plan: GangPlan,
-        epoch: int,
-        room: int,
-        missing: Sequence[int],
-        config: TandemConfig,
-        placement: Placement | None,
-    ) -> dict[int, RayRank]:
-        group = await asyncio.to_thread(_room, plan, epoch, room)
+    async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig) -> dict[int, RayRank]:
+        group = await asyncio.to_thread(_room, plan, birth)
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
-        specs = plan.specs(epoch, hosts)
-        told = config.model_dump_json(), b"" if placement is None else pack(placement)
+        specs = plan.specs(birth.epoch, hosts)
+        where = pack(birth.placement) if birth.placement is not None else b""
+        told = config.model_dump_json(), where
         return {
-            rank: _create(replace(specs[rank], room=room), plan.resources, group, *told)
-            for rank in missing
+            rank: _create(replace(specs[rank], room=birth.room), plan.resources, group, *told)
+            for rank in birth.missing
         }
 
     async def last_words(self, state: RankState) -> LastWords:
@@ -114,10 +106,10 @@ class RayMachines:
         await asyncio.to_thread(remove_groups, (), f"{gang}.")
 
 
-def _room(plan: GangPlan, epoch: int, room: int) -> Any:
+def _room(plan: GangPlan, birth: Birth) -> Any:
     """The gang's placement group, taken now for the life that it is named by. Blocks."""
-    name = _group_name(plan.name, room)
-    if room != epoch:
+    name = _group_name(plan.name, birth.room)
+    if birth.room != birth.epoch:
         try:
             return get_placement_group(name)
         except ValueError as error:

@@ -40,20 +40,25 @@ class LastWords:
     in_step: InStep | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Processes to begin for the life ``epoch``: of the ranks ``missing``, in the room that was
+    taken for the life ``room``, which is taken now if it is the same. ``placement`` is where their
+    experts lie, None in plain order."""
+
+    epoch: int
+    room: int
+    missing: Sequence[int]
+    placement: Placement | None = None
+
+
 class Machines(Protocol):
     """Where ranks are begun and ended."""
 
     async def begin(
-        self,
-        plan: GangPlan,
-        epoch: int,
-        room: int,
-        missing: Sequence[int],
-        config: TandemConfig,
-        placement: Placement | None,
+        self, plan: GangPlan, birth: Birth, config: TandemConfig
     ) -> Mapping[int, RankHandle]:
-        """The missing ranks, which load from now on, in the room that was taken for the life
-        ``room``; it is taken now if that is ``epoch``. Raises Overloaded when there is none."""
+        """Ranks that load from now on. Raises Overloaded when there is no room for them."""
 
     async def last_words(self, state: RankState) -> LastWords:
         """Of a rank that has been killed, from its machine; empty where that cannot be had."""

@@ -5,16 +5,13 @@ The whole matrix: ``pytest -m "slow or not slow" tests/integration/test_gang_mat
 
 import asyncio
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.soak.check import score_ties
-from core.config import TINY_MODEL
 from core.request import Request
-from tests import tiny
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.gates import until
@@ -24,14 +21,6 @@ SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_b
 SIZES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
 IN_MAKE_TEST = {(2, 2), (1, 4), (4, 1)}
 NUM_REQUESTS = 18
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("gangs")
-    tiny.write_tiny(made, seed=17, vocab_size=2048, eos_token_id=2047)
-    shutil.copy(TINY_MODEL / "tokenizer.json", made)
-    return made
 
 
 def requests(num: int, seed: int) -> list[Request]:
@@ -48,14 +37,14 @@ def requests(num: int, seed: int) -> list[Request]:
     return made
 
 
-def check(folder: Path, request: Request, token_ids: list[int]) -> list[str]:
+def check(small_model: Path, request: Request, token_ids: list[int]) -> list[str]:
     """Near ties; asserts on what differs from the reference otherwise."""
     if request.sampling.temperature > 0:
-        return score_ties(request, token_ids, frozenset(), folder)
-    return near_ties(folder, list(request.prompt_ids), token_ids)
+        return score_ties(request, token_ids, frozenset(), small_model)
+    return near_ties(small_model, list(request.prompt_ids), token_ids)
 
 
-async def serve_and_check(cluster: Rig, folder: Path) -> None:
+async def serve_and_check(cluster: Rig, small_model: Path) -> None:
     """One request alone, so that in the first steps one rank is busy and all others are idle; then
     one after the other joins those that run, so that ranks are busy, idle and changing."""
     engine = cluster.decodes[0].engine
@@ -69,7 +58,7 @@ async def serve_and_check(cluster: Rig, folder: Path) -> None:
 
     before = engine.num_steps
     await asyncio.gather(*(later(i, request) for i, request in enumerate(others)))
-    ties = [tie for request, (ids, _, _) in answers for tie in check(folder, request, ids)]
+    ties = [tie for request, (ids, _, _) in answers for tie in check(small_model, request, ids)]
     assert len(ties) <= 1, ties
     for gang in (cluster.prefills, cluster.decodes):
         assert len({rank.loop.watch.place().step for rank in gang}) == 1, "all are in step"
@@ -86,18 +75,18 @@ async def serve_and_check(cluster: Rig, folder: Path) -> None:
         for sizes in SIZES
     ],
 )
-async def test_all_sizes_with_three_drafts(prefill: int, decode: int, folder: Path) -> None:
+async def test_all_sizes_with_three_drafts(prefill: int, decode: int, small_model: Path) -> None:
     sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
-    async with rig(folder, *SETS, *sizes) as cluster:
-        await serve_and_check(cluster, folder)
+    async with rig(small_model, *SETS, *sizes) as cluster:
+        await serve_and_check(cluster, small_model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 1, 2])
-async def test_fewer_drafts(num_drafts: int, folder: Path) -> None:
+async def test_fewer_drafts(num_drafts: int, small_model: Path) -> None:
     sizes = "prefill.dp_size=2", "decode.dp_size=4", f"speculation.num_tokens={num_drafts}"
-    async with rig(folder, *SETS, *sizes) as cluster:
-        await serve_and_check(cluster, folder)
+    async with rig(small_model, *SETS, *sizes) as cluster:
+        await serve_and_check(cluster, small_model)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ async def test_fewer_drafts(num_drafts: int, folder: Path) -> None:
         pytest.param(("decode.loop=overlapped",), id="overlapped"),
     ],
 )
-async def test_other_ways(more: tuple[str, ...], folder: Path) -> None:
+async def test_other_ways(more: tuple[str, ...], small_model: Path) -> None:
     sizes = "prefill.dp_size=2", "decode.dp_size=2"
-    async with rig(folder, *SETS, *sizes, *more) as cluster:
-        await serve_and_check(cluster, folder)
+    async with rig(small_model, *SETS, *sizes, *more) as cluster:
+        await serve_and_check(cluster, small_model)

@@ -1,14 +1,18 @@
 """Gangs through real processes: served, shown, placed anew, and refused where there is no room."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from core.config import TINY_MODEL
 from tandem import Client
 from tests.exact import near_ties
+from tests.integration.test_faults import until
 from tests.integration.test_lost_prefill import prompts
 from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
@@ -44,8 +48,7 @@ def serve_exactly(server: Serving, num: int, seed: int) -> None:
 
 def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: Serving) -> None:
     serve_exactly(server, 6, seed=51)
-    shown = tandem("status", "--address", server.address, "--json")
-    nodes = {node["name"]: node for node in json.loads(shown.stdout)["nodes"]}
+    nodes = told(server)
     assert sorted(nodes) == ["decode-0.0", "decode-0.1", "prefill-0.0", "prefill-0.1"]
     assert all(0.4 < node["balance_ratio"] <= 1.0 for node in nodes.values())
     assert nodes["decode-0.0"]["num_steps"] == nodes["decode-0.1"]["num_steps"] > 0
@@ -64,10 +67,37 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
         assert done["after"] > done["before"]
         assert not set(before) & set(actors(head.pid, "DecodeActor"))
     serve_exactly(server, 6, seed=51)
-    again = json.loads(tandem("status", "--address", server.address, "--json").stdout)["nodes"]
+    again = told(server).values()
     [ratio] = {node["balance_ratio"] for node in again if node["kind"] == "decode"}
     expected = done["after"] if done["is_moved"] else done["before"]
     assert ratio == pytest.approx(expected, abs=0.1), "the same rows, as they were counted"
+
+
+@pytest.mark.slow
+def test_a_new_controller_adopts_a_gang_and_where_its_experts_lie(
+    head: RayHead, server: Serving
+) -> None:
+    """Then it replaces a rank that dies, which loads the experts that the dead one held."""
+    before, processes = told(server), actors(head.pid, "DecodeActor")
+    [controller] = actors(head.pid, "Controller")
+    os.kill(controller, signal.SIGKILL)
+    until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
+    serve_exactly(server, 3, seed=54)
+    after = told(server)
+    assert {name: one["epoch"] for name, one in after.items()} == {
+        name: one["epoch"] for name, one in before.items()
+    }
+    assert actors(head.pid, "DecodeActor") == processes
+    os.kill(processes[1], signal.SIGKILL)
+    old = before["decode-0.1"]["epoch"]
+    until(lambda: told(server).get("decode-0.1", {"epoch": old})["epoch"] > old)
+    serve_exactly(server, 6, seed=51)
+    assert len(set(processes) & set(actors(head.pid, "DecodeActor"))) == 1
+
+
+def told(server: Serving) -> dict[str, dict[str, Any]]:
+    shown = tandem("status", "--address", server.address, "--json")
+    return {node["name"]: node for node in json.loads(shown.stdout)["nodes"]}
 
 
 @pytest.mark.slow

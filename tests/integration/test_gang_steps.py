@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from core.config import TINY_MODEL
 from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
 from core.request import Request
 from decode_node.node import DecodeNode
-from tests import tiny
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.gates import until
@@ -23,14 +20,6 @@ from tests.rig import Rig, rig
 
 SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.patience_s=0.2")
 NUM_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("gang-steps")
-    tiny.write_tiny(made, seed=19, vocab_size=2048, eos_token_id=2047)
-    shutil.copy(TINY_MODEL / "tokenizer.json", made)
-    return made
 
 
 def requests(num: int, num_tokens: int = NUM_TOKENS) -> list[Request]:
@@ -87,16 +76,16 @@ class Through:
         self.prepare, self.launch = inner.prepare, inner.launch
 
 
-def is_exact(folder: Path, request: Request, ids: list[int]) -> bool:
-    return len(ids) == NUM_TOKENS and not near_ties(folder, list(request.prompt_ids), ids)
+def is_exact(small_model: Path, request: Request, ids: list[int]) -> bool:
+    return len(ids) == NUM_TOKENS and not near_ties(small_model, list(request.prompt_ids), ids)
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
 async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
-    where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs the agreed step as a dummy, or has run it; its rows go on alone for a while."""
-    async with rig(folder, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         asked = requests(4)
         rank = cluster.decodes[1]
         async with running(cluster, asked) as tasks:
@@ -108,7 +97,7 @@ async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
                 failed = fail_once(rank.engine, "_emit", error)
             await until(failed)
             for request, task in zip(asked, tasks, strict=True):
-                assert is_exact(folder, request, await task)
+                assert is_exact(small_model, request, await task)
         assert all(one.loop.failure is None for one in cluster.decodes)
         assert len({one.loop.watch.place().step for one in cluster.decodes}) == 1
         await cluster.check_empty()
@@ -116,9 +105,9 @@ async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
 
 @pytest.mark.parametrize("culprit", [0, 1])
 async def test_an_exception_inside_the_program_ends_the_epoch_and_names_who(
-    culprit: int, folder: Path
+    culprit: int, small_model: Path
 ) -> None:
-    async with rig(folder, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         async with running(cluster, requests(4, 200)) as tasks:
             rank = cluster.decodes[culprit]
             rank.engine._launcher = launcher = Through(rank.engine._launcher)  # type: ignore
@@ -131,13 +120,13 @@ async def test_an_exception_inside_the_program_ends_the_epoch_and_names_who(
         assert all(rank.loop.failure is None for rank in cluster.prefills)
 
 
-async def test_prefill_before_the_program_and_inside_it(folder: Path) -> None:
-    async with rig(folder, *SETS) as cluster:
+async def test_prefill_before_the_program_and_inside_it(small_model: Path) -> None:
+    async with rig(small_model, *SETS) as cluster:
         rank = cluster.prefills[1]
         failed = fail_once(rank.engine, "_work", RuntimeError("cosmic ray"))
         asked = requests(4)
         answers = await asyncio.gather(*map(cluster.complete, asked))
-        assert failed() and all(map(is_exact, [folder] * 4, asked, (a[0] for a in answers)))
+        assert failed() and all(map(is_exact, [small_model] * 4, asked, (a[0] for a in answers)))
         assert all(one.loop.failure is None for one in cluster.prefills)
         await cluster.check_empty()
         failed = fail_once(rank.engine, "_compute", RuntimeError("cosmic ray"))
@@ -147,25 +136,27 @@ async def test_prefill_before_the_program_and_inside_it(folder: Path) -> None:
         assert type(cluster.prefills[0].loop.failure) is EpochEnded
 
 
-async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(folder: Path) -> None:
+async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(small_model: Path) -> None:
     """Into one rank, while both decode."""
-    async with rig(folder, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         asked = requests(6)
         async with running(cluster, asked[:4]) as tasks:
             rank = min(cluster.decodes, key=num_active)
             failed = fail_once(rank.intake, "pull", HandoverError("the wire broke"))
             late = await asyncio.gather(*map(cluster.complete, asked[4:]))
             for request, task in zip(asked, tasks, strict=False):
-                assert is_exact(folder, request, await task)
+                assert is_exact(small_model, request, await task)
         assert failed()
-        assert all(is_exact(folder, r, ids) for r, (ids, _, _) in zip(asked[4:], late, strict=True))
+        assert all(
+            is_exact(small_model, r, ids) for r, (ids, _, _) in zip(asked[4:], late, strict=True)
+        )
         await cluster.check_empty()
 
 
-async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(folder: Path) -> None:
+async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(small_model: Path) -> None:
     """One rank holds long texts and runs out of pages, the other one has short ones."""
     sets = (*SETS, "kv.num_pages=28", "decode.max_rows=6")
-    async with rig(folder, *sets) as cluster:
+    async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = requests(8, 90) + [greedy(f"s{i}", [5, 6, 7 + i], 9) for i in range(8)]
         tasks = [asyncio.create_task(cluster.complete(request)) for request in asked]
@@ -179,23 +170,25 @@ async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(folder: P
             else:
                 assert len(ids) == request.sampling.max_tokens
             if ids:
-                assert not near_ties(folder, list(request.prompt_ids), ids)
+                assert not near_ties(small_model, list(request.prompt_ids), ids)
         await cluster.check_empty()
 
 
-async def test_a_gateway_that_leaves_in_the_middle_of_a_step_leaves_nothing(folder: Path) -> None:
-    async with rig(folder, *SETS) as cluster:
+async def test_a_gateway_that_leaves_in_the_middle_of_a_step_leaves_nothing(
+    small_model: Path,
+) -> None:
+    async with rig(small_model, *SETS) as cluster:
         async with running(cluster, requests(4, 200)) as tasks:
             for task in tasks:
                 task.cancel()
         await cluster.check_empty()
         [answer] = await asyncio.gather(cluster.complete(requests(1)[0]))
-        assert is_exact(folder, requests(1)[0], answer[0])
+        assert is_exact(small_model, requests(1)[0], answer[0])
 
 
-async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(folder: Path) -> None:
+async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(small_model: Path) -> None:
     """It fails beside the program each time: nobody of the other rank is ever suspected."""
-    async with rig(folder, *SETS) as cluster:
+    async with rig(small_model, *SETS) as cluster:
         asked = requests(4)
         async with running(cluster, asked) as tasks:
             rank = cluster.decodes[1]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import GangPlan, plan_gangs
-from cluster.control.ranks import LastWords, RankHandle
+from cluster.control.ranks import Birth, LastWords, RankHandle
 from core.config import TandemConfig, load
 from core.errors import NodeLost, Overloaded, StepFailed
 from core.identity import Identity
@@ -30,7 +30,6 @@ from core.membership import (
     RankState,
 )
 from core.pace import Pace
-from core.placement import Placement
 from core.schema import Failure
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -84,19 +83,13 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self,
-        plan: GangPlan,
-        epoch: int,
-        room: int,
-        missing: Sequence[int],
-        config: TandemConfig,
-        placement: Placement | None,
+        self, plan: GangPlan, birth: Birth, config: TandemConfig
     ) -> dict[int, RankHandle]:
         if self.refusal is not None:
             raise self.refusal
-        assert room == epoch and missing == [0]
-        [spec] = plan.specs(epoch, ["127.0.0.1"])
-        self.lives[epoch] = rank = FakeRank(spec, self.log_path)
+        assert birth.room == birth.epoch and birth.missing == [0]
+        [spec] = plan.specs(birth.epoch, ["127.0.0.1"])
+        self.lives[birth.epoch] = rank = FakeRank(spec, self.log_path)
         self._on_begin(rank)
         return {0: rank}
 

@@ -1,7 +1,7 @@
 """A gang of several ranks: who dies is replaced, who is left is in the next life."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from cluster.control import company
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import GangPlan, no_room, plan_gangs
-from cluster.control.ranks import LastWords, RankHandle
+from cluster.control.ranks import Birth, LastWords, RankHandle
 from core.config import TandemConfig, load
 from core.errors import EpochEnded, NodeLost, ProgramFailed
 from core.identity import Identity
@@ -98,18 +98,12 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self,
-        plan: GangPlan,
-        epoch: int,
-        room: int,
-        missing: Sequence[int],
-        config: TandemConfig,
-        placement: Placement | None,
+        self, plan: GangPlan, birth: Birth, config: TandemConfig
     ) -> dict[int, RankHandle]:
-        self.begun.append((epoch, room, list(missing)))
-        self.placements.append(placement)
-        specs = plan.specs(epoch, ["127.0.0.1"] * plan.num_ranks)
-        made = {rank: FakeRank(replace(specs[rank], room=room)) for rank in missing}
+        self.begun.append((birth.epoch, birth.room, list(birth.missing)))
+        self.placements.append(birth.placement)
+        specs = plan.specs(birth.epoch, ["127.0.0.1"] * plan.num_ranks)
+        made = {r: FakeRank(replace(specs[r], room=birth.room)) for r in birth.missing}
         self.ranks |= made
         return made  # type: ignore[return-value]
 
