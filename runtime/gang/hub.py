@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 HELLO = struct.Struct("!I")
 """Follows the token: which rank this is."""
+HELLO_S = 2.0
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -110,12 +111,16 @@ class Hub:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        connection.settimeout(CONNECT_S)
-        data = connection.recv(TOKEN_BYTES + HELLO.size, socket.MSG_WAITALL)
+        connection.settimeout(HELLO_S)
+        try:
+            data = connection.recv(TOKEN_BYTES + HELLO.size, socket.MSG_WAITALL)
+        except OSError:
+            data = b""
         if not hmac.compare_digest(data[:TOKEN_BYTES], self._token):
-            log.warning("somebody came to the planner with a wrong token")
+            log.warning("somebody came to the planner without the token")
             connection.close()
             return
+        connection.settimeout(CONNECT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         [rank] = HELLO.unpack(data[TOKEN_BYTES:])
         self._connections[rank] = connection

@@ -13,6 +13,7 @@ import torch
 from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
 from core.membership import RankSpec
+from runtime.gang import hub as hub_module
 from runtime.gang.hub import Hub
 from runtime.gang.join import join
 from runtime.gang.member import Member
@@ -196,11 +197,22 @@ def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> No
             ranks.call(0, all_to_all).result(PATIENCE_S)
 
 
-def test_strangers_do_not_get_in() -> None:
+@pytest.mark.parametrize("says", [b"x" * 36, b"x", b""], ids=["wrong", "short", "silent"])
+def test_strangers_do_not_get_in(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes first and is no rank is sent away, and the ranks come together."""
+    monkeypatch.setattr(hub_module, "HELLO_S", 0.1)
+    strangers: list[socket.socket] = []
+
+    class Visited(Hub):
+        def __init__(self, num_ranks: int, host: str) -> None:
+            super().__init__(num_ranks, host)
+            strangers.append(socket.create_connection((host, self.meeting.port), 5))
+            strangers[0].sendall(says)
+
+    monkeypatch.setattr("tests.integration.test_lockstep.Hub", Visited)
     with ranks_of(2) as ranks:
-        where = ranks.hub.meeting.host, ranks.hub.meeting.port
-        with socket.create_connection(where, 5) as stranger:
-            stranger.sendall(b"x" * 36)
-            ranks.begin()
-            plans = [ranks.plan(rank, 1) for rank in range(2)]
-            assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
+        ranks.begin()
+        plans = [ranks.plan(rank, 1) for rank in range(2)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
+        assert strangers[0].recv(1) == b""
+    strangers[0].close()
