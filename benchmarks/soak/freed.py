@@ -38,7 +38,7 @@ class Freed:
         self._leases: dict[str, dict[Identity, tuple[str, Renew]]] = {}
         self._tasks = Tasks()
         for handle in handles:
-            self._controls[handle.info.spec.gang] = handle.control
+            self._controls[handle.info.spec.label] = handle.control
             handle.control = _Watched(handle, self)
 
     def ended(self, name: str) -> None:
@@ -87,7 +87,7 @@ class Freed:
 
 class _Watched:
     def __init__(self, handle: Handle, freed: Freed) -> None:
-        self._node = handle.info.spec.gang
+        self._node = handle.info.spec.label
         self._control = handle.control
         self._freed = freed
 
