@@ -145,6 +145,10 @@ class RankShell:
         told = tuple(map(tuple, rows)), loaded.dispatch.placement, loaded.config.n_group
         return pack(ExpertRows(*told))
 
+    async def placement(self) -> bytes:
+        """The packed Placement that it was begun with."""
+        return pack(self._placement)
+
     async def stop(self) -> None:
         """End the rank in order, if there is one; its process is for others to end."""
         if self._rank is not None:

@@ -37,20 +37,21 @@ class Company:
     async def ask(self, seen: tuple[int, int]) -> Sequence[RankState]:
         """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
         LifeOver if one is dead, or silent when there is."""
+        suspicion, self.suspicion = self.suspicion, ""
         told = await self._ask(self.handles, seen)
         silent = [rank for rank, state in told.items() if state is None]
         if not silent:
-            self.suspicion = ""
             return [self.states[rank] for rank in range(self._num_ranks)]
-        if not self.suspicion:
+        suspicion = suspicion or self.suspicion
+        if not suspicion:
             # What the others said is as old as the silence.
             again = await self._ask(told.keys() - silent, seen)
             try:
                 check([state for state in again.values() if state is not None])
             except LifeOver as over:
-                self.suspicion = str(over)
-        if self.suspicion:
-            text = f"rank {silent[0]}: no answer for {self._silence_s:g} s: {self.suspicion}"
+                suspicion = str(over)
+        if suspicion:
+            text = f"rank {silent[0]}: no answer for {self._silence_s:g} s: {suspicion}"
             raise LifeOver(NodeLost(text), *silent)
         return ()
 
@@ -62,6 +63,8 @@ class Company:
             return
         if any(joined):
             raise LifeOver(EpochEnded("half of the gang has joined"))
+        if len({state.placement for state in states}) > 1:
+            raise LifeOver(NodeLost("its ranks differ in where experts lie"), *self.handles)
         meeting = await self._call(self.handles[0].host)
         if isinstance(meeting, Exception):
             raise LifeOver(meeting, 0)

@@ -7,6 +7,7 @@ knows it has from them, so it needs no storage of its own.
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 import ray
@@ -16,8 +17,9 @@ from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_gr
 from cluster.control.plan import plan_gangs, whole_gangs
 from cluster.control.rebalance import rebalance_gang
 from core.config import TandemConfig, differences
-from core.errors import TandemError
+from core.errors import NodeLost, TandemError
 from core.membership import DOWN, READY, Membership, RankState
+from core.placement import Placement
 from core.schema import encode_failure, pack
 
 log = logging.getLogger(__name__)
@@ -137,9 +139,10 @@ class Controller:
         seen = [state.seen for state in states]
         incarnation = max(int(time.time()), *(1 + seen_by[0] for seen_by in seen), 1)
         self.seen = incarnation, max((seen_by[1] for seen_by in seen), default=0)
-        whole = whole_gangs(states)
-        kept = [state for gang in whole.values() for state in gang]
         by_name = {rank.name: rank for rank in ranks}
+        whole = whole_gangs(states)
+        placements = {gang: await _placement(by_name, life[0]) for gang, life in whole.items()}
+        kept = [state for gang in whole.values() for state in gang]
         for name in by_name.keys() - {state.spec.process for state in kept}:
             log.warning("%s belongs to no whole gang: ended", name)
             by_name[name].kill()
@@ -148,8 +151,7 @@ class Controller:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))
         for gang, keeper in self._gangs.items():
             specs = [state.spec for state in whole.get(gang, [])]
-            if any(state.placement for state in whole.get(gang, [])):
-                keeper.placement = (await by_name[specs[0].process].expert_rows()).placement
+            keeper.placement = placements.get(gang)
             keeper.start([by_name[spec.process] for spec in specs], *specs[:1])
         self._publish()
 
@@ -159,6 +161,16 @@ class Controller:
         self._snapshot = Membership(version, gangs)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _placement(ranks: Mapping[str, RayRank], state: RankState) -> Placement | None:
+    """Where the experts of this rank's gang lie, None in plain order or if the rank has died
+    meanwhile: then its gang ends as one whose ranks differ."""
+    try:
+        return await ranks[state.spec.process].placement() if state.placement else None
+    except (NodeLost, TimeoutError) as error:
+        log.warning("%s does not tell where its experts lie: %s", state.spec.name, error)
+        return None
 
 
 async def _state(rank: RayRank) -> RankState | None:

@@ -23,6 +23,7 @@ from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
+from core.placement import Placement
 from core.schema import pack, unpack
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
@@ -68,6 +69,9 @@ class RayRank:
 
     async def expert_rows(self) -> ExpertRows:
         return unpack(ExpertRows, await self._told(self._actor.expert_rows.remote()))
+
+    async def placement(self) -> Placement:
+        return unpack(Placement, await self._told(self._actor.placement.remote()))
 
     async def stop(self) -> None:
         await self._actor.stop.remote()

@@ -41,6 +41,7 @@ class FakeRank:
         self.state = RankState(spec, "{}", 1, "", (0, 0), is_loaded=True)
         self.joined: list[tuple[RankSpec, Meeting]] = []
         self.num_left = 0
+        self.answers_after_s, self.is_asked = 0.0, False
         self.death: Exception | None = None
         self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
@@ -50,6 +51,9 @@ class FakeRank:
             await asyncio.sleep(3600)
         if self.death is not None:
             raise self.death
+        self.is_asked = True
+        await asyncio.sleep(self.answers_after_s)
+        self.is_asked = False
         return self.state
 
     async def host(self) -> Meeting:
@@ -274,6 +278,31 @@ async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int) -> N
     assert keeper.gang.epoch == (101 if num_joined == 1 else 55)
     assert not any(rank.is_killed for rank in ranks) and not any(m for _, _, m in machines.begun)
     await keeper.stop(0.05)
+
+
+async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> None:
+    """As when a controller could not learn the placement of what it adopted."""
+    async with ready_gang() as (machines, keeper, _):
+        for rank in machines.ranks.values():
+            rank.says(placement="another")
+        before = dict(machines.ranks)
+        before[1].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 103 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [1]), (103, 103, [0, 1, 2])]
+        assert all(rank.is_killed for rank in before.values())
+        assert {rank.state.placement for rank in machines.ranks.values()} == {""}
+
+
+async def test_a_suspicion_that_comes_while_others_still_answer_is_kept() -> None:
+    """Who is suspected has answered the question that is under way, and will not the next one."""
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        before[0].answers_after_s = 0.05
+        await until(lambda: before[0].is_asked)
+        before[1].is_frozen = True
+        keeper.report(101, "its frames have stopped")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert machines.begun[1:] == [(102, 101, [1])]
 
 
 def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
