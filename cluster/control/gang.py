@@ -170,10 +170,12 @@ class GangKeeper:
             failure = replace(failure, text=f"{failure.text}{tails}")
         log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
         ended = EndedLife(self.gang.epoch, cause(error, words))
-        self._set(state=DOWN if is_down else LOST, members=(), failure=failure, ended=ended)
+        self._set(state=LOST, members=(), failure=failure, ended=ended)
         await self.ranks.leave()
         if not self.ranks.handles:
             await self._clear()
+        if is_down:  # not before: from now on it may be started again
+            self._set(state=DOWN)
 
     async def _clear(self) -> None:
         try:

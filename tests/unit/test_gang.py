@@ -214,6 +214,23 @@ async def test_the_users_mistake_leaves_it_down_at_once() -> None:
         assert len(machines.lives) == 1 and machines.lives[101].is_killed
 
 
+async def test_who_is_told_that_it_is_down_may_begin_it_again() -> None:
+    """Its room has been given back by then, and nothing of its end is still under way."""
+    machines, config = FakeMachines(), load()
+    machines.refusal = Overloaded("no room")
+    cleared: list[int] = []
+
+    def on_change() -> None:
+        if keeper.gang.state == DOWN:
+            cleared.append(len(machines.cleared))
+
+    keeper = GangKeeper(plan_gangs(config)[0], config, machines, machines, on_change)
+    keeper.start()
+    await until(lambda: cleared)
+    assert cleared == [1]
+    await keeper.stop(0.05)
+
+
 async def test_want_of_room_is_final_only_for_who_never_served() -> None:
     machines = FakeMachines(lambda rank: rank.become())
     machines.refusal = Overloaded("no room")
