@@ -20,7 +20,7 @@ def on_ranks(num_ranks: int, work: Callable[[Collectives], Result]) -> list[Resu
     store, done = dist.HashStore(), threading.Barrier(num_ranks)
 
     def run(rank: int) -> Result:
-        group = connect(store, rank, num_ranks, CPU, "127.0.0.1")
+        group = connect(lambda: store, rank, num_ranks, CPU, "127.0.0.1")
         group.begin(1, 20.0)
         try:
             result = work(group)

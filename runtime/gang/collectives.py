@@ -36,8 +36,8 @@ class Collectives:
         self._options.timeout = timedelta(seconds=timeout_s)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring: with each rank waiting for its
-        neighbour alone, and on two cores twice as slow."""
+        """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring of R - 1 rounds, in which each
+        rank waits for its neighbour alone."""
         if x.device.type == "cpu":
             return self._all_to_all("all_gather", x.expand(self.num_ranks, *x.shape))
         out = x.new_empty(self.num_ranks, *x.shape)
@@ -83,15 +83,16 @@ class Collectives:
 
 
 def connect(
-    store: dist.Store, rank: int, num_ranks: int, device: torch.device, host: str
+    store: Callable[[], dist.Store], rank: int, num_ranks: int, device: torch.device, host: str
 ) -> Collectives:
-    """Meet the other ranks in ``store``, which belongs to one epoch. Blocks for CONNECT_S at most.
+    """Meet the other ranks in the ``store`` that is opened now and belongs to one epoch. Blocks for
+    CONNECT_S at most for each of both.
 
     Raises EpochEnded when they do not come.
     """
     make = _gloo if device.type == "cpu" else _nccl
     try:
-        group = make(store, rank, num_ranks, host)
+        group = make(store(), rank, num_ranks, host)
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))
     except (RuntimeError, OSError) as error:

@@ -21,14 +21,15 @@ def join(
     """Meet the other ranks; ``hub`` is rank 0's, ``watch`` that of this rank's engine thread.
     Blocks for as long as they take to come, at most twice CONNECT_S. Raises EpochEnded when they
     do not."""
-    if hub is not None:
-        store: dist.Store = hub.store
-    else:
-        timeout = timedelta(seconds=CONNECT_S)
-        store = dist.TCPStore(
-            meeting.host, meeting.store_port, None, False, timeout, wait_for_workers=False
-        )
-    ranks = spec.rank, spec.num_ranks
-    collectives = connect(store, *ranks, device, spec.host)
+    collectives = connect(
+        lambda: _store(meeting, hub), spec.rank, spec.num_ranks, device, spec.host
+    )
     watch.place = lambda: collectives.place
     return Member(spec, meeting, collectives, hub, lambda: DATA_FACTOR * watch.bound_s)
+
+
+def _store(meeting: Meeting, hub: Hub | None) -> dist.Store:
+    if hub is not None:
+        return hub.store
+    where, timeout = (meeting.host, meeting.store_port), timedelta(seconds=CONNECT_S)
+    return dist.TCPStore(*where, None, False, timeout, wait_for_workers=False)

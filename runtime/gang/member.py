@@ -24,8 +24,8 @@ class Member:
 
     ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
     Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
-    rank sees as the end of the epoch. ``timeout_s`` tells how long to
-    wait for the others in the next step.
+    rank sees as the end of the epoch. ``timeout_s`` tells how long to wait for the others in the
+    next step.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 
 from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
-from core.membership import RankSpec
+from core.membership import Meeting, RankSpec
 from runtime.gang import hub as hub_module
 from runtime.gang.hub import Hub
 from runtime.gang.join import join
@@ -195,6 +195,21 @@ def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> No
         ranks.members[0].collectives.begin(3, 0.2)
         with pytest.raises(EpochEnded, match=r"rank 0, step 3, collective 1 \(all_to_all\)"):
             ranks.call(0, all_to_all).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["its store", "its planner"])
+def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has died between opening it and the others' joining: their processes are well."""
+    with socket.create_server((LOOPBACK, 0)) as gone:
+        port = gone.getsockname()[1]
+    monkeypatch.setattr("runtime.gang.join.CONNECT_S", 0.5)
+    if is_known:
+        monkeypatch.setattr("runtime.gang.join.connect", lambda *given: None)
+    spec = RankSpec("decode-0", DECODE, 7, 1, 2)
+    with pytest.raises(EpochEnded, match="planner" if is_known else "does not come together"):
+        join(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))
 
 
 @pytest.mark.parametrize("says", [b"x" * 36, b"x", b""], ids=["wrong", "short", "silent"])
