@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from cluster.commands.common import Json, RayAddress, fail, progress_shown, run
+
+if TYPE_CHECKING:
+    from cluster.control.rebalance import Rebalanced
 
 Gangs = Annotated[
     list[str] | None,
@@ -52,14 +53,12 @@ async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json
             for name in names or known:
                 shown(f"{name}: draining and loading, if it gains by it")
                 done.append(await rebalance_gang(name, drain_s))
+                if not as_json:
+                    print(_line(done[-1]), flush=True)
     if as_json:
         print(json.dumps({"gangs": [asdict(one) for one in done]}))
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("gang", "rows counted", "balance before", "balance now", ""):
-        table.add_column(column)
-    for one in done:
-        now = one.after if one.is_moved else one.before
-        said = "" if one.is_moved else "left as it was"
-        table.add_row(one.gang, str(one.num_rows), f"{one.before:.3f}", f"{now:.3f}", said)
-    Console(highlight=False).print(table)
+
+
+def _line(done: "Rebalanced") -> str:
+    now = f"now {done.after:.3f}" if done.is_moved else "left as it is"
+    return f"{done.gang}: {done.num_rows} rows counted, balance {done.before:.3f}, {now}"
