@@ -8,7 +8,8 @@ until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1 & wait $!; do
   sleep 2
 done
 trap : TERM INT # only ends the wait below
-# No CPUs and no GPUs: no rank is ever placed here. The controller may be: it moves on.
+# No CPUs and no GPUs: no rank is ever placed here, and the controller lives on the head. So there is
+# nothing to wait for when it leaves.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=5
 ray start --address "$RAY_ADDRESS" --num-cpus 0 --num-gpus 0 \
   --object-store-memory 134217728 --disable-usage-stats --block &
