@@ -1,6 +1,5 @@
 """A rank's end of its gang: proposes, is told the plan, learns of the end of the epoch."""
 
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from runtime.gang.hub import HELLO, Hub, shut
 from runtime.gang.messages import Inbox, Proposed, Told, send
 from runtime.lockstep import Decide, Key, Plan, Proposal
 
-log = logging.getLogger(__name__)
 _RECEIVE_BYTES = 1 << 16
 
 
