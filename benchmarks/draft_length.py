@@ -3,7 +3,8 @@
     python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--plot FILE.png] [--json]
 
 All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
-"by_load" spends on trying other lengths is in its figure.
+"by_load" spends on trying other lengths while it serves is in its figure; what it measures while
+idle before is not.
 """
 
 import argparse
@@ -40,7 +41,9 @@ class Arm:
             max_rows=batch_size,
             num_pages=1 + 12 * batch_size,
             page_size=64,
+            measures=True,
         )
+        self._finish()
 
     def turn(self, asked: list[Request]) -> None:
         """Decode one full batch to its end; prefill does not count."""
@@ -48,11 +51,14 @@ class Arm:
             self._bench.start(request)
         self._bench.frames.clear()
         began_at = time.perf_counter()
-        while self._bench.decode.has_work():
-            self._bench.decode.step()
+        self._finish()
         self.seconds += time.perf_counter() - began_at
         self.num_tokens += sum(len(update.token_ids) for update in self._bench.updates())
         self._bench.check_empty()
+
+    def _finish(self) -> None:
+        while self._bench.decode.has_work():
+            self._bench.decode.step()
 
     @property
     def tokens_per_s(self) -> float:

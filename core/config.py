@@ -58,6 +58,8 @@ class SpeculationConfig(Section):
     """whether the hand-over carries the hidden state that the first draft needs"""
     draft_length: Literal["by_load", "fixed"] = "by_load"
     """drafts of a step: as many as pay at this load, or always num_tokens"""
+    measure_at_start: bool = True
+    """time steps of every size and length while idle after the start, for by_load to know costs"""
     drafter: Literal["auto", "mtp", "none"] = "auto"
     """auto is mtp if the checkpoint has MTP layers, else none"""
 

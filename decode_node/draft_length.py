@@ -4,9 +4,10 @@ A step of n drafts emits 1 + a_1 + a_1 a_2 + ... tokens a row, where a_k is the 
 k-th drafts accepted once those before were. It is worth that over its measured time. As the
 batch grows, verifying n + 1 tokens a row costs more, until no draft pays (seeds 003).
 
-Everything is measured while serving, the longest first; now and then another length is tried, so
-that times and acceptance stay fresh. Strict answers do not depend on any of it; relaxed and
-rejected ones do, as on every draft. All here are pure functions.
+Costs are measured while idle after the start (``untried``) and while serving, the longest first;
+now and then another length is tried, so that times and acceptance stay fresh. Strict answers do
+not depend on any of it; relaxed and rejected ones do, as on every draft. All here are pure
+functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,8 +87,7 @@ def by_load(
     costs: Costs, reports: Sequence[Report], num_rows: int, wanted: Sequence[int]
 ) -> tuple[int, Costs]:
     """The length of most tokens per second for this size of batch, as far as is known."""
-    for key in {report.key: None for report in reports}:
-        costs = recorded(costs, [report for report in reports if report.key == key])
+    costs = all_recorded(costs, reports)
     most, _ = most_wanted(costs, reports, num_rows, wanted)
     size = costs.of_size(num_rows)
     size = replace(size, num_planned=size.num_planned + 1)
@@ -98,6 +98,13 @@ def by_load(
         if num_drafts != min(size.current, most):
             size = replace(size, current=num_drafts)
     return num_drafts, costs.with_size(num_rows, size)
+
+
+def all_recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
+    """Ranks may have read different steps last."""
+    for key in {report.key: None for report in reports}:
+        costs = recorded(costs, [report for report in reports if report.key == key])
+    return costs
 
 
 def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
@@ -124,13 +131,22 @@ def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
     return replace(size, step_s=tuple(means), num_tries=tuple(num_tries))
 
 
+def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int] | None:
+    """A row bucket and a number of drafts that were not measured yet, of the smallest such size
+    first; sizes that share what is known count once, as the largest of them."""
+    for num_rows in {size.bit_length(): size for size in sizes}.values():
+        if left := _untried(costs.of_size(num_rows), len(costs.tried)):
+            return num_rows, left[0]
+    return None
+
+
 def _trial(size: SizeCosts, most: int) -> int | None:
     """A length to try now, whatever it promises."""
-    untried = _untried(size, most)
-    if most in untried:
+    left = _untried(size, most)
+    if most in left:
         return most
-    if untried and size.num_planned % EXPLORE_EVERY == 0:
-        return untried[0]
+    if left and size.num_planned % EXPLORE_EVERY == 0:
+        return left[0]
     if size.num_planned % PROBE_EVERY:
         return None
     current = min(size.current, most)
@@ -143,10 +159,10 @@ def _trial(size: SizeCosts, most: int) -> int | None:
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:
     """The length in use, unless another of 0 .. most promises clearly more."""
     most = len(tokens) - 1
-    untried, current = _untried(size, most), min(size.current, most)
-    worth = {n: tokens[n] / size.step_s[n] for n in range(most + 1) if n not in untried}
+    left, current = _untried(size, most), min(size.current, most)
+    worth = {n: tokens[n] / size.step_s[n] for n in range(most + 1) if n not in left}
     best = max(worth, key=worth.__getitem__)
-    return best if current in untried or worth[best] > worth[current] * GAIN else current
+    return best if current in left or worth[best] > worth[current] * GAIN else current
 
 
 def _untried(size: SizeCosts, most: int) -> list[int]:

@@ -56,9 +56,13 @@ class DecodeEngine:
         self._rows = Rows(loaded, max_rows, self._max_drafts + 1, num_pages)
         buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
         self._launcher = Launcher(loaded, parts.caches, self._rows, pool, buckets)
-        decide = StepPlanner(buckets, self._max_drafts, config.speculation.draft_length)
+        lengths = config.speculation
+        decide = StepPlanner(
+            buckets, self._max_drafts, lengths.draft_length, lengths.measure_at_start
+        )
         schema = Proposal, StepKey
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
+        self._may_measure = decide.measures
         self._report: Report | None = None
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
@@ -95,7 +99,8 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         active = (one.active for one in self.scheduler.sequences.values())
-        return bool(self._in_flight) or any(active) or self._planner.is_asked
+        is_wanted = self._planner.is_asked or self._may_measure
+        return bool(self._in_flight) or any(active) or is_wanted
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -137,12 +142,19 @@ class DecodeEngine:
         self._make_room()
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
         key = None
-        if sequences or self._planner.is_asked:
+        if sequences or self._planner.is_asked or self._may_measure:
             key = self._plan(sequences).key
+            self._may_measure = self._may_measure and not self._has_measured(key)
         if key is not None:
             # Who has ended since it was proposed is padding now.
             self._launch([one for one in sequences if not one.ended], key)
         self._read(num_kept=1 if overlaps and key is not None else 0)
+
+    def _has_measured(self, key: StepKey | None) -> bool:
+        """Then made-up rows no longer count among those that experts got."""
+        if key is None:
+            self._launcher.loaded.dispatch.forget()
+        return key is None
 
     def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""

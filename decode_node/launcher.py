@@ -74,7 +74,10 @@ class Launcher:
         max_pages = self._max_pages(sequences, key)
         extras = PLAIN if key.plain else extras_of(sequences)
         read_B, write_B = self.rows.index([s.row for s in sequences], key.num_rows)
-        rows = self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras)
+        if key.trial:
+            rows = self.rows.made_up(key.num_rows)
+        else:
+            rows = self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras)
         return Prepared(tuple(sequences), key, rows, write_B, extras, max_pages)
 
     def launch(self, step: Prepared) -> InFlight:

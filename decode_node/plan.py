@@ -14,13 +14,15 @@ class StepKey:
     """What fixes every shape of a step's program that ranks share.
 
     ``num_rows`` is the bucket, padding included; ``width`` how many tokens a row of pass 1
-    catches up with. In a ``plain`` step no row of any rank asks for Extras.
+    catches up with. In a ``plain`` step no row of any rank asks for Extras. A ``trial`` is of
+    nobody's rows: all ranks run made-up ones, to learn what such a step costs.
     """
 
     num_rows: int
     num_drafts: int
     width: int
     plain: bool = False
+    trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,34 @@ cost table, which only the planner keeps."""
 from collections.abc import Sequence
 
 from decode_node.buckets import Buckets
-from decode_node.draft_length import LENGTHS, Costs, DraftLength, no_costs
-from decode_node.plan import Proposal, StepKey
+from decode_node.draft_length import (
+    LENGTHS,
+    Costs,
+    DraftLength,
+    all_recorded,
+    by_load,
+    no_costs,
+    untried,
+)
+from decode_node.plan import Proposal, Report, StepKey
 
 
 class StepPlanner:
     """Decides by all ranks' proposals (runtime/lockstep.py: Decide). ``draft_length`` is a name
-    (draft_length.py)."""
+    (draft_length.py). ``measures``: what the cost table lacks is measured while nobody has work."""
 
-    def __init__(self, buckets: Buckets, max_drafts: int, draft_length: str) -> None:
+    def __init__(
+        self, buckets: Buckets, max_drafts: int, draft_length: str, measures: bool = False
+    ) -> None:
         self._buckets = buckets
         self._length = LENGTHS[draft_length]
         self._costs = no_costs(max_drafts)
+        self.measures = measures and self._length is by_load and max_drafts > 0
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepKey | None:
         key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
+        if key is None and self.measures:
+            key, self._costs = plan_trial(proposals, self._costs, self._buckets)
         return key
 
 
@@ -29,16 +42,31 @@ def plan_step(
 
     Pass 1 is as wide as the drafts, or takes all n_max + 1 tokens after drafts fell.
     """
-    reports = [proposal.report for proposal in proposals if proposal.report is not None]
     most = max(proposal.num_rows for proposal in proposals)
     if most == 0:
         return None, costs
     columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
     wanted = tuple(map(sum, columns))
     num_rows = buckets.rows(most)
-    num_drafts, costs = length(costs, reports, num_rows, wanted)
+    num_drafts, costs = length(costs, _reports(proposals), num_rows, wanted)
     width = num_drafts + 1
     if max(proposal.num_emitted_most for proposal in proposals) > width:
         width = len(wanted)
     plain = all(proposal.plain for proposal in proposals)
     return StepKey(num_rows, num_drafts, width, plain), costs
+
+
+def plan_trial(
+    proposals: Sequence[Proposal], costs: Costs, buckets: Buckets
+) -> tuple[StepKey | None, Costs]:
+    """A step that was not measured yet, None if all were; and the costs as known by now."""
+    costs = all_recorded(costs, _reports(proposals))
+    missing = untried(costs, buckets.sizes)
+    if missing is None:
+        return None, costs
+    num_rows, num_drafts = missing
+    return StepKey(num_rows, num_drafts, num_drafts + 1, plain=True, trial=True), costs
+
+
+def _reports(proposals: Sequence[Proposal]) -> list[Report]:
+    return [proposal.report for proposal in proposals if proposal.report is not None]

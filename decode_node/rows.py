@@ -121,6 +121,16 @@ class Rows:
         sampling = replace(rows.sampling, all_greedy=extras.all_greedy, rules=rules)
         return replace(rows, sampling=sampling)
 
+    def made_up(self, num_rows: int) -> RowTensors:
+        """Padding that is computed like real rows and, as their tokens are, spread over experts."""
+        read_B, _ = self.index([], num_rows)
+        rows = self.select(read_B, 1)
+        tokens_BM, hidden_BMD = rows.state.tokens_BM, rows.state.hidden_BMD
+        ids = torch.arange(tokens_BM.numel(), device=tokens_BM.device)
+        tokens_BM = ids.view_as(tokens_BM) % self._loaded.config.vocab_size
+        state = replace(rows.state, tokens_BM=tokens_BM, hidden_BMD=torch.randn_like(hidden_BMD))
+        return replace(rows, state=state, real_B=torch.ones_like(rows.real_B))
+
     def store(self, write_B: Tensor, new: RowState, extras: Extras = PLAIN) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)

@@ -58,6 +58,7 @@ class Bench:
     ship_hidden: bool = True
     loop: str = "plain"
     draft_length: str = "fixed"
+    measures: bool = False
     buckets: tuple[int, ...] | None = None
     planner: Planner[Proposal, StepKey] | None = None
     frames: list[TokenFrame] = field(default_factory=list)
@@ -85,7 +86,11 @@ class Bench:
         sections = {
             "prefill": {"max_batch_tokens": self.max_batch_tokens},
             "decode": {"max_rows": self.max_rows, "loop": self.loop, "batch_buckets": self.buckets},
-            "speculation": {"num_tokens": self.num_drafts, "draft_length": self.draft_length},
+            "speculation": {
+                "num_tokens": self.num_drafts,
+                "draft_length": self.draft_length,
+                "measure_at_start": self.measures,
+            },
         }
         return TandemConfig.model_validate(sections)
 

@@ -59,6 +59,10 @@ class Dispatch(Protocol):
         """Rows that the experts here have computed, by layer; waits for the device."""
         ...
 
+    def forget(self) -> None:
+        """Counts begin anew."""
+        ...
+
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
     ) -> Tensor:

@@ -28,6 +28,9 @@ class Local:
     def computed(self) -> list[int]:
         return []
 
+    def forget(self) -> None:
+        return
+
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
     ) -> Tensor:

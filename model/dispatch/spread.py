@@ -45,6 +45,10 @@ class Spread:
     def computed(self) -> list[int]:
         return self._computed_L.tolist()
 
+    def forget(self) -> None:
+        self._sent_LE.zero_()
+        self._computed_L.zero_()
+
     @property
     def group(self) -> Collectives:
         assert self._group is not None, "no life of the gang has begun"

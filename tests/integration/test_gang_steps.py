@@ -79,6 +79,24 @@ def is_exact(small_model: Path, request: Request, ids: list[int]) -> bool:
     return len(ids) == NUM_TOKENS and not near_ties(small_model, list(request.prompt_ids), ids)
 
 
+async def test_all_ranks_measure_steps_together_before_there_is_work(small_model: Path) -> None:
+    """With tokens that do travel to the other rank's experts, as real rows' do; then they park, and
+    only real rows count for the balance."""
+    more = ("speculation.measure_at_start=true", "decode.max_rows=4")
+    async with rig(small_model, *SETS, *more) as cluster:
+        ranks = cluster.decodes
+        dispatches = [rank.engine._launcher.loaded.dispatch for rank in ranks]
+        await until(lambda: any(sum(one.computed()) for one in dispatches))
+        await until(lambda: not any(rank.engine.has_work() for rank in ranks))
+        assert ranks[0].engine.num_steps == ranks[1].engine.num_steps > 3 * 4 * 2
+        assert not any(sum(one.computed()) for one in dispatches)
+        for request in requests(3, 20):
+            ids, _, _ = await cluster.complete(request)
+            near_ties(small_model, list(request.prompt_ids), ids)
+        assert all(sum(one.computed()) for one in dispatches)
+        await cluster.check_empty()
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
     where: str, small_model: Path, monkeypatch: pytest.MonkeyPatch

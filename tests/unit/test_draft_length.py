@@ -21,8 +21,11 @@ from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 BUCKETS = Buckets(tuple(range(1, 65)))
 
 
-def local_planner() -> LocalPlanner:
-    return LocalPlanner(StepPlanner(BUCKETS, 3, "by_load"))
+IDLE = Proposal((0, 0, 0, 0), 1, True)
+
+
+def local_planner(*, measures: bool = False) -> LocalPlanner:
+    return LocalPlanner(StepPlanner(BUCKETS, 3, "by_load", measures))
 
 
 class Server:
@@ -42,6 +45,14 @@ class Server:
     def best(self, num_rows: int, most: int) -> int:
         worth = [self.tokens(n) / self.cost(num_rows, n) for n in range(most + 1)]
         return max(range(most + 1), key=worth.__getitem__)
+
+    def idle(self) -> list[StepKey]:
+        """The trials, until there is none left."""
+        keys = []
+        while (key := self.planner.plan(replace(IDLE, report=self.report)).key) is not None:
+            keys.append(key)
+            self.report = report_of(key, self.cost(key.num_rows, key.num_drafts), [])
+        return keys
 
     def run(self, limits: Sequence[int], num_steps: int) -> list[int]:
         lengths = []
@@ -74,6 +85,43 @@ def test_the_length_that_pays_is_found_for_each_batch_size(
         best = server.best(num_rows, 3)
         reached = sum(rates) / len(rates)
         assert reached > 0.92 * server.tokens(best) / server.cost(num_rows, best)
+
+
+def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
+    """Then the right number of drafts is planned from the first step on."""
+    server = Server(local_planner(measures=True), 0.0, 1.0, 0.2)
+    keys = server.idle()
+    assert {(key.num_rows, key.num_drafts) for key in keys} == {
+        (rows, n) for rows in (1, 3, 7, 15, 31, 63, 64) for n in range(4)
+    }
+    assert len(keys) == 7 * 4 * 2 and all(key.trial and key.plain for key in keys)
+    lengths = server.run([3] * 40, 50)
+    assert lengths[:2] == [3, 0] and set(lengths[2:]) == {0}
+    assert server.idle() == []
+
+
+def test_work_comes_before_what_is_not_measured_yet() -> None:
+    planner = local_planner(measures=True)
+    assert planner.plan(IDLE).key == StepKey(1, 0, 1, plain=True, trial=True)
+    assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepKey(2, 3, 4, True)
+    assert planner.plan(IDLE).key == StepKey(1, 0, 1, plain=True, trial=True)
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_trials_leave_no_trace(tmp_path: Path, loop: str) -> None:
+    """Neither in the caches, but for the dummy page, nor in what comes after them."""
+    tiny.write_tiny(tmp_path, seed=11)
+    loaded = load(tmp_path)
+    measured = Bench(loaded, loop=loop, draft_length="by_load", measures=True)
+    before = [cache.clone() for cache in measured.all_caches()]
+    while measured.decode.has_work():
+        measured.decode.step()
+    assert measured.decode.num_steps >= 4 * 3 * 2
+    for cache, clean in zip(measured.all_caches(), before, strict=True):
+        assert not torch.equal(cache[0], clean[0]) and torch.equal(cache[1:], clean[1:])
+    asked = [greedy(f"r{i}", prompt(5 + i), 20, ignore_eos=True) for i in range(3)]
+    assert measured.generate(*asked) == Bench(loaded).generate(*asked)
+    measured.check_empty()
 
 
 def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None:
