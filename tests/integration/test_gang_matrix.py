@@ -4,17 +4,23 @@ The whole matrix: ``pytest -m "slow or not slow" tests/integration/test_gang_mat
 """
 
 import asyncio
+import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.soak.check import score_ties
+from core.config import TINY_MODEL
 from core.request import Request
+from tandem import Client
 from tests.engines import greedy
 from tests.exact import near_ties
 from tests.gates import until
+from tests.held_out import held_out
+from tests.procs import serving, tandem
 from tests.rig import Rig, rig
 
 SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")
@@ -104,3 +110,26 @@ async def test_other_ways(more: tuple[str, ...], small_model: Path) -> None:
     sizes = "prefill.dp_size=2", "decode.dp_size=2"
     async with rig(small_model, *SETS, *sizes, *more) as cluster:
         await serve_and_check(cluster, small_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), SIZES)
+def test_all_sizes_through_real_processes(prefill: int, decode: int) -> None:
+    """A process a rank, of the shipped checkpoint; one request alone, then ten at once."""
+    sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
+    first, *others = held_out(11, 20, 120, seed=10 * prefill + decode)
+    with serving(*sizes, "kv.num_pages=300", "kv.page_size=16") as server:
+        with Client(server.address) as client, ThreadPoolExecutor(len(others)) as pool:
+
+            def ask(i: int, ids: list[int]) -> list[int]:
+                done = client.complete(
+                    ids, max_tokens=10 + 5 * i, max_drafts=i % 4, ignore_eos=True
+                )
+                return list(done.token_ids)
+
+            answers = [ask(3, first), *pool.map(ask, range(len(others)), others)]
+        ties = [near_ties(TINY_MODEL, *one) for one in zip((first, *others), answers, strict=True)]
+        assert [len(answer) for answer in answers] == [25, *range(10, 60, 5)]
+        assert sum(map(len, ties)) <= 1, ties
+        shown = tandem("status", "--address", server.address, "--json")
+        assert len(json.loads(shown.stdout)["nodes"]) == prefill + decode
