@@ -55,7 +55,8 @@ class Service:
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         """Answer one call; one that fails is answered by a packed Failure."""
         try:
-            check_epoch(self._epoch, epoch)
+            if epoch != self._epoch:
+                raise NodeLost(f"epoch {epoch} was asked for, this is {self._epoch}")
             if method not in self._methods:
                 raise TandemError(f"no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]
@@ -70,19 +71,14 @@ class Service:
             return encode_failure(error)
 
 
-def check_epoch(mine: int, theirs: int) -> None:
-    """Raises NodeLost when another life of this rank is meant."""
-    if mine != theirs:
-        raise NodeLost(f"epoch {theirs} was asked for, this is {mine}")
-
-
 async def ask(
     control: Control, method: str, message: Any, reply: type[Reply], timeout_s: float
 ) -> Reply:
-    """Call and decode. Raises the error P named, or NodeLost when it does not answer in time."""
+    """Call with a message, or None where the method takes none, and decode. Raises the error that
+    was answered, or NodeLost when there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            data = await control.call(method, pack(message))
+            data = await control.call(method, b"" if message is None else pack(message))
     except TimeoutError:
         raise NodeLost(f"no answer to {method} within {timeout_s} s") from None
     return decode(reply, data)

@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 
 from core.config import KvTransferConfig
 from core.tasks import Tasks
-from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches, check_chunks
+from kv_transfer.channel import ChannelMaker
 from kv_transfer.staging import StagingPool
 
 Result = TypeVar("Result")

@@ -43,13 +43,6 @@ class Sink:
         self._num_pulls = 0
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def connect(self, owner: str, seat: str, epoch: int, control: Control) -> None:
-        """Build and warm the channel to a prefill rank ahead of its first pull.
-
-        Raises LayoutMismatch, NodeLost or HandoverError.
-        """
-        await self._link(owner, seat, epoch, control).ready()
-
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
 

@@ -11,11 +11,12 @@ from core.errors import HandoverError
 from core.identity import Identity
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
-from kv_transfer.gathered import GatheredChunks
+from kv_transfer.base import Channel
+from kv_transfer.gathered import Chunk, GatheredChunks
 from kv_transfer.layout import check_same
 from kv_transfer.offered import Computed, OfferBook
-from kv_transfer.sender import Sender
 from kv_transfer.side import Side
+from kv_transfer.waiting import settled
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ class Source:
         self._book = OfferBook(len(self._layout.groups), side.config.lease_s, clock)
         self._channels = AcceptedChannels(side)
         self._gathered = GatheredChunks(side, self._book, clock)
-        self._sender = Sender(self._channels, self._gathered)
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
         self.methods: Methods = {
@@ -137,7 +137,38 @@ class Source:
         return await self._side.tasks.detached(self._gathered.gather(ask))
 
     async def _send(self, ask: m.Send) -> m.Sent:
-        return await self._side.tasks.detached(self._sender.send(ask))
+        return await self._side.tasks.detached(self._send_chunk(ask))
+
+    async def _send_chunk(self, ask: m.Send) -> m.Sent:
+        """Send what was gathered on the channel that D's receive is launched on. Must run to its
+        end.
+
+        Raises HandoverError for a chunk, channel or transfer id that is not to be had; the
+        channel is gone then.
+        """
+        channel = await self._channels.get(ask.nonce)
+        try:
+            if ask.transfer_id != channel.num_transfers:
+                raise HandoverError(
+                    f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
+                )
+            chunk = self._gathered.take(ask.identity, ask.ticket)
+            await self._transfer(channel, chunk)
+        except BaseException as error:
+            # D's receive is posted and nothing will fill it: only dropping the channel ends it.
+            channel.abort(f"transfer {ask.transfer_id} failed: {error}")
+            self._channels.drop(ask.nonce)
+            raise
+        return m.Sent(ask.transfer_id, chunk.data.nbytes)
+
+    async def _transfer(self, channel: Channel, chunk: Chunk) -> None:
+        try:
+            await settled(channel.send(chunk.data).done, channel)
+        except BaseException as error:
+            channel.abort(f"sending failed: {error}")
+            self._gathered.quarantine(chunk, channel.terminal)
+            raise
+        self._gathered.free(chunk)
 
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)

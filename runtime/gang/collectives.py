@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.errors import EpochEnded
 from core.pace import Place
+from kv_transfer.gloo import gloo_group
 from kv_transfer.nccl import prepare
 
 CONNECT_S = 30.0
@@ -90,22 +91,16 @@ def connect(
 
     Raises EpochEnded when they do not come.
     """
-    make = _gloo if device.type == "cpu" else _nccl
     try:
-        group = make(store(), rank, num_ranks, host)
+        if device.type == "cpu":
+            group: Any = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
+        else:
+            group = _nccl(store(), rank, num_ranks, host)
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))
     except (RuntimeError, OSError) as error:
         raise EpochEnded(f"rank {rank}: the gang does not come together: {error}") from None
     return collectives
-
-
-def _gloo(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=CONNECT_S)
-    options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
 
 
 def _nccl(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:

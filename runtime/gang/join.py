@@ -1,11 +1,10 @@
 """How a rank enters a life of its gang."""
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from core.membership import Meeting, RankSpec
+from kv_transfer.channel import store_client
 from runtime.gang.collectives import CONNECT_S, connect
 from runtime.gang.hub import Hub
 from runtime.gang.member import Member
@@ -31,5 +30,4 @@ def join(
 def _store(meeting: Meeting, hub: Hub | None) -> dist.Store:
     if hub is not None:
         return hub.store
-    where, timeout = (meeting.host, meeting.store_port), timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(*where, None, False, timeout, wait_for_workers=False)
+    return store_client(meeting.host, meeting.store_port, CONNECT_S)

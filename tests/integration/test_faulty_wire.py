@@ -95,7 +95,7 @@ async def test_set_up_that_hangs_is_abandoned_and_leaves_nothing_registered(
         fault = makers[end].faulty.fault = Fault("join", hangs=True)
         for _ in range(2):
             with pytest.raises(HandoverError):
-                await world.sink.connect("p0", "p0", EPOCH, world.control())
+                await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
         await settle(world, prefill)
         assert prefill.source.counts()["channels"] == world.sink.counts()["channels"] == 0
         assert "its thread is abandoned" in caplog.text
