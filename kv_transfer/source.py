@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -28,12 +27,12 @@ class Source:
     for what has ended are ignored. Everything else belongs to the asyncio loop.
     """
 
-    def __init__(self, side: Side, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, side: Side) -> None:
         self._side = side
         self._layout = side.caches.layout
-        self._book = OfferBook(len(self._layout.groups), side.config.lease_s, clock)
+        self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
         self._channels = AcceptedChannels(side)
-        self._gathered = GatheredChunks(side, self._book, clock)
+        self._gathered = GatheredChunks(side, self._book)
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
         self.methods: Methods = {

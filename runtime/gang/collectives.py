@@ -40,19 +40,19 @@ class Collectives:
         """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring of R - 1 rounds, in which each
         rank waits for its neighbour alone."""
         if x.device.type == "cpu":
-            return self._all_to_all("all_gather", x.expand(self.num_ranks, *x.shape))
+            return self.all_to_all(x.expand(self.num_ranks, *x.shape), what="all_gather")
         out = x.new_empty(self.num_ranks, *x.shape)
         self._call("all_gather", lambda group: group._allgather_base(out, x))
         return out
 
     def all_to_all(
-        self, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
+        self,
+        x: Tensor,
+        num_sent: Sequence[int] = (),
+        num_received: Sequence[int] = (),
+        what: str = "all_to_all",
     ) -> Tensor:
-        return self._all_to_all("all_to_all", x, num_sent, num_received)
-
-    def _all_to_all(
-        self, what: str, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
-    ) -> Tensor:
+        """Rows of ``x`` to every rank, and those received; ``what`` is told of who is late."""
         num_rows = sum(num_received) if num_received else len(x)
         x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
         given = out, x, [*num_received], [*num_sent], self._options
