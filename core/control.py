@@ -4,6 +4,7 @@ The epoch of the rank that is meant travels in each call's envelope, not in the 
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from core.schema import decode, encode_failure, pack, unpack
 Reply = TypeVar("Reply")
 Handler = Callable[[int, str, bytes], Awaitable[bytes]]
 """``handle(epoch, method, payload)`` of a rank."""
-Methods = Mapping[str, tuple[type | None, Callable[[Any], Awaitable[Any]]]]
-"""By name: the message that it takes (None: no payload), and what answers it with another, or
-with None for Done."""
+Methods = Mapping[str, tuple[type | None, Callable[[Any], Any]]]
+"""By name: the message that it takes (None: no payload), and what answers it with another or, for
+Done, with None; at once, or when awaited."""
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +61,9 @@ class Service:
             if method not in self._methods:
                 raise TandemError(f"no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]
-            reply = await answer(unpack(schema, payload) if schema else None)
+            reply = answer(unpack(schema, payload) if schema else None)
+            if inspect.isawaitable(reply):
+                reply = await reply
             return pack(Done() if reply is None else reply)
         except Exception as error:
             is_ours = not isinstance(error, (TandemError, ValueError))

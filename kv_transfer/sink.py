@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from core.answer import TransferStats
 from core.control import Control, Done
 from core.errors import HandoverError, LayoutMismatch, TandemError
+from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
@@ -74,8 +75,7 @@ class Sink:
 
     async def close(self) -> None:
         """Drop every channel and wait for all that is under way."""
-        self._sweeper.cancel()
-        await asyncio.wait([self._sweeper])
+        await cancelled(self._sweeper)
         for rank in list(self._links):
             self._links.pop(rank).drop("closed")
         await self.idle()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from core.control import Methods
 from core.errors import HandoverError
 from core.identity import Identity
+from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
@@ -38,17 +39,16 @@ class Source:
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
-            "gather": (m.Gather, self._gather),
-            "send": (m.Send, self._send),
-            "renew": (m.Renew, self._renew),
-            "release": (m.Release, self._release),
-            "hang_up": (m.HangUp, self._hang_up),
+            "gather": (m.Gather, lambda ask: side.tasks.detached(self._gathered.gather(ask))),
+            "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
+            "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
+            "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
+            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce)),
         }
 
     async def stop(self) -> None:
         """End every offer, channel and task; the engine loop must still run."""
-        self._sweeper.cancel()
-        await asyncio.wait([self._sweeper])
+        await cancelled(self._sweeper)
         for identity in self._book.open_ones():
             self._end(identity, "the prefill node is shutting down")
         self._channels.drop_all()
@@ -114,9 +114,6 @@ class Source:
         address = await self._channels.accept(ask)
         return m.Address(address, self._book.lease_s)
 
-    async def _hang_up(self, ask: m.HangUp) -> None:
-        self._channels.drop(ask.nonce)
-
     async def _pull(self, ask: m.Pull) -> m.Ready:
         num_groups = len(self._layout.groups)
         if len(ask.num_pulled) != num_groups:
@@ -126,19 +123,7 @@ class Source:
             return m.Ready(False, (0,) * num_groups, None)
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
 
-    async def _renew(self, ask: m.Renew) -> None:
-        self._book.renew(ask.identity)
-
-    async def _release(self, ask: m.Release) -> None:
-        self._end(ask.identity, f"released: {ask.reason}")
-
-    async def _gather(self, ask: m.Gather) -> m.Gathered:
-        return await self._side.tasks.detached(self._gathered.gather(ask))
-
     async def _send(self, ask: m.Send) -> m.Sent:
-        return await self._side.tasks.detached(self._send_chunk(ask))
-
-    async def _send_chunk(self, ask: m.Send) -> m.Sent:
         """Send what was gathered on the channel that D's receive is launched on. Must run to its
         end.
 

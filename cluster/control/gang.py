@@ -26,6 +26,7 @@ from core.membership import (
 )
 from core.placement import Placement
 from core.schema import failure_of
+from core.tasks import cancelled
 
 if TYPE_CHECKING:
     from cluster.control.controller import Controller
@@ -100,8 +101,7 @@ class GangKeeper:
     async def stop(self, deadline_s: float) -> None:
         """Ranks stop by themselves within ``deadline_s`` seconds, then are killed."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancelled(self._task)
         await self.ranks.stop(deadline_s)
         await self._clear()
         self._is_draining = False

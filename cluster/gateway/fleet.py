@@ -19,6 +19,7 @@ from core.control import Control
 from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
+from core.tasks import cancelled
 
 log = logging.getLogger(__name__)
 HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
@@ -83,10 +84,7 @@ class Fleet:
         await asyncio.gather(*(task for key, task in self._tasks.items() if key[0] == WARM_UP))
 
     async def stop(self) -> None:
-        tasks = [self._follower, *self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._follower, *self._tasks.values())
 
     def of_kind(self, kind: str) -> list[Handle]:
         """The ranks that prefill, or those that decode; a colocated one does both."""

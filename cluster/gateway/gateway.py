@@ -93,9 +93,7 @@ class ClusterGateway:
         return request_id in self._running
 
     def _begin(self, index: int, request: Request) -> Answer:
-        model = self.model_info()
-        text = TextStream(self.tokenizer)
-        return Answer(request, text, model.eos_token_ids, model.max_model_len, index)
+        return Answer(request, TextStream(self.tokenizer), self.model_info(), index)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode rank are left that work together."""

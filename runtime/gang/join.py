@@ -20,14 +20,12 @@ def join(
     """Meet the other ranks; ``hub`` is rank 0's, ``watch`` that of this rank's engine thread.
     Blocks for as long as they take to come, at most twice CONNECT_S. Raises EpochEnded when they
     do not."""
-    collectives = connect(
-        lambda: _store(meeting, hub), spec.rank, spec.num_ranks, device, spec.host
-    )
+
+    def store() -> dist.Store:
+        if hub is not None:
+            return hub.store
+        return store_client(meeting.host, meeting.store_port, CONNECT_S)
+
+    collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
     watch.place = lambda: collectives.place
     return Member(spec, meeting, collectives, hub, lambda: DATA_FACTOR * watch.bound_s)
-
-
-def _store(meeting: Meeting, hub: Hub | None) -> dist.Store:
-    if hub is not None:
-        return hub.store
-    return store_client(meeting.host, meeting.store_port, CONNECT_S)
