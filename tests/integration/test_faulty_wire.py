@@ -113,6 +113,8 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
         with pytest.raises(HandoverError):
             await world.pull(failing)
         makers[end].faulty.fault = Fault()
+        # The chunk behind the one that failed may have begun a channel, with the same fault.
+        world.sink._links["p0"].drop("it is faulty")
         await world.prefill(asked := offer(20))
         _, pages = await world.pull(asked)
         await world.check_bytes(asked, pages)
