@@ -4,6 +4,7 @@ The epoch of the rank that is meant travels in each call's envelope, not in the 
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from core.schema import decode, encode_failure, pack, unpack
 Reply = TypeVar("Reply")
 Handler = Callable[[int, str, bytes], Awaitable[bytes]]
 """``handle(epoch, method, payload)`` of a rank."""
-Methods = Mapping[str, tuple[type | None, Callable[[Any], Awaitable[Any]]]]
-"""By name: the message that it takes (None: no payload), and what answers it with another, or
-with None for Done."""
+Methods = Mapping[str, tuple[type | None, Callable[[Any], Any]]]
+"""By name: the message that it takes (None: no payload), and what answers it with another or, for
+Done, with None; at once, or when awaited."""
 log = logging.getLogger(__name__)
 
 
@@ -55,11 +56,14 @@ class Service:
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         """Answer one call; one that fails is answered by a packed Failure."""
         try:
-            check_epoch(self._epoch, epoch)
+            if epoch != self._epoch:
+                raise NodeLost(f"epoch {epoch} was asked for, this is {self._epoch}")
             if method not in self._methods:
                 raise TandemError(f"no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]
-            reply = await answer(unpack(schema, payload) if schema else None)
+            reply = answer(unpack(schema, payload) if schema else None)
+            if inspect.isawaitable(reply):
+                reply = await reply
             return pack(Done() if reply is None else reply)
         except Exception as error:
             is_ours = not isinstance(error, (TandemError, ValueError))
@@ -70,19 +74,14 @@ class Service:
             return encode_failure(error)
 
 
-def check_epoch(mine: int, theirs: int) -> None:
-    """Raises NodeLost when another life of this rank is meant."""
-    if mine != theirs:
-        raise NodeLost(f"epoch {theirs} was asked for, this is {mine}")
-
-
 async def ask(
     control: Control, method: str, message: Any, reply: type[Reply], timeout_s: float
 ) -> Reply:
-    """Call and decode. Raises the error P named, or NodeLost when it does not answer in time."""
+    """Call with a message, or None where the method takes none, and decode. Raises the error that
+    was answered, or NodeLost when there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            data = await control.call(method, pack(message))
+            data = await control.call(method, b"" if message is None else pack(message))
     except TimeoutError:
         raise NodeLost(f"no answer to {method} within {timeout_s} s") from None
     return decode(reply, data)

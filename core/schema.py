@@ -47,7 +47,7 @@ def decode(cls: type[Message], data: bytes) -> Message:
     """``data`` as ``cls``; if it holds a Failure instead, raises the error it names."""
     name, fields = _name_and_fields(cls, data)
     if name == Failure.__name__:
-        raise_failure(_checked(Failure, name, fields))
+        raise error_of(_checked(Failure, name, fields))
     return _checked(cls, name, fields)
 
 
@@ -58,10 +58,6 @@ def failure_of(error: BaseException) -> Failure:
 
 def encode_failure(error: BaseException) -> bytes:
     return pack(failure_of(error))
-
-
-def raise_failure(failure: Failure) -> None:
-    raise error_of(failure)
 
 
 def error_of(failure: Failure) -> Exception:

@@ -47,6 +47,13 @@ class Tasks:
             log.error("a background task failed", exc_info=error)
 
 
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel these, and return when they have ended, whatever their results."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> None:
     """Tell whoever waits, unless nobody does any more."""
     if future.done():

@@ -20,7 +20,7 @@ from core.errors import HandoverError, RankDied
 from core.identity import Identity
 from core.info import NodeStatus
 from core.request import Beat
-from core.tasks import resolve
+from core.tasks import cancelled, resolve
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Grant, Start
 from decode_node.publisher import FramePublisher
@@ -91,10 +91,7 @@ class DecodeNode:
 
     async def stop(self) -> None:
         """Cancel every pull, close every channel, end the engine."""
-        tasks = [self._sweeper, *self._arriving.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._sweeper, *self._arriving.values())
         await self._server.stop()
         await self.intake.close()
         await asyncio.to_thread(self.loop.stop)
@@ -159,8 +156,7 @@ class DecodeNode:
         self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
         task = self._arriving.pop(identity, None)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancelled(task)
         await self._drop(identity)
 
     async def _drop(self, identity: Identity) -> None:

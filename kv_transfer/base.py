@@ -87,10 +87,6 @@ class Channel:
         self._lock = threading.RLock()
         threading.Thread(target=self._run, name=f"channel-{name}", daemon=True).start()
 
-    @property
-    def usable(self) -> bool:
-        return self.failure is None
-
     def send(self, tensor: Tensor) -> Transfer:
         """Send a tensor that is ready to be read. Never blocks; errors arrive in ``done``."""
         return self._enqueue("send", tensor)
@@ -176,24 +172,3 @@ class Channel:
                 transfer.fail(self.failure)
             else:
                 transfer.done.set_result(None)
-
-
-class ChannelMaker(Protocol):
-    """Makes the two ends of channels of one backend. ``accept`` and ``connect`` block."""
-
-    backend: str
-    device: str
-    """Where staging must lie for this backend."""
-    timeout_s: float
-
-    def listen(self) -> str:
-        """P: the address that D is told; the same for all channels."""
-        ...
-
-    def accept(self, nonce: str, peer: str) -> Channel:
-        """P: rank 0's end, warm. Raises HandoverError when D does not come in time."""
-        ...
-
-    def connect(self, address: str, nonce: str, peer: str) -> Channel:
-        """D: rank 1's end, warm. Raises HandoverError when P does not come in time."""
-        ...

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
-from kv_transfer.staging import Buffer, gather, scatter
+from kv_transfer.staging import Buffer
 
 
 class Caches:
@@ -34,11 +34,20 @@ class Caches:
 
     def gather(self, group: Group, pages: Sequence[int], lo: int, hi: int, out: Tensor) -> None:
         """Read tokens ``[lo, hi)`` of a sequence on ``pages`` into ``out`` (see `staged`)."""
-        gather(self._tensors[group.name], self._slots_T(pages, lo, hi), out)
+        rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
+        for layer, cache in enumerate(self._tensors[group.name]):
+            source = cache.view(torch.uint8).view(rows.dtype)
+            if out.device == cache.device:
+                torch.index_select(source, 0, slots_T, out=rows[layer])
+            else:
+                rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
 
     def scatter(self, group: Group, pages: Sequence[int], lo: int, hi: int, staged: Tensor) -> None:
         """Write tokens ``[lo, hi)`` of a sequence on ``pages`` from ``staged``."""
-        scatter(staged, self._slots_T(pages, lo, hi), self._tensors[group.name])
+        rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
+        for layer, cache in enumerate(self._tensors[group.name]):
+            target = cache.view(torch.uint8).view(rows.dtype)
+            target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
 
     def _slots_T(self, pages: Sequence[int], lo: int, hi: int) -> Tensor:
         size = self.pool.page_size
@@ -67,3 +76,9 @@ def chunks(group: Group, lo: int, hi: int, chunk_bytes: int) -> Iterator[tuple[i
     step = chunk_bytes // group.bytes_per_token_all_layers
     for start in range(lo, hi, step):
         yield start, min(start + step, hi)
+
+
+def _widest_view(staged: Tensor) -> Tensor:
+    """Rows as wide integers where their width and place allow it: index copies go faster."""
+    aligned = staged.shape[-1] % 8 == 0 and staged.storage_offset() % 8 == 0
+    return staged.view(torch.int64) if aligned else staged

@@ -1,14 +1,14 @@
 """Channels over torch.distributed: a process group of exactly two ranks.
 
 No default group exists. P (rank 0) hosts one store per rank on the configured address; each
-channel meets there under its own nonce. What differs between gloo and NCCL is a `Backend`.
+channel meets there under its own nonce. What differs between gloo and NCCL is the backend, which
+joins one end of two that meet in a store.
 """
 
 import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,22 @@ import torch.distributed as dist
 from core.config import TandemConfig
 from core.errors import HandoverError
 from core.info import COLOCATED
-from kv_transfer.base import Channel, ChannelMaker, Wire
+from kv_transfer.base import Channel
 from kv_transfer.gloo import GlooBackend
 from kv_transfer.nccl import NcclBackend
 
 
-class Backend(Protocol):
-    """A library that moves tensors between two ranks."""
+class ChannelMaker:
+    """Makes the two ends of channels of one ``backend``, for which staging must lie on ``device``;
+    the store listens on ``host`` only.
 
-    name: str
-    device: str
-    """Where tensors must lie for it."""
-
-    def join(self, store: dist.Store, rank: int) -> Wire:
-        """One end of two that meet in ``store``. May block; raises RuntimeError or OSError."""
-        ...
-
-
-class ProcessGroupChannels:
-    """Makes channels of one backend; the store listens on ``host`` only.
-
-    `accept` and `connect` end within ``timeout_s`` unless the backend hangs: see `opened`.
+    `accept` and `connect` block, and end within ``timeout_s`` unless the backend hangs: see
+    `opened`.
     """
 
-    def __init__(self, backend: Backend, host: str, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, backend: GlooBackend | NcclBackend, host: str, timeout_s: float = 30.0
+    ) -> None:
         self.backend = backend.name
         self.device = backend.device
         self.timeout_s = timeout_s
@@ -50,15 +42,18 @@ class ProcessGroupChannels:
         self._lock = threading.Lock()
 
     def listen(self) -> str:
+        """P: the address that D is told; the same for all channels."""
         with self._lock:
             if self._server is None:
                 self._server, self._address = store_server(self._host, self.timeout_s)
             return self._address
 
     def accept(self, nonce: str, peer: str) -> Channel:
+        """P: rank 0's end, warm. Raises HandoverError when D does not come in time."""
         return self._make(self.listen(), nonce, peer, rank=0)
 
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
+        """D: rank 1's end, warm. Raises HandoverError when P does not come in time."""
         return self._make(address, nonce, peer, rank=1)
 
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
@@ -75,8 +70,7 @@ class ProcessGroupChannels:
     def _client(self, address: str) -> dist.Store:
         """One for each channel: one store's waits would block all other channels' set-up."""
         host, port = address.rsplit(":", 1)
-        timeout = timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+        return store_client(host, int(port), self.timeout_s)
 
 
 def store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
@@ -93,6 +87,11 @@ def store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
     return server, f"{host}:{port}"
 
 
+def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
 def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:
     """One element each way: sockets, communicators and threads exist before real use."""
     element = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -107,12 +106,12 @@ def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:
             raise HandoverError(f"channel {channel.name}: {transfer.what}: no end of it") from None
 
 
-def make_channels(backend: str, host: str, timeout_s: float = 30.0) -> ProcessGroupChannels:
+def make_channels(backend: str, host: str, timeout_s: float = 30.0) -> ChannelMaker:
     """Raises ValueError for an unknown backend, and for a host that NCCL cannot be bound to."""
     if backend == "gloo":
-        return ProcessGroupChannels(GlooBackend(host, timeout_s), host, timeout_s)
+        return ChannelMaker(GlooBackend(host, timeout_s), host, timeout_s)
     if backend == "nccl":
-        return ProcessGroupChannels(NcclBackend(host), host, timeout_s)
+        return ChannelMaker(NcclBackend(host), host, timeout_s)
     raise ValueError(f"kv_transfer.backend must be 'gloo' or 'nccl', got {backend!r}")
 
 

@@ -38,12 +38,9 @@ class GatheredChunks:
     check.
     """
 
-    def __init__(
-        self, side: Side, book: OfferBook, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, side: Side, book: OfferBook) -> None:
         self._side = side
         self._book = book
-        self._clock = clock
         self._chunks: dict[tuple[Identity, int], Chunk] = {}
         self._shares: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -64,7 +61,7 @@ class GatheredChunks:
         except BaseException:
             self.free(chunk)
             raise
-        chunk.ends_at = self._clock() + self._side.deadlines.gathered_s
+        chunk.ends_at = time.monotonic() + self._side.deadlines.gathered_s
         self._chunks[key] = chunk
         return m.Gathered(chunk.data.nbytes, first_page, generations)
 
@@ -91,7 +88,7 @@ class GatheredChunks:
 
     def sweep(self) -> None:
         """Free what nobody asked for in time."""
-        now = self._clock()
+        now = time.monotonic()
         self._free_where(lambda _, chunk: chunk.ends_at <= now)
 
     def _free_where(self, holds: Callable[[tuple[Identity, int], Chunk], bool]) -> None:

@@ -16,16 +16,11 @@ class GlooBackend:
     device = "cpu"
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        self._host = host
-        self._timeout = timedelta(seconds=timeout_s)
+        self._host, self._timeout_s = host, timeout_s
 
     def join(self, store: dist.Store, rank: int) -> Wire:
         """One end of two. Raises RuntimeError when the other end does not come in time."""
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = self._timeout
-        options._threads = 1
-        return GlooWire(dist.ProcessGroupGloo(store, rank, 2, options), rank)
+        return GlooWire(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
 
 
 class GlooWire:
@@ -45,3 +40,14 @@ class GlooWire:
 
     def destroy(self) -> None:
         self._group = None
+
+
+def gloo_group(
+    store: dist.Store, rank: int, num_ranks: int, host: str, timeout_s: float
+) -> dist.ProcessGroupGloo:
+    """A group that listens on ``host`` only; ``timeout_s`` bounds each wait for another rank."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, num_ranks, options)

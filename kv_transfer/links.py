@@ -43,15 +43,19 @@ class Link:
         Raises LayoutMismatch, NodeLost (another epoch, no answer) or HandoverError.
         """
         self._used_at = time.monotonic()
-        if not self._may_work():
+        if not self.has_channel:
             self._connecting = self._side.tasks.start(self._connect())
         assert self._connecting is not None
         return await asyncio.shield(self._connecting)
 
     @property
     def has_channel(self) -> bool:
-        """A channel, or one that is being built."""
-        return self._may_work()
+        """A usable channel, or one that is being built."""
+        connecting = self._connecting
+        if connecting is None or not connecting.done():
+            return connecting is not None
+        failed = connecting.cancelled() or connecting.exception() is not None
+        return not failed and connecting.result()[1].failure is None
 
     def drop_if_idle(self, idle_s: float) -> None:
         """End a channel that nobody has used for ``idle_s``."""
@@ -82,13 +86,6 @@ class Link:
             raise
         except (TandemError, ValueError, OSError) as error:
             raise HandoverError(f"{self.owner}: {method}: {error}") from error
-
-    def _may_work(self) -> bool:
-        connecting = self._connecting
-        if connecting is None or not connecting.done():
-            return connecting is not None
-        failed = connecting.cancelled() or connecting.exception() is not None
-        return not failed and connecting.result()[1].usable
 
     async def _connect(self) -> tuple[str, Channel]:
         nonce, maker = secrets.token_hex(16), self._side.maker

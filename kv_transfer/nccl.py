@@ -50,9 +50,9 @@ class NcclBackend:
     """``host`` is the address whose interface NCCL's sockets are bound to."""
 
     name = "nccl"
+    device = "cuda"
 
-    def __init__(self, host: str, device: str = "cuda") -> None:
-        self.device = device
+    def __init__(self, host: str) -> None:
         prepare(host)
 
     def join(self, store: dist.Store, rank: int) -> Wire:

@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 
 from core.config import KvTransferConfig
 from core.tasks import Tasks
-from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches, check_chunks
+from kv_transfer.channel import ChannelMaker
 from kv_transfer.staging import StagingPool
 
 Result = TypeVar("Result")
@@ -39,28 +39,23 @@ class Deadlines:
     idle_s: float = 300.0
 
 
+@dataclass(eq=False)
 class Side:
     """One end's parts; belongs to one Source or Sink. ``tasks`` outlive the calls that began
     them, and ``staging`` is all that the wire touches."""
 
-    def __init__(
-        self,
-        caches: Caches,
-        engine: EngineThread,
-        maker: ChannelMaker,
-        config: KvTransferConfig,
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        check_chunks(caches.layout, config.chunk_bytes)
-        self.caches = caches
-        self.engine = engine
-        self.maker = maker
-        self.config = config
-        self.deadlines = deadlines or Deadlines()
+    caches: Caches
+    engine: EngineThread
+    maker: ChannelMaker
+    config: KvTransferConfig
+    deadlines: Deadlines = Deadlines()
+
+    def __post_init__(self) -> None:
+        check_chunks(self.caches.layout, self.config.chunk_bytes)
         self.tasks = Tasks()
         self.staging = StagingPool(
-            config.staging_bytes,
-            config.chunk_bytes,
-            pin=caches.device.type == "cuda" and maker.device == "cpu",
-            device=maker.device,
+            self.config.staging_bytes,
+            self.config.chunk_bytes,
+            pin=self.caches.device.type == "cuda" and self.maker.device == "cpu",
+            device=self.maker.device,
         )

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from core.answer import TransferStats
 from core.control import Control, Done
 from core.errors import HandoverError, LayoutMismatch, TandemError
+from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.links import Link
-from kv_transfer.receiver import Job, Receiver
+from kv_transfer.pull import Pull
 from kv_transfer.side import Side
 
 log = logging.getLogger(__name__)
@@ -38,17 +39,9 @@ class Sink:
         self._me = seat, epoch
         self._side = side
         self._layout = side.caches.layout
-        self._receiver = Receiver(side)
         self._links: dict[str, Link] = {}
         self._num_pulls = 0
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
-
-    async def connect(self, owner: str, seat: str, epoch: int, control: Control) -> None:
-        """Build and warm the channel to a prefill rank ahead of its first pull.
-
-        Raises LayoutMismatch, NodeLost or HandoverError.
-        """
-        await self._link(owner, seat, epoch, control).ready()
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
@@ -61,16 +54,16 @@ class Sink:
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
         link = self._link(offer.owner, offer.seat, offer.epoch, control)
-        job = Job(link, offer, pages, (0,) * len(self._layout.groups))
-        renewal = self._side.tasks.start(self._keep_lease(job))
+        pull = Pull(self._side, link, offer, pages, (0,) * len(self._layout.groups))
+        renewal = self._side.tasks.start(self._keep_lease(pull))
         self._num_pulls += 1
         link.num_pulls += 1
         reason = "failed"
         try:
             await self._check(link, offer)
-            seal = await self._follow(job)
+            seal = await self._follow(pull)
             reason = "pulled"
-            return Pulled(seal, self._stats(job))
+            return Pulled(seal, pull.stats())
         except asyncio.CancelledError:
             reason = "cancelled"
             raise
@@ -78,12 +71,11 @@ class Sink:
             self._num_pulls -= 1
             link.num_pulls -= 1
             renewal.cancel()
-            self._side.tasks.start(self._release(job, reason))
+            self._side.tasks.start(self._release(pull, reason))
 
     async def close(self) -> None:
         """Drop every channel and wait for all that is under way."""
-        self._sweeper.cancel()
-        await asyncio.wait([self._sweeper])
+        await cancelled(self._sweeper)
         for rank in list(self._links):
             self._links.pop(rank).drop("closed")
         await self.idle()
@@ -133,65 +125,53 @@ class Sink:
             )
         await link.ready()
 
-    async def _follow(self, job: Job) -> m.Seal:
+    async def _follow(self, pull: Pull) -> m.Seal:
         patience_s = self._side.deadlines.progress_s
+        wait_s = min(self._side.deadlines.wait_s, patience_s)
         give_up_at = time.monotonic() + patience_s
         while True:
-            ready = await self._poll(job)
-            job.check(ready)
-            if ready.num_tokens != job.num_pulled or ready.is_queued:
-                await self._fetch(job, ready)
+            ask = m.Pull(pull.offer.identity, pull.num_pulled, wait_s)
+            ready: m.Ready = await pull.link.call("pull", ask, m.Ready, wait_s)
+            pull.check(ready)
+            if ready.num_tokens != pull.num_pulled or ready.is_queued:
+                await self._fetch(pull, ready)
                 give_up_at = time.monotonic() + patience_s
             if ready.seal is not None:
-                job.check_seal(ready.seal)
+                pull.check_seal(ready.seal)
                 return ready.seal
             if time.monotonic() > give_up_at:
                 raise HandoverError(
-                    f"{job.offer.identity}: nothing new for {patience_s} s, {ready.num_tokens} "
-                    f"tokens of {job.offer.num_tokens} so far, opened: {ready.opened}"
+                    f"{pull.offer.identity}: nothing new for {patience_s} s, {ready.num_tokens} "
+                    f"tokens of {pull.offer.num_tokens} so far, opened: {ready.opened}"
                 )
 
-    async def _poll(self, job: Job) -> m.Ready:
-        wait_s = min(self._side.deadlines.wait_s, self._side.deadlines.progress_s)
-        ask = m.Pull(job.offer.identity, job.num_pulled, wait_s)
-        ready: m.Ready = await job.link.call("pull", ask, m.Ready, wait_s)
-        return ready
-
-    async def _fetch(self, job: Job, ready: m.Ready) -> None:
-        parts = zip(self._layout.groups, job.num_pulled, ready.num_tokens, strict=True)
+    async def _fetch(self, pull: Pull, ready: m.Ready) -> None:
+        parts = zip(self._layout.groups, pull.num_pulled, ready.num_tokens, strict=True)
         chunk_bytes = self._side.staging.chunk_bytes
         try:
             async with asyncio.TaskGroup() as fetches:
                 for group, lo, hi in parts:
                     for part in chunks(group, lo, hi, chunk_bytes):
-                        fetches.create_task(self._receiver.fetch(job, group, *part))
+                        fetches.create_task(pull.fetch(group, *part))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        job.num_pulled = ready.num_tokens
+        pull.num_pulled = ready.num_tokens
 
-    def _stats(self, job: Job) -> TransferStats:
-        return TransferStats(
-            bytes=sum(read.num_bytes for read in job.read),
-            tokens=job.offer.num_tokens,
-            backend=self._side.maker.backend,
-            seconds=job.wire_s,
-        )
-
-    async def _keep_lease(self, job: Job) -> None:
+    async def _keep_lease(self, pull: Pull) -> None:
         while True:
-            await asyncio.sleep(job.link.lease_s / 3)
+            await asyncio.sleep(pull.link.lease_s / 3)
             try:
-                await job.link.call("renew", m.Renew(job.offer.identity), Done)
+                await pull.link.call("renew", m.Renew(pull.offer.identity), Done)
             except TandemError as error:
-                log.warning("lease of %s was not renewed: %s", job.offer.identity, error)
+                log.warning("lease of %s was not renewed: %s", pull.offer.identity, error)
 
-    async def _release(self, job: Job, reason: str) -> None:
-        if job.exchanges:
+    async def _release(self, pull: Pull, reason: str) -> None:
+        if pull.exchanges:
             # P may not have begun to send for a transfer that was cut off; released now, it
             # would fail, and its channel with it.
-            await asyncio.wait(list(job.exchanges))
-        identity = job.offer.identity
+            await asyncio.wait(list(pull.exchanges))
+        identity = pull.offer.identity
         try:
-            await job.link.call("release", m.Release(identity, reason), Done)
+            await pull.link.call("release", m.Release(identity, reason), Done)
         except TandemError as error:
             log.warning("lease of %s was not released, it will expire: %s", identity, error)

@@ -2,20 +2,21 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from core.control import Methods
 from core.errors import HandoverError
 from core.identity import Identity
+from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
-from kv_transfer.gathered import GatheredChunks
+from kv_transfer.base import Channel
+from kv_transfer.gathered import Chunk, GatheredChunks
 from kv_transfer.layout import check_same
 from kv_transfer.offered import Computed, OfferBook
-from kv_transfer.sender import Sender
 from kv_transfer.side import Side
+from kv_transfer.waiting import settled
 
 log = logging.getLogger(__name__)
 
@@ -27,29 +28,27 @@ class Source:
     for what has ended are ignored. Everything else belongs to the asyncio loop.
     """
 
-    def __init__(self, side: Side, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, side: Side) -> None:
         self._side = side
         self._layout = side.caches.layout
-        self._book = OfferBook(len(self._layout.groups), side.config.lease_s, clock)
+        self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
         self._channels = AcceptedChannels(side)
-        self._gathered = GatheredChunks(side, self._book, clock)
-        self._sender = Sender(self._channels, self._gathered)
+        self._gathered = GatheredChunks(side, self._book)
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
-            "gather": (m.Gather, self._gather),
-            "send": (m.Send, self._send),
-            "renew": (m.Renew, self._renew),
-            "release": (m.Release, self._release),
-            "hang_up": (m.HangUp, self._hang_up),
+            "gather": (m.Gather, lambda ask: side.tasks.detached(self._gathered.gather(ask))),
+            "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
+            "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
+            "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
+            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce)),
         }
 
     async def stop(self) -> None:
         """End every offer, channel and task; the engine loop must still run."""
-        self._sweeper.cancel()
-        await asyncio.wait([self._sweeper])
+        await cancelled(self._sweeper)
         for identity in self._book.open_ones():
             self._end(identity, "the prefill node is shutting down")
         self._channels.drop_all()
@@ -115,9 +114,6 @@ class Source:
         address = await self._channels.accept(ask)
         return m.Address(address, self._book.lease_s)
 
-    async def _hang_up(self, ask: m.HangUp) -> None:
-        self._channels.drop(ask.nonce)
-
     async def _pull(self, ask: m.Pull) -> m.Ready:
         num_groups = len(self._layout.groups)
         if len(ask.num_pulled) != num_groups:
@@ -127,17 +123,36 @@ class Source:
             return m.Ready(False, (0,) * num_groups, None)
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
 
-    async def _renew(self, ask: m.Renew) -> None:
-        self._book.renew(ask.identity)
-
-    async def _release(self, ask: m.Release) -> None:
-        self._end(ask.identity, f"released: {ask.reason}")
-
-    async def _gather(self, ask: m.Gather) -> m.Gathered:
-        return await self._side.tasks.detached(self._gathered.gather(ask))
-
     async def _send(self, ask: m.Send) -> m.Sent:
-        return await self._side.tasks.detached(self._sender.send(ask))
+        """Send what was gathered on the channel that D's receive is launched on. Must run to its
+        end.
+
+        Raises HandoverError for a chunk, channel or transfer id that is not to be had; the
+        channel is gone then.
+        """
+        channel = await self._channels.get(ask.nonce)
+        try:
+            if ask.transfer_id != channel.num_transfers:
+                raise HandoverError(
+                    f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
+                )
+            chunk = self._gathered.take(ask.identity, ask.ticket)
+            await self._transfer(channel, chunk)
+        except BaseException as error:
+            # D's receive is posted and nothing will fill it: only dropping the channel ends it.
+            channel.abort(f"transfer {ask.transfer_id} failed: {error}")
+            self._channels.drop(ask.nonce)
+            raise
+        return m.Sent(ask.transfer_id, chunk.data.nbytes)
+
+    async def _transfer(self, channel: Channel, chunk: Chunk) -> None:
+        try:
+            await settled(channel.send(chunk.data).done, channel)
+        except BaseException as error:
+            channel.abort(f"sending failed: {error}")
+            self._gathered.quarantine(chunk, channel.terminal)
+            raise
+        self._gathered.free(chunk)
 
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)

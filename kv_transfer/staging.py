@@ -1,8 +1,8 @@
-"""Staging buffers, the only memory the wire touches, and the copies between them and caches."""
+"""Staging buffers, the only memory the wire touches, and when the device has filled them."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -92,28 +92,6 @@ class StagingPool:
         self._credits.release()
 
 
-def gather(caches: Sequence[Tensor], slots_T: Tensor, out: Tensor) -> None:
-    """Copy slots of every layer into ``out``, uint8 ``[num_layers, T, bytes_per_token]``.
-
-    ``caches`` are ``[num_slots, width]`` of any one dtype; ``slots_T`` is int64 on their device.
-    """
-    rows = _widest_view(out)
-    for layer, cache in enumerate(caches):
-        source = cache.view(torch.uint8).view(rows.dtype)
-        if out.device == cache.device:
-            torch.index_select(source, 0, slots_T, out=rows[layer])
-        else:
-            rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
-
-
-def scatter(staged: Tensor, slots_T: Tensor, caches: Sequence[Tensor]) -> None:
-    """The reverse of `gather`: write ``staged`` into those slots of every layer."""
-    rows = _widest_view(staged)
-    for layer, cache in enumerate(caches):
-        target = cache.view(torch.uint8).view(rows.dtype)
-        target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
-
-
 def fence(device: torch.device) -> Fence | None:
     """Marks the work enqueued on ``device``'s current stream; None where copies are done."""
     if device.type != "cuda":
@@ -127,9 +105,3 @@ async def passed(mark: Fence | None) -> None:
     """Wait for a fence without blocking the loop."""
     if mark is not None:
         await in_thread(mark)
-
-
-def _widest_view(staged: Tensor) -> Tensor:
-    """Rows as wide integers where their width and place allow it: index copies go faster."""
-    aligned = staged.shape[-1] % 8 == 0 and staged.storage_offset() % 8 == 0
-    return staged.view(torch.int64) if aligned else staged

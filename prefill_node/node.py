@@ -42,7 +42,7 @@ class PrefillNode:
         parts.loop.add(self.engine)
         own: Methods = {
             "prefill": (Prefill, self._prefill),
-            "cancel": (Cancel, self._cancel),
+            "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
             "load": (None, self._load),
             "status": (None, self._status),
         }
@@ -123,10 +123,7 @@ class PrefillNode:
         raw = hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw, str(hidden_D.dtype).removeprefix("torch.")
 
-    async def _cancel(self, asked: Cancel) -> None:
-        self.source.fail(asked.identity, "it was cancelled")
-
-    async def _load(self, _: None) -> Load:
+    def _load(self, _: None) -> Load:
         """Read without waiting for the engine: how far that is, is what it tells."""
         return Load(self.loop.watch.pace(), self.engine.scheduler.num_tokens_left)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from core.errors import NodeLost, RankDied
 from core.membership import FrameAddress
-from core.schema import Failure, encode_failure, raise_failure, unpack
+from core.schema import Failure, encode_failure, error_of, unpack
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class FrameStream:
         try:
             while (num_bytes := _HEADER.unpack(await read(_HEADER.size))[0]) > 0:
                 yield await read(num_bytes)
-            raise_failure(unpack(Failure, await self._reader.read()))
+            raise error_of(unpack(Failure, await self._reader.read()))
         except (OSError, asyncio.IncompleteReadError) as error:
             raise RankDied(f"{self._name}: its frames ended: {error}") from error
         finally:

@@ -16,6 +16,7 @@ from core.errors import EpochEnded, NodeLost, StepFailed
 from core.membership import ExpertRows, Meeting, NodeInfo, RankSpec, RankState
 from core.placement import Placement
 from core.schema import encode_failure, failure_of, pack, unpack
+from core.tasks import cancelled
 from runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,7 @@ class RankShell:
         """Void rows, leases and channels; process and weights stay. Returns when nothing of this
         life runs any more, and raises NodeLost if that cannot be brought about."""
         if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
+            await cancelled(self._joining)
         if self._hub is not None:
             self._hub.close()
         if self._rank is not None:
@@ -127,7 +127,8 @@ class RankShell:
             pace, num_held = self._rank.loop.watch.pace(), self._rank.num_held
             self._state = replace(self._state, pace=pace, num_held=num_held)
             if (error := self._rank.loop.failure) is not None:
-                self._stopped(error)
+                is_over = isinstance(error, EpochEnded)
+                self._fail(error if is_over else StepFailed(f"the engine stopped: {error!r}"))
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
@@ -155,12 +156,12 @@ class RankShell:
             await self._rank.stop()
             self._rank.loop.box.close()
 
-    def _stopped(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
+        """This life of it is over, or the rank has failed for good."""
         if isinstance(error, EpochEnded):
             self._state = replace(self._state, ended=failure_of(error))
         else:
-            lost = failure_of(StepFailed(f"the engine stopped: {error!r}"))
-            self._state = replace(self._state, failure=lost)
+            self._state = replace(self._state, failure=failure_of(error))
 
     async def _load(self) -> None:
         try:
@@ -171,17 +172,16 @@ class RankShell:
             self._state = replace(self._state, is_loaded=True)
         except Exception as error:
             log.exception("%s cannot be built", self._spec.name)
-            self._state = replace(self._state, failure=failure_of(error))
+            self._fail(error)
 
     async def _join(self, meeting: Meeting | None) -> None:
         try:
             self._rank = rank = await self.begin(self._spec, self._memory, meeting)
             self._state = replace(self._state, info=rank.info)
-        except EpochEnded as error:
-            self._state = replace(self._state, ended=failure_of(error))
         except Exception as error:
-            log.exception("%s cannot be built", self._spec.name)
-            self._state = replace(self._state, failure=failure_of(error))
+            if not isinstance(error, EpochEnded):
+                log.exception("%s cannot be built", self._spec.name)
+            self._fail(error)
 
     def _on_loaded(self, share: float) -> None:
         self._progress = share

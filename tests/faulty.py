@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kv_transfer.base import Direction, Wire
-from kv_transfer.channel import ProcessGroupChannels
+from kv_transfer.channel import ChannelMaker
 from kv_transfer.gloo import GlooBackend
 
 WARM = 2
@@ -89,7 +89,7 @@ class FaultyWire:
             self._wire.destroy()
 
 
-class FaultyChannels(ProcessGroupChannels):
+class FaultyChannels(ChannelMaker):
     """``fault`` can be exchanged at any time; also the store's client can fail or hang."""
 
     def __init__(self, host: str, timeout_s: float) -> None:

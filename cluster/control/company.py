@@ -4,12 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.control.ranks import RankHandle
 from cluster.control.verdict import LifeOver, check
 from core.errors import EpochEnded, NodeLost
 from core.membership import ExpertRows, RankState
+
+if TYPE_CHECKING:
+    from cluster.control.machines import RayRank
 
 LEAVE_S = 10.0
 """Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
@@ -23,7 +25,7 @@ class Company:
     ``suspicion``."""
 
     def __init__(self, gang: str, num_ranks: int, silence_s: float) -> None:
-        self.handles: dict[int, RankHandle] = {}
+        self.handles: dict[int, RayRank] = {}
         self.states: dict[int, RankState] = {}
         self.suspicion = ""
         self._gang = gang

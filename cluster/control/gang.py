@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
-from cluster.control.plan import GangPlan
-from cluster.control.ranks import Birth, Machines, Numbers, RankHandle
+from cluster.control.plan import Birth, GangPlan
 from cluster.control.verdict import LifeOver, cause, check, has_failed
 from core.config import TandemConfig
 from core.errors import Overloaded
@@ -26,6 +26,11 @@ from core.membership import (
 )
 from core.placement import Placement
 from core.schema import failure_of
+from core.tasks import cancelled
+
+if TYPE_CHECKING:
+    from cluster.control.controller import Controller
+    from cluster.control.machines import RayMachines, RayRank
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
@@ -35,8 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class GangKeeper:
-    """Owns the ``ranks`` of one gang. ``gang`` is what there is to know; ``on_change`` is called
-    after it has changed.
+    """Owns the ``ranks`` of one gang, which ``machines`` begin. ``gang`` is what there is to know;
+    ``on_change`` is called after it has changed. Epochs, and what ranks are to remember of them,
+    come from the ``controller``.
 
     A life ends with any of its ranks. The others keep process and weights and are in the next one,
     unless they cannot leave this one.
@@ -46,15 +52,15 @@ class GangKeeper:
         self,
         plan: GangPlan,
         config: TandemConfig,
-        machines: Machines,
-        numbers: Numbers,
+        machines: "RayMachines",
+        controller: "Controller",
         on_change: Callable[[], None],
     ) -> None:
         self.gang = Gang(plan.name, plan.kind, 0, STARTING)
         self._plan = plan
         self._config = config
         self._machines = machines
-        self._numbers = numbers
+        self._controller = controller
         self._on_change = on_change
         self.placement: Placement | None = None
         """Of experts, in the lives to come; None is the plain order."""
@@ -67,7 +73,7 @@ class GangKeeper:
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, ranks: Sequence[RankHandle] = (), spec: RankSpec | None = None) -> None:
+    def start(self, ranks: "Sequence[RayRank]" = (), spec: RankSpec | None = None) -> None:
         """Keep it alive from now on: ``ranks`` of a life that was adopted, of which ``spec`` is
         one, or a new life. A gang that is down gets as many tries as at first; a running one is
         left alone."""
@@ -95,8 +101,7 @@ class GangKeeper:
     async def stop(self, deadline_s: float) -> None:
         """Ranks stop by themselves within ``deadline_s`` seconds, then are killed."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancelled(self._task)
         await self.ranks.stop(deadline_s)
         await self._clear()
         self._is_draining = False
@@ -118,7 +123,7 @@ class GangKeeper:
         """One life; returns only by raising what ended it."""
         missing = self.ranks.missing
         if missing or self.gang.state == LOST:
-            epoch = self._numbers.next_epoch()
+            epoch = self._controller.next_epoch()
             if not self.ranks.handles:
                 self._room = epoch
             self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
@@ -127,7 +132,7 @@ class GangKeeper:
             self.ranks.handles |= begun
         while True:
             self._look.clear()
-            if states := await self.ranks.ask(self._numbers.seen):
+            if states := await self.ranks.ask(self._controller.seen):
                 if len(states) > 1 and all(state.is_loaded for state in states):
                     await self.ranks.join(states, self.gang.epoch, self._room)
                 self._note(states)

@@ -10,7 +10,7 @@ from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TandemConfig
 from core.membership import DOWN, READY, STARTING, Membership, NodeInfo
-from core.schema import raise_failure
+from core.schema import error_of
 from model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ async def _started(members: RayMembers, on_progress: OnProgress) -> Membership:
             return snapshot
         for gang in snapshot.gangs:
             if gang.state == DOWN and gang.failure is not None:
-                raise_failure(gang.failure)
+                raise error_of(gang.failure)
         snapshot = await members.changed(snapshot.version)
 
 

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.control.colocated_actor import ColocatedActor
-from cluster.control.plan import GangPlan, hosts_of, no_room
-from cluster.control.ranks import Birth, LastWords
+from cluster.control.plan import Birth, GangPlan, hosts_of, no_room
+from cluster.control.verdict import LastWords
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
 from core.info import COLOCATED, DECODE, PREFILL
@@ -40,7 +40,8 @@ DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 1
 
 
 class RayRank:
-    """A rank's actor as its keeper holds it, building itself at the latest from now on."""
+    """A rank's actor as its keeper holds it, building itself at the latest from now on. Calls raise
+    NodeLost when it is dead, TimeoutError when that cannot be told now."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -59,12 +60,15 @@ class RayRank:
             raise NodeLost(f"{self.name}: {error}") from error
 
     async def host(self) -> Meeting:
+        """Of rank 0: where the ranks of a new life meet."""
         return unpack(Meeting, await self._told(self._actor.host.remote()))
 
     async def join(self, spec: RankSpec, meeting: Meeting) -> None:
+        """Begin a life; ``who`` tells when the rank is ready."""
         await self._told(self._actor.join.remote(pack(spec), pack(meeting)))
 
     async def leave(self) -> None:
+        """End this life of it, not its process. NodeLost also if it cannot."""
         await self._told(self._actor.leave.remote())
 
     async def expert_rows(self) -> ExpertRows:
@@ -85,6 +89,7 @@ class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
     async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig) -> dict[int, RayRank]:
+        """Ranks that load from now on. Raises Overloaded when there is no room for them."""
         group = await asyncio.to_thread(_room, plan, birth)
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
         specs = plan.specs(birth.epoch, hosts)
@@ -96,6 +101,7 @@ class RayMachines:
         }
 
     async def last_words(self, state: RankState) -> LastWords:
+        """Of a rank that has been killed, from its machine; empty where that cannot be had."""
         try:
             async with asyncio.timeout(WORDS_TIMEOUT_S):
                 if Path(state.box_path).exists() or Path(state.log_path).exists():
@@ -107,6 +113,7 @@ class RayMachines:
             return LastWords()
 
     async def clear(self, gang: str) -> None:
+        """Give back the room of every life of a gang; its ranks have been killed."""
         await asyncio.to_thread(remove_groups, (), f"{gang}.")
 
 

@@ -15,6 +15,7 @@ from core.control import Control
 from core.errors import TandemError
 from core.membership import Gang, Membership, RankSpec
 from core.schema import decode
+from core.tasks import cancelled
 from decode_node.actor import NAMESPACE, RayControl
 
 WAIT_S = 30.0
@@ -60,8 +61,7 @@ class RayMembers:
 
     async def close(self) -> None:
         """Leave; the cluster goes on."""
-        self._follower.cancel()
-        await asyncio.gather(self._follower, return_exceptions=True)
+        await cancelled(self._follower)
 
     async def _follow(self) -> None:
         while True:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from core.config import AUTO, TandemConfig
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import RankSpec, RankState
+from core.placement import Placement
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,6 +32,18 @@ class GangPlan:
             RankSpec(self.name, self.kind, epoch, rank, self.num_ranks, host)
             for rank, host in enumerate(hosts)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Processes to begin for the life ``epoch``: of the ranks ``missing``, in the room that was
+    taken for the life ``room``, which is taken now if it is the same. ``placement`` is where their
+    experts lie, None in plain order."""
+
+    epoch: int
+    room: int
+    missing: Sequence[int]
+    placement: Placement | None = None
 
 
 def plan_gangs(config: TandemConfig) -> list[GangPlan]:

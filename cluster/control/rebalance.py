@@ -15,7 +15,7 @@ from core.balance import balance_ratio, rebalance
 from core.errors import NodeLost
 from core.membership import DOWN, READY, ExpertRows, Gang
 from core.placement import Placement
-from core.schema import raise_failure
+from core.schema import error_of
 
 MIN_GAIN = 0.01
 """Of the ratio, for which a gang is begun anew."""
@@ -71,7 +71,7 @@ async def _begin_anew(
     while keeper.gang.state not in (READY, DOWN):
         await asyncio.sleep(POLL_S)
     if keeper.gang.state == DOWN and keeper.gang.failure is not None:
-        raise_failure(keeper.gang.failure)
+        raise error_of(keeper.gang.failure)
 
 
 def num_held(keeper: GangKeeper) -> int:

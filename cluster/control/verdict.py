@@ -1,14 +1,22 @@
 """Who or what ended a gang's life: pure decisions over what its ranks said and left."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cluster.control.ranks import LastWords
 from core.errors import NodeLost, ProgramFailed, StepFailed
 from core.membership import InStep, RankState
 from core.schema import error_of
 
 FATAL = "Fatal Python error"
 """How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What a dead rank left: the end of its log, and who was in its step."""
+
+    log: str = ""
+    in_step: InStep | None = None
 
 
 class LifeOver(Exception):

@@ -3,7 +3,7 @@
 import math
 import uuid
 from collections.abc import Collection, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -13,6 +13,9 @@ from cluster.proto.mapping import acceptance_from_proto
 from core.info import ModelInfo
 from core.request import Request, SamplingParams, Speculation, TokenBias
 from core.stopping import stop_ids
+
+if TYPE_CHECKING:
+    from model.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 MAX_REQUEST_ID_LEN = 128
@@ -25,15 +28,6 @@ _ONLY_GREEDY = (
     "ACCEPTANCE_RELAXED is for greedy requests; use 0, or ACCEPTANCE_STRICT or _REJECTION"
 )
 ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
-
-
-class Tokenizer(Protocol):
-    @property
-    def longest_token_bytes(self) -> int | None:
-        """Most bytes of text that one token stands for; None where no number bounds it."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, the beginning-of-sequence token in front."""
 
 
 class Bounds(NamedTuple):
@@ -93,7 +87,7 @@ def bounds(message: pb.GenerateRequest, model: ModelInfo) -> dict[str, Bounds]:
     }
 
 
-def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> Request:
+def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
     """``message`` as a request that ``model`` can serve.
 
     Raises ``ValueError`` naming the field, its value and what would be right.
@@ -139,7 +133,7 @@ def request_id(given: str) -> str:
 
 
 def _prompt_ids(
-    message: pb.GenerateRequest, model: ModelInfo, tokenizer: Tokenizer, token: Bounds
+    message: pb.GenerateRequest, model: ModelInfo, tokenizer: "Tokenizer", token: Bounds
 ) -> tuple[int, ...]:
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -162,7 +156,7 @@ def _prompt_ids(
     return tuple(ids) if kind == "text" else _token_ids(kind, ids, token, len(ids))
 
 
-def _check_bytes(text: str, model: ModelInfo, tokenizer: Tokenizer) -> None:
+def _check_bytes(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> None:
     """Refuse untokenised what has too many tokens however it is tokenised."""
     num_bytes, longest = len(text.encode()), tokenizer.longest_token_bytes
     if longest is not None and num_bytes > (most := (model.max_model_len - 1) * longest):

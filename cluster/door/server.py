@@ -2,17 +2,20 @@
 
 import asyncio
 import socket
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.door.malformed import RefuseMalformed
-from cluster.door.servicer import Gateway, InferenceServicer
+from cluster.door.servicer import InferenceServicer
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
+
+if TYPE_CHECKING:  # the client's commands need no torch
+    from cluster.gateway.gateway import ClusterGateway
 
 SERVICE = "tandem.v1.Inference"
 CLOSE_S = 5.0
@@ -69,13 +72,13 @@ class Server:
         self.address = f"{address.rpartition(':')[0]}:{port}"
         await self._server.start()
 
-    async def attach(self, gateway: Gateway) -> None:
+    async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
         self._servicer.gateway = gateway
         await self.set_healthy(gateway.is_healthy())
         self._watcher = asyncio.create_task(self._watch(gateway))
 
-    async def _watch(self, gateway: Gateway) -> None:
+    async def _watch(self, gateway: "ClusterGateway") -> None:
         """Tell health checks when the nodes are lost."""
         while True:
             await asyncio.sleep(WATCH_S)

@@ -1,15 +1,15 @@
-"""The four calls of ``tandem.v1.Inference`` over whatever ``Gateway`` answers them."""
+"""The four calls of ``tandem.v1.Inference`` over the gateway that answers them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.door.request_mapping import Tokenizer, request_id, to_request
+from cluster.door.request_mapping import request_id, to_request
 from cluster.door.status_codes import status_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
@@ -17,8 +17,11 @@ from cluster.proto.mapping import piece_to_proto, to_proto
 from cluster.proto.wire import STREAM_KEY
 from core.answer import Finished, Piece
 from core.errors import Draining
-from core.info import DRAINING, STARTING, ModelInfo, ServerStatus
+from core.info import DRAINING, STARTING, ServerStatus
 from core.request import Request
+
+if TYPE_CHECKING:  # the client's commands need no torch
+    from cluster.gateway.gateway import ClusterGateway
 
 STATUS_S = 5.0
 """How long the status of a failed call waits for its client to read what was sent before."""
@@ -26,40 +29,6 @@ STATUS_S = 5.0
 _Answer = TypeVar("_Answer")
 _Message = TypeVar("_Message")
 _Context: TypeAlias = grpc.aio.ServicerContext
-
-
-class Gateway(Protocol):
-    """What answers requests. Every error it raises becomes a status by ``status_of``."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Used from worker threads, several at once."""
-
-    def model_info(self) -> ModelInfo:
-        """What is served; does not change while serving."""
-
-    async def status(self) -> ServerStatus:
-        """The state of the cluster now."""
-
-    def is_healthy(self) -> bool:
-        """Whether new requests can be served: a usable pair of nodes is left."""
-
-    def check_room(self, num_streams: int) -> None:
-        """``Overloaded`` when a request more could not be queued, or when so many open streams are
-        more than this server can have answers for. Cheap: asked before the prompt is read."""
-
-    def generate(
-        self, request: Request, *, is_aborted: bool = False
-    ) -> AsyncGenerator[Piece, None]:
-        """Deltas, and one ``Finished`` per answer. Closed or cancelled when the client has gone.
-        One that ``is_aborted`` already ends before it is begun.
-
-        The text of the deltas goes on where complete characters of ``request.output_ids`` end; if
-        those are a whole answer there is no delta.
-        """
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets ``Finished``. False if no such request is running."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,10 +76,11 @@ def _reported(
 
 
 class InferenceServicer(rpc.InferenceServicer):
-    """Refuses requests with UNAVAILABLE until it has a ``gateway`` and while ``draining``."""
+    """Refuses requests with UNAVAILABLE until it has a ``gateway`` and while ``draining``. Every
+    error that the gateway raises becomes a status by ``status_of``."""
 
     def __init__(self, mode: str, write_s: float) -> None:
-        self.gateway: Gateway | None = None
+        self.gateway: ClusterGateway | None = None
         self.draining = False
         self._mode = mode
         self._write_s = write_s
@@ -165,7 +135,7 @@ class InferenceServicer(rpc.InferenceServicer):
         state = DRAINING if self.draining else status.state
         return to_proto(pb.Status, replace(status, state=state, num_running=len(self._streams)))
 
-    def _ready(self) -> Gateway:
+    def _ready(self) -> "ClusterGateway":
         if self.gateway is None:
             raise Draining("the server is still starting; try again in a while")
         return self.gateway

@@ -14,6 +14,7 @@ from core.answer import (
     Usage,
 )
 from core.errors import Preempted
+from core.info import ModelInfo
 from core.request import ABORT, LENGTH, PREEMPTED, STOP, Request, SequenceUpdate
 from core.stopping import cut, num_budget, stop_ids
 from model.tokenizer import TextStream
@@ -31,12 +32,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        request: Request,
-        text: TextStream,
-        eos_ids: tuple[int, ...],
-        max_model_len: int,
-        index: int = 0,
+        self, request: Request, text: TextStream, model: ModelInfo, index: int = 0
     ) -> None:
         self.request = request
         self.index = index
@@ -44,8 +40,8 @@ class Answer:
         self.finish_reason: str | None = None
         sampling = request.sampling
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
-        self._stops = stop_ids(sampling, eos_ids)
-        self._max_model_len = max_model_len
+        self._stops = stop_ids(sampling, model.eos_token_ids)
+        self._max_model_len = model.max_model_len
         self._resume(request.output_ids)
         self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()

@@ -14,14 +14,17 @@ from cluster.gateway.frame_reader import LONGEST_PAUSE_S, listen
 from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
+from core.config import TandemConfig
 from core.control import Control
-from core.identity import Identity
+from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
+from core.tasks import cancelled
 
 log = logging.getLogger(__name__)
 HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
 LOOK_S, WAIT_S = 0.05, 0.2
+LONGEST_BEAT_S = 1.0
 VERDICT_S = 3.0
 """How long an answer waits to learn what a rank died of before it goes on elsewhere."""
 
@@ -59,20 +62,17 @@ class Pair:
 
 
 class Fleet:
-    """Owned by one asyncio loop. ``warm`` sends a request over a new pair."""
+    """Owned by one asyncio loop. ``warm`` sends a request over a new pair, ``session`` is the nonce
+    under which its ranks hold what they are asked for."""
 
     def __init__(
-        self,
-        members: Members,
-        session: int,
-        beat_s: float,
-        stuck_s: float,
-        warm: Callable[[Pair], Awaitable[None]],
+        self, members: Members, config: TandemConfig, warm: Callable[[Pair], Awaitable[None]]
     ) -> None:
-        self.session = session
+        self.session = nonce()
         self.ranks: dict[str, Handle] = {}
         self._members = members
-        self._beat_s, self._stuck_s = beat_s, stuck_s
+        self._beat_s = min(LONGEST_BEAT_S, config.kv_transfer.lease_s / 4)
+        self._stuck_s = config.control.stuck_s
         self._warm = warm
         self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
         """By what they do and the names of the ranks that they do it for."""
@@ -84,10 +84,7 @@ class Fleet:
         await asyncio.gather(*(task for key, task in self._tasks.items() if key[0] == WARM_UP))
 
     async def stop(self) -> None:
-        tasks = [self._follower, *self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._follower, *self._tasks.values())
 
     def of_kind(self, kind: str) -> list[Handle]:
         """The ranks that prefill, or those that decode; a colocated one does both."""

@@ -16,7 +16,7 @@ from core.answer import Piece, TransferStats
 from core.control import Done
 from core.errors import NodeLost
 from core.request import Request
-from core.schema import decode, pack, raise_failure
+from core.schema import decode, error_of, pack
 from core.tasks import Tasks
 from decode_node import messages as on_decode
 from kv_transfer.layout import PROTOCOL
@@ -55,7 +55,7 @@ async def run_request(
             while not answer.is_finished:
                 update = await inbox.get()
                 if update.failure is not None:
-                    raise_failure(update.failure)
+                    raise error_of(update.failure)
                 decoded = update.finish_reason is not None
                 answer.update(update)
                 tell(answer.delta(update.token_ids, update.logprobs))

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
+from core.control import ask
 from core.errors import NodeLost
 from core.identity import Identity
 from core.pace import Pace
 from core.request import TokenFrame
-from core.schema import decode, unpack
+from core.schema import unpack
 from prefill_node.messages import Load
 from runtime.frames import FrameStream, connect
 
@@ -51,11 +52,7 @@ async def listen(
 
 async def _ask(handle: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
     while True:
-        try:
-            async with asyncio.timeout(bound_s):
-                load = decode(Load, await handle.control.call("load", b""))
-        except TimeoutError:
-            raise NodeLost(f"no sign of life for {bound_s:g} s") from None
+        load = await ask(handle.control, "load", None, Load, bound_s)
         handle.num_other_tokens = max(0, load.num_tokens - handle.num_tokens)
         bound_s = _heard(handle, load.pace, retries)
         await asyncio.sleep(beat_s)

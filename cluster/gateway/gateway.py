@@ -23,7 +23,7 @@ from cluster.gateway.router import choose_route
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import HandoverError, NodeLost, Overloaded, Preempted, StepFailed
-from core.identity import Identity, nonce
+from core.identity import Identity
 from core.info import DECODE, SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request, SamplingParams
 from core.stopping import num_budget
@@ -31,7 +31,6 @@ from model.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3
-LONGEST_BEAT_S = 1.0
 SPARE_STREAMS = 64
 """Open ones beyond those that may have or wait for a row: their clients still read."""
 
@@ -45,8 +44,7 @@ class ClusterGateway:
         self._model: ModelInfo | None = None
         self._affinity = PrefixAffinity()
         self._running: dict[str, Streams] = {}
-        beat_s = min(LONGEST_BEAT_S, config.kv_transfer.lease_s / 4)
-        self.fleet = Fleet(members, nonce(), beat_s, config.control.stuck_s, self._warm)
+        self.fleet = Fleet(members, config, self._warm)
 
     def model_info(self) -> ModelInfo:
         """What is served; the same for all lives of all ranks."""
@@ -95,9 +93,7 @@ class ClusterGateway:
         return request_id in self._running
 
     def _begin(self, index: int, request: Request) -> Answer:
-        model = self.model_info()
-        text = TextStream(self.tokenizer)
-        return Answer(request, text, model.eos_token_ids, model.max_model_len, index)
+        return Answer(request, TextStream(self.tokenizer), self.model_info(), index)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode rank are left that work together."""

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from core.control import Control
+from core.control import Control, ask
 from core.errors import NodeLost
 from core.identity import Identity
 from core.info import NodeStatus
 from core.membership import NodeInfo
 from core.request import ERROR, SequenceUpdate, TokenFrame
-from core.schema import Failure, decode
+from core.schema import Failure
 
 STATUS_TIMEOUT_S = 2.0
 
@@ -77,8 +77,7 @@ class Handle:
 
     async def status(self) -> NodeStatus:
         """What the rank says of itself now; raises whatever keeps it from that."""
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            return decode(NodeStatus, await self.control.call("status", b""))
+        return await ask(self.control, "status", None, NodeStatus, STATUS_TIMEOUT_S)
 
     def open_inbox(self, identity: Identity) -> "asyncio.Queue[SequenceUpdate]":
         """Where the sequence's updates will arrive."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.errors import EpochEnded
 from core.pace import Place
+from kv_transfer.gloo import gloo_group
 from kv_transfer.nccl import prepare
 
 CONNECT_S = 30.0
@@ -39,19 +40,19 @@ class Collectives:
         """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring of R - 1 rounds, in which each
         rank waits for its neighbour alone."""
         if x.device.type == "cpu":
-            return self._all_to_all("all_gather", x.expand(self.num_ranks, *x.shape))
+            return self.all_to_all(x.expand(self.num_ranks, *x.shape), what="all_gather")
         out = x.new_empty(self.num_ranks, *x.shape)
         self._call("all_gather", lambda group: group._allgather_base(out, x))
         return out
 
     def all_to_all(
-        self, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
+        self,
+        x: Tensor,
+        num_sent: Sequence[int] = (),
+        num_received: Sequence[int] = (),
+        what: str = "all_to_all",
     ) -> Tensor:
-        return self._all_to_all("all_to_all", x, num_sent, num_received)
-
-    def _all_to_all(
-        self, what: str, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
-    ) -> Tensor:
+        """Rows of ``x`` to every rank, and those received; ``what`` is told of who is late."""
         num_rows = sum(num_received) if num_received else len(x)
         x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
         given = out, x, [*num_received], [*num_sent], self._options
@@ -90,22 +91,16 @@ def connect(
 
     Raises EpochEnded when they do not come.
     """
-    make = _gloo if device.type == "cpu" else _nccl
     try:
-        group = make(store(), rank, num_ranks, host)
+        if device.type == "cpu":
+            group: Any = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
+        else:
+            group = _nccl(store(), rank, num_ranks, host)
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))
     except (RuntimeError, OSError) as error:
         raise EpochEnded(f"rank {rank}: the gang does not come together: {error}") from None
     return collectives
-
-
-def _gloo(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=CONNECT_S)
-    options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
 
 
 def _nccl(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:

@@ -14,8 +14,6 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
 from core.membership import Meeting
 from core.schema import pack, unpack
 from kv_transfer.channel import store_server
@@ -41,16 +39,12 @@ class Hub:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), backlog=num_ranks)
         self._listener.settimeout(CONNECT_S)
-        self._store, address = store_server(host, CONNECT_S)
+        self.store, address = store_server(host, CONNECT_S)
         ports = self._listener.getsockname()[1], int(address.rpartition(":")[2])
         self.meeting = Meeting(host, *ports, self._token)
         self._connections: dict[int, socket.socket] = {}
         self._is_closed = False
         self._thread: threading.Thread | None = None
-
-    @property
-    def store(self) -> dist.Store:
-        return self._store
 
     def run(self, decide: Decide[Any, Any], proposal: type) -> None:
         rounds: Rounds[Any, Any] = Rounds(self._num_ranks, decide)

@@ -1,11 +1,10 @@
 """How a rank enters a life of its gang."""
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from core.membership import Meeting, RankSpec
+from kv_transfer.channel import store_client
 from runtime.gang.collectives import CONNECT_S, connect
 from runtime.gang.hub import Hub
 from runtime.gang.member import Member
@@ -21,15 +20,12 @@ def join(
     """Meet the other ranks; ``hub`` is rank 0's, ``watch`` that of this rank's engine thread.
     Blocks for as long as they take to come, at most twice CONNECT_S. Raises EpochEnded when they
     do not."""
-    collectives = connect(
-        lambda: _store(meeting, hub), spec.rank, spec.num_ranks, device, spec.host
-    )
+
+    def store() -> dist.Store:
+        if hub is not None:
+            return hub.store
+        return store_client(meeting.host, meeting.store_port, CONNECT_S)
+
+    collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
     watch.place = lambda: collectives.place
     return Member(spec, meeting, collectives, hub, lambda: DATA_FACTOR * watch.bound_s)
-
-
-def _store(meeting: Meeting, hub: Hub | None) -> dist.Store:
-    if hub is not None:
-        return hub.store
-    where, timeout = (meeting.host, meeting.store_port), timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(*where, None, False, timeout, wait_for_workers=False)

@@ -15,8 +15,8 @@ import torch
 from core.config import KvTransferConfig
 from core.control import Service
 from core.identity import Identity
-from kv_transfer.base import ChannelMaker
 from kv_transfer.caches import Caches
+from kv_transfer.channel import ChannelMaker
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Deadlines, Side

@@ -16,8 +16,7 @@ import torch
 from core.control import Control, Handler, InProcessControl
 from core.errors import NodeLost
 from core.identity import Identity
-from kv_transfer.base import ChannelMaker
-from kv_transfer.channel import make_channels
+from kv_transfer.channel import ChannelMaker, make_channels
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from kv_transfer.side import Deadlines, Side

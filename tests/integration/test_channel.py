@@ -83,7 +83,7 @@ def mortal() -> Iterator[Peer]:
 
 def ended(channel: Channel, within_s: float = DEADLINE_S + 1) -> None:
     channel.terminal.result(within_s)
-    assert not channel.usable
+    assert channel.failure is not None
     with pytest.raises(HandoverError):
         channel.recv(torch.zeros(1)).done.result(1)
 
@@ -107,7 +107,7 @@ def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:
         transfer.done.result(DEADLINE_S)
         assert peer.pipe.recv() == "done"
         assert torch.equal(target, torch.arange(num))
-    assert channel.num_transfers == num_warm + 3 and channel.usable
+    assert channel.num_transfers == num_warm + 3 and channel.failure is None
     peer.pipe.send(("close",))
     assert peer.pipe.recv() == "done"
     channel.abort("closed")

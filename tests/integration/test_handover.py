@@ -81,7 +81,7 @@ async def test_lengths_around_page_borders(world: World, num_tokens: int) -> Non
 
 async def test_a_pull_follows_a_chunked_prefill(world: World) -> None:
     asked = offer(60)
-    await world.sink.connect("p0", "p0", EPOCH, world.control())
+    await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
     pulling = asyncio.create_task(world.pull(asked))
     await asyncio.sleep(0.05)
     running = world.prefill(asked, step=10, delay_s=0.1)
@@ -207,7 +207,7 @@ async def test_another_layout_is_refused_by_field(world: World) -> None:
     rank = Rank("narrow", 4, 10, narrow)
     sink = Sink("narrow", 1, Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
     with pytest.raises(LayoutMismatch) as caught:
-        await sink.connect("p0", "p0", EPOCH, world.control())
+        await sink._link("p0", "p0", EPOCH, world.control()).ready()
     assert "dtype: 'float32' here, 'bfloat16' there" in str(caught.value)
     assert "groups: ['main', 'mtp'] here, ['main'] there" in str(caught.value)
     await sink.close()
@@ -228,7 +228,7 @@ async def test_cancelling_while_waiting_for_prefill_frees_everything(world: Worl
 
 
 async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world: World) -> None:
-    await world.sink.connect("p0", "p0", EPOCH, world.control())
+    await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
     channel = await world.sink._links["p0"].ready()
     await world.tell("slow_send", delay_s=0.3)
     asked = offer(40)
@@ -278,7 +278,7 @@ async def test_two_lives_of_one_owner(world: World) -> None:
 async def test_death_of_prefill_in_a_pull_frees_the_decode_side(in_gather: bool) -> None:
     process = Process()
     async with over_process(process) as world:
-        await world.sink.connect("p0", "p0", EPOCH, world.control())
+        await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
         if in_gather:
             await world.tell("die", in_gather=True)
             await world.prefill(offer_ := offer(40))

@@ -56,7 +56,7 @@ async def pull_and_check(world: World, num_tokens: int = 20, owner: str = "p0") 
 async def test_a_step_longer_than_the_wires_deadline_fails_no_pull() -> None:
     """The gather waits for prefill's step; the wire's deadline does not run meanwhile."""
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
-        await world.sink.connect("p0", "p0", EPOCH, world.control())
+        await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
         channel = await world.sink._links["p0"].ready()
         await world.prefill(asked := offer(9))
         await world.tell("slow_gather", delay_s=2 * WIRE_S)
@@ -209,7 +209,7 @@ async def test_a_later_life_of_a_decode_rank_replaces_its_channel() -> None:
         assert prefill.source.counts()["channels"] == 2, "another rank of the same life"
         late = await stack.enter_async_context(decode_rank(prefill, "decode-0.1", 4))
         with pytest.raises(HandoverError, match="decode-0.1: epoch 4 after 11"):
-            await late.sink.connect("p0", "p0", EPOCH, late.control())
+            await late.sink._link("p0", "p0", EPOCH, late.control()).ready()
         await pull_and_check(world)
 
 
@@ -226,7 +226,7 @@ async def test_a_later_life_of_a_prefill_rank_replaces_the_link() -> None:
                 return await life.handle(EPOCH, method, payload)
 
             control = InProcessControl(handle, epoch)
-            await world.sink.connect(f"prefill-0.{epoch}.0", "prefill-0.0", epoch, control)
+            await world.sink._link(f"prefill-0.{epoch}.0", "prefill-0.0", epoch, control).ready()
             assert world.sink.counts()["channels"] == len(world.sink._links) == 1
         await until(lambda: not lives[0].source.counts()["channels"])
         assert lives[1].source.counts()["channels"] == 1

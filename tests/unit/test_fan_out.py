@@ -7,16 +7,18 @@ from cluster.gateway.answer import Answer
 from cluster.gateway.fan_out import Streams
 from core.answer import Finished, Piece
 from core.config import TINY_MODEL
+from core.info import ModelInfo
 from core.request import ABORT, STOP, Request, SamplingParams
 from model.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 EOS_ID = 1
+MODEL = ModelInfo("tiny", "deepseek_v3", 1000, 512, (EOS_ID,), 3, True, "float32")
 
 
 def answer(index: int, output_ids: tuple[int, ...]) -> Answer:
     request = Request("r", (5, 6), output_ids, sampling=SamplingParams(seed=0, max_tokens=9))
-    return Answer(request, TextStream(TOKENIZER), (EOS_ID,), 1000, index)
+    return Answer(request, TextStream(TOKENIZER), MODEL, index)
 
 
 async def never(asked: Answer, tell: Callable[[Piece], None]) -> None:

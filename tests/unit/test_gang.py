@@ -11,8 +11,8 @@ import pytest
 
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
-from cluster.control.plan import GangPlan, plan_gangs
-from cluster.control.ranks import Birth, LastWords, RankHandle
+from cluster.control.plan import Birth, GangPlan, plan_gangs
+from cluster.control.verdict import LastWords
 from core.config import TandemConfig, load
 from core.errors import NodeLost, Overloaded, StepFailed
 from core.identity import Identity
@@ -84,7 +84,7 @@ class FakeMachines:
 
     async def begin(
         self, plan: GangPlan, birth: Birth, config: TandemConfig
-    ) -> dict[int, RankHandle]:
+    ) -> dict[int, FakeRank]:
         if self.refusal is not None:
             raise self.refusal
         assert birth.room == birth.epoch and birth.missing == [0]

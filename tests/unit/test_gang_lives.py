@@ -10,8 +10,8 @@ import pytest
 from cluster.control import company
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
-from cluster.control.plan import GangPlan, no_room, plan_gangs
-from cluster.control.ranks import Birth, LastWords, RankHandle
+from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
+from cluster.control.verdict import LastWords
 from core.config import TandemConfig, load
 from core.errors import EpochEnded, NodeLost, ProgramFailed
 from core.identity import Identity
@@ -103,13 +103,13 @@ class FakeMachines:
 
     async def begin(
         self, plan: GangPlan, birth: Birth, config: TandemConfig
-    ) -> dict[int, RankHandle]:
+    ) -> dict[int, FakeRank]:
         self.begun.append((birth.epoch, birth.room, list(birth.missing)))
         self.placements.append(birth.placement)
         specs = plan.specs(birth.epoch, ["127.0.0.1"] * plan.num_ranks)
         made = {r: FakeRank(replace(specs[r], room=birth.room)) for r in birth.missing}
         self.ranks |= made
-        return made  # type: ignore[return-value]
+        return made
 
     async def last_words(self, state: RankState) -> LastWords:
         self.asked_for_words.append(state.spec.rank)

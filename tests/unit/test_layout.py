@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.control import Done, check_epoch
+from core.control import Done, Service
 from core.errors import LayoutMismatch, NodeLost, StalePages
 from core.schema import WireError, decode, encode_failure, pack, unpack
 from kv_transfer.layout import Group, Layout, check_same
@@ -74,7 +74,11 @@ def test_replies_are_checked() -> None:
         decode(Done, pack(ready))
 
 
-def test_another_epoch_is_a_lost_node_with_both_values() -> None:
-    check_epoch(1, 1)
+async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
+    async def answer(_: None) -> None:
+        return
+
+    service = Service("p0", 7, {"load": (None, answer)})
+    assert decode(Done, await service.handle(7, "load", b"")) == Done()
     with pytest.raises(NodeLost, match="epoch 6 was asked for, this is 7"):
-        check_epoch(7, 6)
+        decode(Done, await service.handle(6, "load", b""))

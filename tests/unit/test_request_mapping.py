@@ -251,7 +251,7 @@ def test_resumed_tokens_may_be_a_whole_answer(fields: dict[str, Any], reason: st
     request = mapped(make(**fields))
     request = replace(request, sampling=replace(request.sampling, seed=7))
     text = TextStream(Tokenizer(TINY_MODEL))
-    answer = Answer(request, text, MODEL.eos_token_ids, MODEL.max_model_len)
+    answer = Answer(request, text, MODEL)
     assert answer.finish_reason == reason
     if reason is not None:
         finished = answer.finished()

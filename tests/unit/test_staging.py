@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kv_transfer.caches import Caches, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
-from kv_transfer.staging import StagingPool, gather, scatter
+from kv_transfer.staging import StagingPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
@@ -24,11 +24,15 @@ def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor
 def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: int) -> None:
     source = [random_bytes(40, width, dtype) for _ in range(3)]
     target = [random_bytes(24, width, dtype) for _ in range(3)]
-    before = [cache.view(torch.uint8).clone() for cache in target]
+    before, sides = [cache.view(torch.uint8).clone() for cache in target], list[Caches]()
     read_T, write_T = torch.tensor([4, 39, 0, 17, 5]), torch.tensor([23, 1, 2, 11, 7])
     out = torch.zeros(3, 5, width * dtype.itemsize, dtype=torch.uint8)
-    gather(source, read_T, out)
-    scatter(out, write_T, target)
+    for cache in (source, target):
+        pages_of_one = [layer.view(len(layer), 1, width) for layer in cache]
+        sides.append(Caches({"g": pages_of_one}, PagePool(len(cache[0]), 1), "any", "m"))
+    group = sides[0].layout.groups[0]
+    sides[0].gather(group, read_T.tolist(), 0, 5, out)
+    sides[1].scatter(group, write_T.tolist(), 0, 5, out)
     others = torch.ones(24, dtype=torch.bool)
     others[write_T] = False
     for layer in range(3):

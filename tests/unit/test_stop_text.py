@@ -11,11 +11,13 @@ from cluster.gateway.answer import Answer
 from cluster.gateway.stop_text import AnswerText, StopText
 from core.answer import SpeculationCounts, TokenLogprobs
 from core.config import TINY_MODEL
+from core.info import ModelInfo
 from core.request import Request, SamplingParams, SequenceUpdate
 from model.tokenizer import TextStream, Tokenizer
 from prefill_node.messages import Prefilled
 
 TOKENIZER = Tokenizer(TINY_MODEL)
+MODEL = ModelInfo("tiny", "deepseek_v3", 1000, 512, (), 3, True, "float32")
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
@@ -145,7 +147,7 @@ def test_answers_and_their_resumption_stop_alike(
     cut = min(cut, len(told))
     sampling = SamplingParams(seed=0, stop=tuple(stops), max_tokens=100)
     request = Request("r", (0,), ids[:cut], sampling)
-    answer = Answer(request, TextStream(TOKENIZER), (), 1000)
+    answer = Answer(request, TextStream(TOKENIZER), MODEL)
     rest, position = "".join(told[:cut]), cut
     for size in [*sizes, *[1] * len(ids)]:
         run = ids[position : position + size]
@@ -163,7 +165,7 @@ def test_a_cut_run_counts_what_was_kept() -> None:
     """Two steps of three accepted drafts; the stop string ends at the second token of the last."""
     ids = tuple(TOKENIZER.encode(char)[1] for char in "abcdefghi")
     sampling = SamplingParams(seed=0, stop=("g",))
-    answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), (), 1000)
+    answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
     answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
     answer.delta(ids[:1])
     answer.update(

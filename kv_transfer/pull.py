@@ -1,4 +1,4 @@
-"""D's half of transfers: have P gather, receive, scatter; and what one pull has received."""
+"""One pull: its half of transfers (have P gather, receive, scatter), and what it has received."""
 
 import asyncio
 import itertools
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.answer import TransferStats
 from core.errors import HandoverError, StalePages
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
@@ -23,13 +24,15 @@ between."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One pull under way: where from, into which pages, and its transfers on the wire.
+class Pull:
+    """One pull under way: where from, into which pages, and its transfers on the wire; one that was
+    started always runs to its end, even when nobody waits.
 
     ``num_pulled`` tokens per layout group have come and were scattered: ``read`` says as what.
     ``wire_s`` is the time from their receives to their arrivals.
     """
 
+    side: Side
     link: Link
     offer: m.Offer
     pages: Sequence[int]
@@ -69,66 +72,62 @@ class Job:
                     f"{read.generations} and sealed at {sealed}"
                 )
 
+    def stats(self) -> TransferStats:
+        """The seconds are those that the wire was in use."""
+        num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
+        return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
-class Receiver:
-    """Receives chunks; a started transfer always runs to its end, even when nobody waits."""
-
-    def __init__(self, side: Side) -> None:
-        self._side = side
-
-    async def fetch(self, job: Job, group: Group, lo: int, hi: int) -> None:
-        """Bring tokens ``[lo, hi)`` of a group into the job's pages and note the chunk there.
+    async def fetch(self, group: Group, lo: int, hi: int) -> None:
+        """Bring tokens ``[lo, hi)`` of a group into the pages and note the chunk.
 
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
-        async with job.window:
-            ticket = next(job.tickets)
-            read = await self._gather(job, ticket, group, lo, hi)
-            exchange, buffer = await self._start(job, ticket, read.num_bytes)
+        async with self.window:
+            ticket = next(self.tickets)
+            read = await self._gather(ticket, group, lo, hi)
+            exchange, buffer = await self._start(ticket, read.num_bytes)
             try:
                 await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
             try:
-                await self._scatter(group, job.pages, lo, hi, buffer)
+                await self._scatter(group, lo, hi, buffer)
             finally:
-                self._side.staging.free(buffer)
-            job.read.append(read)
+                self.side.staging.free(buffer)
+            self.read.append(read)
 
-    async def _gather(self, job: Job, ticket: int, group: Group, lo: int, hi: int) -> m.Gathered:
+    async def _gather(self, ticket: int, group: Group, lo: int, hi: int) -> m.Gathered:
         """Have P stage a chunk, which waits for the end of its step: neither the wire nor
         staging here is held meanwhile."""
-        ask = m.Gather(job.offer.identity, job.link.peer, ticket, group.name, lo, hi)
-        gather_s = self._side.deadlines.gather_s
-        read: m.Gathered = await job.link.call("gather", ask, m.Gathered, gather_s)
+        ask = m.Gather(self.offer.identity, self.link.peer, ticket, group.name, lo, hi)
+        gather_s = self.side.deadlines.gather_s
+        read: m.Gathered = await self.link.call("gather", ask, m.Gathered, gather_s)
         num_bytes = (hi - lo) * group.bytes_per_token_all_layers
         if read.num_bytes != num_bytes:
             raise HandoverError(f"asked for {ask} of {num_bytes} B, got {read}")
         return read
 
-    async def _start(
-        self, job: Job, ticket: int, num_bytes: int
-    ) -> tuple[asyncio.Task[None], Buffer]:
-        link = job.link
+    async def _start(self, ticket: int, num_bytes: int) -> tuple[asyncio.Task[None], Buffer]:
+        link = self.link
         await link.lock.acquire()
         try:
             nonce, channel = await link.ready()
-            buffer = await self._side.staging.reserve(self._side.deadlines.gather_s)
+            buffer = await self.side.staging.reserve(self.side.deadlines.gather_s)
         except BaseException:
             link.lock.release()
             raise
-        ask = m.Send(job.offer.identity, ticket, nonce, channel.num_transfers)
-        exchange = self._side.tasks.start(self._exchange(job, channel, buffer, ask, num_bytes))
-        job.exchanges.add(exchange)
-        exchange.add_done_callback(job.exchanges.discard)
+        ask = m.Send(self.offer.identity, ticket, nonce, channel.num_transfers)
+        exchange = self.side.tasks.start(self._exchange(channel, buffer, ask, num_bytes))
+        self.exchanges.add(exchange)
+        exchange.add_done_callback(self.exchanges.discard)
         return exchange, buffer
 
     async def _exchange(
-        self, job: Job, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
+        self, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
     ) -> None:
         """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
-        began, link, tasks = time.perf_counter(), job.link, self._side.tasks
+        began, link, tasks = time.perf_counter(), self.link, self.side.tasks
         try:
             transfer = channel.recv(buffer.bytes[:num_bytes])
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
@@ -139,25 +138,23 @@ class Receiver:
                 raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
         except BaseException as error:
             link.discard(ask.nonce, channel, f"transfer {ask.transfer_id} failed: {error}")
-            self._side.staging.quarantine(buffer, channel.terminal)
+            self.side.staging.quarantine(buffer, channel.terminal)
             raise
         finally:
             link.lock.release()
-        job.wire_s += time.perf_counter() - began
+        self.wire_s += time.perf_counter() - began
 
     def _free_unread(self, exchange: "asyncio.Task[None]", buffer: Buffer) -> None:
         if not exchange.cancelled() and exchange.exception() is None:
-            self._side.staging.free(buffer)
+            self.side.staging.free(buffer)
 
-    async def _scatter(
-        self, group: Group, pages: Sequence[int], lo: int, hi: int, buffer: Buffer
-    ) -> None:
+    async def _scatter(self, group: Group, lo: int, hi: int, buffer: Buffer) -> None:
         def write() -> Fence | None:
-            caches = self._side.caches
-            caches.scatter(group, pages, lo, hi, staged(group, buffer, hi - lo))
+            caches = self.side.caches
+            caches.scatter(group, self.pages, lo, hi, staged(group, buffer, hi - lo))
             return fence(caches.device)
 
-        posted = self._side.engine.post(write)
+        posted = self.side.engine.post(write)
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)
