@@ -65,7 +65,7 @@ def _vllm(n: int) -> list[Arm]:
         for zen in (False, True):
             name = f"vllm{'-zen' if zen else ''}{suffix}-n{n}"
             module = ENGINES + "vllm_offline"
-            arms.append(Arm(name, VLLM, OFFLINE, module, n, env, with_zen=zen))
+            arms.append(Arm(name, VLLM, OFFLINE, module, n, env, {"zen": zen}, with_zen=zen))
         for setting in (SERVED, SPLIT):
             options = {"is_split": setting == SPLIT}
             name, module = f"vllm-{setting}{suffix}-n{n}", ENGINES + "vllm_served"

@@ -26,7 +26,7 @@ Said = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """``settle_s`` is waited before each turn, so that the load average is not our own."""
+    """``options`` are those of the command line that every figure depends on."""
 
     dtype: str
     num_rounds: int
@@ -143,6 +143,7 @@ class Runner:
     def _note(
         self, owed: Owed, loads: list[Load], turn: Turn, error: str | None, before: dict[str, Any]
     ) -> None:
+        is_busy_now = machine.moment()["is_busy"]
         for load in loads:
             result = self._results.of(owed.arm, owed.checkpoint.name, load, self._settings.dtype)
             measured = turn.batches.get(load.name, [])
@@ -152,7 +153,7 @@ class Runner:
                 result.error = error or "fewer batches than asked"
             was_busy = result.about.get("is_busy", False)
             result.about = self._about(owed, load) | turn.about | before
-            result.about["is_busy"] |= was_busy
+            result.about["is_busy"] |= was_busy or is_busy_now
         self._results.save()
 
     def _about(self, owed: Owed, load: Load) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def all_grids(results: Sequence[Result]) -> list[Grid]:
         where = f"{checkpoint}, {dtype}"
         grids += [medians(own, measure, f"{title} ({where})") for measure, title in TITLES.items()]
         for measure in (TPOT, PREFILL, TTFT):
-            grids.append(ratios(own, measure, f"{measure} by vLLM's ({where})"))
+            grids.append(ratios(own, measure, f"{measure} divided by vLLM's ({where})"))
         grids += [lengths(own, where), repeats(own, where), failures(own, where)]
     return [grid for grid in grids if grid.rows]
 
@@ -77,8 +77,7 @@ def _size(result: Result) -> tuple[float, int, int]:
 
 
 def ratios(results: Sequence[Result], measure: str, title: str) -> Grid:
-    header = ["arm", "load", "by vLLM's fastest with as many drafts", "its arm"]
-    header += ["by vLLM's fastest of all", "its arm", "accepted lengths agree"]
+    header = ["arm", "load", "same n", "vLLM's fastest", "any n", "vLLM's fastest", "lengths agree"]
     found = [one for one in all_ratios(results, measure) if one.best is not None]
     return Grid(title, header, [_ratio_row(one) for one in found])
 

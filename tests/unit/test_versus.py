@@ -184,7 +184,7 @@ def test_requirements_leave_out_what_is_in_the_way(tmp_path: Path) -> None:
 
 def test_the_page_marks_busy_figures_and_lists_failures(tmp_path: Path) -> None:
     busy, failed = result("tandem-n0", 10.0), result("vllm-zen-n0", None)
-    busy.about |= moment() | {"is_busy": True}
+    busy.about |= moment(sample_s=0) | {"is_busy": True}
     failed.rounds, failed.error = [], "no | such processor"
     found = [busy, failed, result("vllm-n0", 20.0)]
     write_page(tmp_path / "README.md", found, "python -m benchmarks.versus", [])

@@ -1,6 +1,5 @@
 """vLLM's engine alone, stepped by hand: run in its own environment with a job's path."""
 
-import os
 import sys
 import time
 from itertools import count
@@ -12,7 +11,10 @@ from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 
 def build(job: Job) -> Any:
     from vllm import EngineArgs, LLMEngine
+    from vllm.platforms import current_platform
 
+    if job.options["zen"] and not current_platform.is_zen_cpu():
+        raise RuntimeError("vLLM uses zentorch only on AMD processors with AVX-512")
     speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
     args = EngineArgs(
         model=job.model_path,
@@ -24,7 +26,6 @@ def build(job: Job) -> Any:
         disable_log_stats=True,
         seed=0,
         speculative_config=speculative if job.num_drafts else None,
-        **job.options,
     )
     return LLMEngine.from_engine_args(args)
 
@@ -69,7 +70,7 @@ def main() -> None:
     import vllm
 
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
-    say("ready", versions=versions, num_threads=os.environ.get("OMP_NUM_THREADS"))
+    say("ready", versions=versions, num_threads=torch.get_num_threads())
     serial = count()
     for trial in job.trials:
         run_batch(engine, trial.warming(), trial.warm_up, serial)
