@@ -17,6 +17,7 @@ runs: figures taken beside other work are marked with a star.
 import argparse
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -166,6 +167,8 @@ def main(argv: list[str]) -> int:
             env = " ".join(f"{name}={text}" for name, text in arm.env.items())
             print(f"{arm.name:24} {arm.family:13} {arm.setting:8} {env}{' zen' * arm.with_zen}")
         return 0
+    # Whoever ends this ends the engine with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = Results(options.out / "results.jsonl")
         if not options.report_only:

@@ -59,8 +59,12 @@ def _tandem(n: int) -> list[Arm]:
 
 
 def _vllm(n: int) -> list[Arm]:
-    """``mha`` is VLLM_MLA_DISABLE=1: expanded keys for each head instead of latents."""
-    arms = []
+    """``mha`` is VLLM_MLA_DISABLE=1: expanded keys for each head instead of latents. ``workers``
+    is that with scheduler and model in processes of their own, as vLLM's launcher has them; the
+    other offline ones run in one process."""
+    workers = MLA_DISABLE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    module, options = ENGINES + "vllm_offline", {"zen": False}
+    arms = [Arm(f"vllm-mha-workers-n{n}", VLLM, OFFLINE, module, n, workers, options)]
     for suffix, env in (("", {}), ("-mha", MLA_DISABLE)):
         for zen in (False, True):
             name = f"vllm{'-zen' if zen else ''}{suffix}-n{n}"

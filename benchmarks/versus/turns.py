@@ -1,6 +1,7 @@
 """One turn of one arm: its process from start to end, and what it says on the way."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from benchmarks.versus.measures import Measures, measure
 
 STOP_S = 15.0
 KV_CACHE_GIB = "4"
+ERROR = re.compile(r"\b\w*(Error|Exception): ")
 
 
 @dataclass
@@ -77,20 +79,26 @@ def take_turn(
     write_job(path, job)
     turn = Turn()
     with _process(arm, environment, job, path, log) as process:
-        for message in _messages(process, log, timeout_s):
-            if message["kind"] == "ready":
-                turn.about = {k: v for k, v in message.items() if k != "kind"}
-            elif message["kind"] == "batch":
-                events = [Event(*event) for event in message["events"]]
-                found = measure(events, message["num_sequences"])
-                turn.batches.setdefault(message["trial"], []).append(found)
-                on_batch(message["trial"])
-            elif message["kind"] == "end":
-                turn.is_whole = True
-                break
-    if not turn.is_whole:
-        raise TurnFailed(f"{last_words(log)} (all of it: {log})", turn)
-    return turn
+        try:
+            for message in _messages(process, log, timeout_s):
+                _take(message, turn, on_batch)
+                if turn.is_whole:
+                    return turn
+        except TimeoutError as error:
+            raise TurnFailed(f"{error} (its log: {log})", turn) from error
+    raise TurnFailed(f"{last_words(log)} (all of it: {log})", turn)
+
+
+def _take(message: dict[str, Any], turn: Turn, on_batch: Callable[[str], None]) -> None:
+    if message["kind"] == "ready":
+        turn.about = {name: value for name, value in message.items() if name != "kind"}
+    elif message["kind"] == "batch":
+        events = [Event(*event) for event in message["events"]]
+        found = measure(events, message["num_sequences"])
+        turn.batches.setdefault(message["trial"], []).append(found)
+        on_batch(message["trial"])
+    elif message["kind"] == "end":
+        turn.is_whole = True
 
 
 @contextmanager
@@ -98,7 +106,8 @@ def _process(
     arm: Arm, environment: Environment, job: Job, path: Path, log: Path
 ) -> Iterator[subprocess.Popen[str]]:
     """In a session of its own, so that whatever it left behind can be ended with it."""
-    with log.open("w") as out:
+    log.write_text("")
+    with log.open("a") as out:
         process = subprocess.Popen(
             [str(environment.python), "-m", arm.module, str(path)],
             cwd=ROOT,
@@ -112,6 +121,9 @@ def _process(
         )
     try:
         yield process
+    except BaseException:
+        _signal(process, signal.SIGTERM)
+        raise
     finally:
         _end(process)
 
@@ -121,16 +133,21 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     for sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
+        _signal(process, sent)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
+
+
+def _signal(process: subprocess.Popen[str], sent: signal.Signals) -> None:
+    """To its whole group, which nobody else is in."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, sent)
 
 
 def _messages(
     process: subprocess.Popen[str], log: Path, timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """What it says; other lines go to the log. Too long a silence ends this."""
+    """What it says; other lines go to the log. Raises TimeoutError after too long a silence."""
     assert process.stdout is not None
     lines: Queue[str | None] = Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
@@ -140,8 +157,8 @@ def _messages(
             try:
                 line = lines.get(timeout=max(0.0, heard_at + timeout_s - time.monotonic()))
             except Empty:
-                out.write(f"\nError: nothing was measured for {timeout_s:.0f} s\n")
-                return
+                silent = f"neither ready nor a batch measured for {timeout_s:.0f} s"
+                raise TimeoutError(f"{silent}; see --timeout-s") from None
             if line is None:
                 return
             message = heard(line)
@@ -161,5 +178,5 @@ def _read(stdout: IO[str], lines: "Queue[str | None]") -> None:
 def last_words(log: Path) -> str:
     """The last line of the log that names an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line or "error:" in line]
-    return (named or lines or ["it said nothing"])[-1][:300]
+    named = [line for line in lines if ERROR.search(line)]
+    return (named or lines or ["it said nothing"])[-1][-300:]
