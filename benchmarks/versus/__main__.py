@@ -10,8 +10,8 @@ Peers are installed from PyPI into the cache folder once. One engine process liv
 on the same cores; arms take turns within each round. Results go to OUT/results.jsonl, one line per
 arm and load, and are kept: run it again to go on where it stopped, with more rounds or other arms;
 --again takes the chosen ones anew. Tables and plots beside it are made from all lines of the file.
-An arm that fails is told with its error and the others go on. Use a machine on which nothing else
-runs: figures taken beside other work are marked with a star.
+An arm that fails is told with its error; it is tried again with --again only. Use a machine on
+which nothing else runs: figures taken beside other work are marked with a star.
 """
 
 import argparse
