@@ -1,6 +1,6 @@
 """The same tables for the screen and for Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -63,7 +63,7 @@ def repeats(results: Sequence[Result], where: str) -> Grid:
     return _by_load(results, title, lambda r: _figure(r.median("repeated_ngrams")))
 
 
-def _by_load(results: Sequence[Result], title: str, cell) -> Grid:  # type: ignore[no-untyped-def]
+def _by_load(results: Sequence[Result], title: str, cell: Callable[[Result], str]) -> Grid:
     good = [r for r in results if r.rounds]
     loads = list(dict.fromkeys(r.load for r in sorted(good, key=_size)))
     arms = list(dict.fromkeys(r.arm for r in good))
