@@ -151,7 +151,7 @@ def _messages(
     assert process.stdout is not None
     lines: Queue[str | None] = Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-    with log.open("a") as out:
+    with log.open("a", buffering=1) as out:
         heard_at = time.monotonic()
         while True:
             try:
