@@ -58,7 +58,7 @@ def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
         options = ("--block", "--include-dashboard=false", "--disable-usage-stats")
         sizes = (f"--num-cpus={num_cpus}", f"--object-store-memory={128 << 20}")
         process = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", "--head", *options, *sizes]
+            [str(Path(sys.executable).with_name("ray")), "start", "--head", *options, *sizes]
             + [f"--port={address.rpartition(':')[2]}", f"--temp-dir={home}/r"],
             env=env,
             stdout=subprocess.PIPE,
@@ -161,7 +161,7 @@ def parents() -> dict[int, int]:
 
 def descendants(pid: int) -> set[int]:
     table = parents()
-    found, frontier = set(), {pid}
+    found, frontier = set[int](), {pid}
     while frontier:
         frontier = {child for child, parent in table.items() if parent in frontier} - found
         found |= frontier
@@ -184,7 +184,7 @@ def command_of(pid: int) -> bytes:
 
 def listening(pids: set[int]) -> list[IPv4Address | IPv6Address]:
     """The addresses that these processes listen on, one for each TCP port."""
-    held = set()
+    held = set[str]()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):

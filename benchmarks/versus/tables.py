@@ -1,0 +1,102 @@
+"""The same tables for the screen and for Markdown."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from benchmarks.versus.ratios import PREFILL, TPOT, TTFT, Ratio, all_ratios
+from benchmarks.versus.results import Result
+
+TITLES = {
+    TPOT: "time per output token of one sequence, steady decode, ms",
+    PREFILL: "prefill: until every sequence has its first token, ms",
+    TTFT: "TTFT, mean, ms",
+    "tokens_per_s": "throughput, prefill included, tokens per second",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left")
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] + ["--:"] * (len(self.header) - 1), *self.rows]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"### {self.title[:1].upper()}{self.title[1:]}\n\n{body}\n"
+
+
+def all_grids(results: Sequence[Result]) -> list[Grid]:
+    grids = []
+    for checkpoint, dtype in dict.fromkeys((r.checkpoint, r.dtype) for r in results):
+        own = [r for r in results if (r.checkpoint, r.dtype) == (checkpoint, dtype)]
+        where = f"{checkpoint}, {dtype}"
+        grids += [medians(own, measure, f"{title} ({where})") for measure, title in TITLES.items()]
+        for measure in (TPOT, PREFILL, TTFT):
+            grids.append(ratios(own, measure, f"{measure} divided by vLLM's ({where})"))
+        grids += [lengths(own, where), repeats(own, where), failures(own, where)]
+    return [grid for grid in grids if grid.rows]
+
+
+def medians(results: Sequence[Result], measure: str, title: str) -> Grid:
+    return _by_load(results, title, lambda r: _figure(r.median(measure)))
+
+
+def lengths(results: Sequence[Result], where: str) -> Grid:
+    drafting = [r for r in results if r.num_drafts]
+    title = f"mean accepted length, the model's own token included ({where})"
+    return _by_load(drafting, title, lambda r: _figure(r.accepted_length))
+
+
+def repeats(results: Sequence[Result], where: str) -> Grid:
+    title = f"share of repeated 8-grams in the answers ({where})"
+    return _by_load(results, title, lambda r: _figure(r.median("repeated_ngrams")))
+
+
+def _by_load(results: Sequence[Result], title: str, cell: Callable[[Result], str]) -> Grid:
+    good = [r for r in results if r.rounds]
+    loads = list(dict.fromkeys(r.load for r in sorted(good, key=_size)))
+    arms = list(dict.fromkeys(r.arm for r in good))
+    at = {(r.arm, r.load): cell(r) + ("*" if r.about.get("is_busy") else "") for r in good}
+    rows = [[arm, *(at.get((arm, load), "") for load in loads)] for arm in arms]
+    return Grid(title, ["arm", *loads], rows)
+
+
+def _size(result: Result) -> tuple[float, int, int]:
+    return result.temperature, result.prompt_tokens, result.num_sequences
+
+
+def ratios(results: Sequence[Result], measure: str, title: str) -> Grid:
+    header = ["arm", "load", "same n", "vLLM's fastest", "any n", "vLLM's fastest", "lengths agree"]
+    found = [one for one in all_ratios(results, measure) if one.best is not None]
+    return Grid(title, header, [_ratio_row(one) for one in found])
+
+
+def _ratio_row(one: Ratio) -> list[str]:
+    agrees = {None: "", True: "yes", False: "NO: does not count"}[one.agrees]
+    if one.measure != TPOT:
+        agrees = ""
+    same = [_figure(one.same_n), one.same_n_peer or ""]
+    return [one.result.arm, one.result.load, *same, _figure(one.best), one.best_peer or "", agrees]
+
+
+def failures(results: Sequence[Result], where: str) -> Grid:
+    failed = [r for r in results if r.error is not None]
+    rows = [[r.arm, r.load, (r.error or "").replace("|", "/")[:160]] for r in failed]
+    return Grid(f"failed ({where})", ["arm", "load", "error"], rows)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
