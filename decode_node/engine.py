@@ -144,17 +144,11 @@ class DecodeEngine:
         key = None
         if sequences or self._planner.is_asked or self._may_measure:
             key = self._plan(sequences).key
-            self._may_measure = self._may_measure and not self._has_measured(key)
+            self._may_measure &= key is not None
         if key is not None:
             # Who has ended since it was proposed is padding now.
             self._launch([one for one in sequences if not one.ended], key)
         self._read(num_kept=1 if overlaps and key is not None else 0)
-
-    def _has_measured(self, key: StepKey | None) -> bool:
-        """Then made-up rows no longer count among those that experts got."""
-        if key is None:
-            self._launcher.loaded.dispatch.forget()
-        return key is None
 
     def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""

@@ -83,6 +83,7 @@ class Launcher:
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
         began, extras = now(self.loaded.device), step.extras
+        self.loaded.dispatch.counts = not step.key.trial
         output = decode_step(
             self.loaded.network,
             self.loaded.drafter,

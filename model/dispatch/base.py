@@ -34,9 +34,11 @@ class Collectives(Protocol):
 
 
 class Dispatch(Protocol):
-    """Of one rank, for all its MoE layers. ``pads``: every rank brings equally many tokens."""
+    """Of one rank, for all its MoE layers. ``pads``: every rank brings equally many tokens.
+    ``counts``: whose rows are computed from now on belong to somebody."""
 
     pads: bool
+    counts: bool
 
     def held(self, layer: int) -> tuple[int, ...]:
         """The routed experts that this rank holds of a MoE layer, one per slot."""
@@ -57,10 +59,6 @@ class Dispatch(Protocol):
 
     def computed(self) -> list[int]:
         """Rows that the experts here have computed, by layer; waits for the device."""
-        ...
-
-    def forget(self) -> None:
-        """Counts begin anew."""
         ...
 
     def run(

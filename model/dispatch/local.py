@@ -12,6 +12,7 @@ class Local:
 
     pads = True
     placement = None
+    counts = True
 
     def __init__(self, num_experts: int) -> None:
         self._held = tuple(range(num_experts))
@@ -27,9 +28,6 @@ class Local:
 
     def computed(self) -> list[int]:
         return []
-
-    def forget(self) -> None:
-        return
 
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None

@@ -22,6 +22,7 @@ class Spread:
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: Collectives | None = None
+        self.counts = True
         self.num_slots = placement.slots_per_rank
         self.placement, self._rank = placement, rank
         tables = [
@@ -45,10 +46,6 @@ class Spread:
     def computed(self) -> list[int]:
         return self._computed_L.tolist()
 
-    def forget(self) -> None:
-        self._sent_LE.zero_()
-        self._computed_L.zero_()
-
     @property
     def group(self) -> Collectives:
         assert self._group is not None, "no life of the gang has begun"
@@ -62,14 +59,16 @@ class Spread:
         if real_T is not None:
             slots_TK = slots_TK.where(real_T.unsqueeze(1), NOWHERE)
             real_TK = real_T.unsqueeze(1).expand_as(ids_TK).long()
-        self._sent_LE[layer].scatter_add_(0, ids_TK.flatten(), real_TK.flatten())
+        if self.counts:
+            self._sent_LE[layer].scatter_add_(0, ids_TK.flatten(), real_TK.flatten())
         return slots_TK
 
     def here(self, layer: int, slots_NK: Tensor) -> Tensor:
         """Slots of this rank from 0 on, ``num_slots`` for those of others. The rows are counted."""
         mine_NK = slots_NK - self._rank * self.num_slots
         is_mine = (mine_NK >= 0) & (mine_NK < self.num_slots)
-        self._computed_L[layer] += is_mine.sum()
+        if self.counts:
+            self._computed_L[layer] += is_mine.sum()
         return mine_NK.where(is_mine, self.num_slots)
 
     def compute_and_return(
