@@ -13,6 +13,7 @@ $(READY): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
 	$(VENV)/bin/pip install -q -e '.[dev]'
+	-$(PY) -m model.kernels.build
 	touch $(READY)
 
 demo: $(READY)

@@ -32,6 +32,8 @@ class ModelConfig(Section):
     """folder of the Hugging Face checkpoint"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and cache; auto is float32 on cpu, bfloat16 on cuda"""
+    kernels: Literal["auto", "native", "plain"] = "auto"
+    """what computes steps: native is C++ for CPUs, compiled at the first start; plain is torch"""
     max_model_len: int | None = Field(default=None, ge=2)
     """most tokens of prompt and answer; null is the checkpoint's own"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")

@@ -31,7 +31,6 @@ class Prepared:
     rows: RowTensors
     write_B: Tensor
     extras: Extras
-    max_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +70,13 @@ class Launcher:
         dummy."""
         for sequence in sequences:
             self.rows.grow(sequence)
-        max_pages = self._max_pages(sequences, key)
         extras = PLAIN if key.plain else extras_of(sequences)
         read_B, write_B = self.rows.index([s.row for s in sequences], key.num_rows)
         if key.trial:
             rows = self.rows.made_up(key.num_rows)
         else:
-            rows = self.rows.select(read_B, self.buckets.pages(max(max_pages)), extras)
-        return Prepared(tuple(sequences), key, rows, write_B, extras, max_pages)
+            rows = self.rows.select(read_B, self._num_pages(sequences, key), extras)
+        return Prepared(tuple(sequences), key, rows, write_B, extras)
 
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
@@ -91,7 +89,6 @@ class Launcher:
             step.rows,
             step.key,
             extras,
-            step.max_pages,
             self.loaded.think_ids,
         )
         self.rows.store(step.write_B, output.state, extras)
@@ -101,10 +98,10 @@ class Launcher:
             sequence.num_last_drafts = step.key.num_drafts
         return InFlight(step.sequences, step.key, verdict, logprobs, began, ended)
 
-    def _max_pages(self, sequences: list[Sequence], key: StepKey) -> tuple[int, ...]:
-        num_pages_for = self.pool.num_pages_for
-        bounds = [
-            min(num_pages_for(sequence.num_known_most + key.num_drafts), len(sequence.pages))
-            for sequence in sequences
-        ]
-        return (*bounds, *(1,) * (key.num_rows - len(bounds)))
+    def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int:
+        """The width of a page table that holds all that a row reads."""
+        bounds = (
+            min(self.pool.num_pages_for(one.num_known_most + key.num_drafts), len(one.pages))
+            for one in sequences
+        )
+        return self.buckets.pages(max(bounds, default=1))

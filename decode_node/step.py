@@ -39,17 +39,13 @@ def decode_step(
     rows: RowTensors,
     key: StepKey,
     extras: Extras = PLAIN,
-    max_pages_B: tuple[int, ...] = (),
     think_ids: ThinkIds | None = None,
 ) -> StepOutput:
-    """Advance every row by its accepted drafts plus one token of the main model's own.
-
-    ``max_pages_B`` bounds the pages that each row reads, empty if all of its table counts.
-    """
+    """Advance every row by its accepted drafts plus one token of the main model's own."""
     assert (rows.sampling.rules is not None) == extras.has_rules, "rules come if a row has some"
-    state = draft_state(rows, key.width, extras.kinds, max_pages_B)
+    state = draft_state(rows, key.width, extras.kinds)
     drafts = drafter.draft(state, key.num_drafts, caches)
-    hidden_BND, logits_BNV = verify(network, caches, rows, drafts, max_pages_B)
+    hidden_BND, logits_BNV = verify(network, caches, rows, drafts)
     verdict = judge(extras.kinds, gather_evidence(rows, drafts, logits_BNV, think_ids))
     logprobs = None
     if extras.num_logprobs is not None:
@@ -57,12 +53,7 @@ def decode_step(
     return StepOutput(verdict, commit(rows.state, verdict, hidden_BND, think_ids), logprobs)
 
 
-def draft_state(
-    rows: RowTensors,
-    width: int,
-    kinds: tuple[str, ...] = PLAIN.kinds,
-    max_pages_B: tuple[int, ...] = (),
-) -> DraftState:
+def draft_state(rows: RowTensors, width: int, kinds: tuple[str, ...] = PLAIN.kinds) -> DraftState:
     """The rows as a drafter sees them, no wider than pass 1 is."""
     state, kind_B, sampling = rows.state, rows.acceptance.kind_B, rows.sampling
     return DraftState(
@@ -72,7 +63,6 @@ def draft_state(
         num_known_B=state.num_known_B,
         first_B=state.first_B,
         page_table_BP=rows.page_table_BP,
-        max_pages_B=max_pages_B,
         pick=lambda logits_BV, drafts_BN: pick_draft(
             kinds, kind_B, logits_BV, sampling, state.num_output_B, drafts_BN
         ),
@@ -81,11 +71,7 @@ def draft_state(
 
 
 def verify(
-    network: DeepseekV3,
-    caches: Caches,
-    rows: RowTensors,
-    drafts: Drafts,
-    max_pages_B: tuple[int, ...] = (),
+    network: DeepseekV3, caches: Caches, rows: RowTensors, drafts: Drafts
 ) -> tuple[Tensor, Tensor]:
     """Main model over [last token, drafts]: hidden [B, N+1, D] and logits [B, N+1, V]."""
     state = rows.state
@@ -99,7 +85,6 @@ def verify(
         write_slots_BQ=physical_slots(rows.page_table_BP, slots, keep, page_size),
         context_lens_BQ=slots + 1,
         page_table_BP=rows.page_table_BP,
-        max_pages_B=max_pages_B,
         real_BQ=rows.real_B.unsqueeze(1).expand_as(slots),
     )
     hidden_BND = network(batch, caches)

@@ -37,8 +37,7 @@ class Batch:
 
     A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only.
     ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
-    trace write to the dummy page. ``max_pages_B`` is the host's bound on the pages each sequence
-    reads, empty if all of its table counts. ``segments`` selects MLA's prefill form: B is 1, and
+    trace write to the dummy page. ``segments`` selects MLA's prefill form: B is 1, and
     the page table holds the pages of one segment after the other. ``real_BQ`` is False for rows
     that only fill the batch up, None if there are none.
     """
@@ -48,7 +47,6 @@ class Batch:
     write_slots_BQ: Tensor
     context_lens_BQ: Tensor
     page_table_BP: Tensor
-    max_pages_B: tuple[int, ...] = ()
     segments: Segments | None = None
     real_BQ: Tensor | None = None
 

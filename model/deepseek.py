@@ -1,6 +1,6 @@
 """The DeepSeek-V3 network. Parameters carry the checkpoint's names (spec §2).
 
-Shape legend: B sequences, Q query rows, D hidden, V vocabulary.
+Shape legend: B sequences, Q query rows, X = B * Q, D hidden, V vocabulary.
 """
 
 import torch
@@ -10,7 +10,8 @@ from model.batch import Batch
 from model.cache import MAIN, Caches
 from model.config import ModelConfig
 from model.dispatch.base import Dispatch
-from model.layers import GatedMLP, RMSNorm, Rope, linear
+from model.kernels.base import Angles
+from model.layers import GatedMLP, Linear, RMSNorm, Rope
 from model.mla import MLA
 from model.moe import MoE
 
@@ -29,9 +30,15 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MoE(config, dispatch, moe_layer)
 
-    def forward(self, x_BQD: Tensor, batch: Batch, cache: Tensor, rope: Rope) -> Tensor:
-        x_BQD = x_BQD + self.self_attn(self.input_layernorm(x_BQD), batch, cache, rope)
-        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD), batch.real_BQ)
+    def forward(
+        self, x_XD: Tensor, more_XD: Tensor | None, batch: Batch, cache: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of both, through the layer: again in two parts, which the next norm sums up."""
+        x_XD, normed_XD = self.input_layernorm.add(x_XD, more_XD)
+        attended_XD = self.self_attn(normed_XD, batch, cache, angles)
+        x_XD, normed_XD = self.post_attention_layernorm.add(x_XD, attended_XD)
+        real_X = None if batch.real_BQ is None else batch.real_BQ.flatten()
+        return x_XD, self.mlp(normed_XD, real_X)
 
 
 class Trunk(nn.Module):
@@ -55,16 +62,19 @@ class DeepseekV3(nn.Module):
         self.config = config
         self.dispatch = dispatch
         self.model = Trunk(config, dispatch)
-        self.lm_head = linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rope = Rope(config)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Hidden states [B, Q, D] after ``model.norm``: what the head and the drafter read."""
-        x_BQD = self.model.embed_tokens(batch.token_ids_BQ)
+        x_XD, more_XD = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
+        angles = self.rope.at(batch.positions_BQ.flatten())
         for layer, cache in zip(self.model.layers, caches[MAIN], strict=True):
-            x_BQD = layer(x_BQD, batch, cache, self.rope)
-        return self.model.norm(x_BQD)
+            x_XD, more_XD = layer(x_XD, more_XD, batch, cache, angles)
+        _, hidden_XD = self.model.norm.add(x_XD, more_XD)
+        return hidden_XD.view(*batch.token_ids_BQ.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw fp32 logits [..., V]."""
-        return self.lm_head(hidden).float()
+        logits: Tensor = self.lm_head(hidden.flatten(0, -2), in_fp32=True)
+        return logits.unflatten(0, hidden.shape[:-1])

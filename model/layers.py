@@ -1,45 +1,87 @@
 """Norms, rotary embedding and the gated MLP (spec §3).
 
-Shape legend: D hidden, F MLP width, R rotary width of a head.
+Shape legend: X rows, D hidden, R rotary width of a head.
 """
 
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig, YarnScaling
+from model.kernels.base import Angles, Kernels
 
 
-class RMSNorm(nn.Module):
-    """Normalised in fp32, cast to the input's dtype, then scaled (spec §3, HF order)."""
+class Part(nn.Module):
+    """A module that computes with ``kernels``, which it gets by ``adopt`` before its first use."""
 
+    kernels: Kernels
+
+    def adopt(self, kernels: Kernels) -> None:
+        """Its weights are loaded: pack them."""
+        self.kernels = kernels
+
+
+def adopt(module: nn.Module, kernels: Kernels) -> None:
+    """Every part of ``module`` does. An outer one may merge the weights of inner ones, which it
+    then drops."""
+    if isinstance(module, Part):
+        module.adopt(kernels)
+    for child in list(module.children()):
+        adopt(child, kernels)
+
+
+class RMSNorm(Part):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, and its norm."""
+        if more is None:
+            return x, self(x)
+        return self.kernels.add_rms_norm(x, more, self.weight, self.eps)
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), x [..., D]; padding is computed like the rest."""
+class Linear(Part):
+    """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
+    read."""
+
+    def __init__(self, dim_in: int, dim_out: int) -> None:
+        super().__init__()
+        self.num_out = dim_out
+        self.weight = nn.Parameter(torch.empty(dim_out, dim_in), requires_grad=False)
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        self.packed = kernels.pack(self.weight.data)
+        del self.weight
+
+    def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
+        return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
+
+
+class GatedMLP(Part):
+    """down(silu(gate(x)) * up(x)), x [X, D]; padding is computed like the rest."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = linear(dim, width)
-        self.up_proj = linear(dim, width)
-        self.down_proj = linear(width, dim)
+        self.gate_proj = Linear(dim, width)
+        self.up_proj = Linear(dim, width)
+        self.down_proj = Linear(width, dim)
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        gate_up = torch.cat((self.gate_proj.weight, self.up_proj.weight))
+        self.packed = kernels.pack_experts(gate_up[None], self.down_proj.weight.data[None])
+        del self.gate_proj, self.up_proj, self.down_proj
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def linear(dim_in: int, dim_out: int) -> nn.Linear:
-    layer = nn.Linear(dim_in, dim_out, bias=False)
-    return layer.requires_grad_(False)
+        return self.kernels.experts(x, None, None, *self.packed)
 
 
 def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
@@ -58,32 +100,20 @@ def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -
 
 
 class Rope(nn.Module):
-    """Rotary embedding of interleaved pairs (2j, 2j+1), written back interleaved.
-
-    ``rope_interleave`` False pairs (j, j + R/2) instead; the output layout is the same, so
-    q.k is unchanged and the cached layout is one (spec §3: it is part of the wire format).
-    """
+    """The angles of rotary embedding, by position."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.interleaved = config.rope_interleave
         cos, sin = rope_tables(config)
         self.cos_TR: Tensor
         self.sin_TR: Tensor
         self.register_buffer("cos_TR", cos, persistent=False)
         self.register_buffer("sin_TR", sin, persistent=False)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., R/2]; positions are clamped at the table's end."""
-        clamped = positions.clamp(max=self.cos_TR.shape[0] - 1)
-        return self.cos_TR[clamped], self.sin_TR[clamped]
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [..., R] by angles whose cos and sin broadcast to [..., R/2]."""
-        pairs = x.float().unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
-        dim = -1 if self.interleaved else -2
-        a, b = pairs.unbind(dim)
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+    def at(self, positions_X: Tensor) -> Angles:
+        """Positions are clamped at the table's end."""
+        clamped_X = positions_X.clamp(max=self.cos_TR.shape[0] - 1)
+        return self.cos_TR[clamped_X], self.sin_TR[clamped_X]
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,12 @@ from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch import create_dispatch
 from model.dispatch.base import Dispatch
-from model.drafters import create_drafter
+from model.drafters import NONE, create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
+from model.kernels import create_kernels
+from model.kernels.base import Kernels
+from model.layers import adopt
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main
 
@@ -31,6 +34,7 @@ class LoadedModel:
     network: DeepseekV3
     drafter: Drafter
     dispatch: Dispatch
+    kernels: Kernels
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -81,13 +85,16 @@ def load_model(
     with CheckpointFiles(path, on_loaded) as files:
         checkpoint = Checkpoint(files, model, dtype, device)
         network = load_network(checkpoint, dispatch)
-        drafter = create_drafter(config.speculation.drafter, checkpoint, network)
+        speculation = config.speculation
+        name = speculation.drafter if speculation.num_tokens else NONE
+        drafter = create_drafter(name, checkpoint, network)
         holds_mtp = has_mtp(files, model)
+    kernels = create_kernels(config.model.kernels, model, dtype, device)
+    adopt(network, kernels)
+    drafter.adopt(kernels)
     on_loaded(1.0)
-    kind_of = dtype, device
-    return LoadedModel(
-        model, network, drafter, dispatch, *kind_of, max_model_len, holds_mtp, think_ids
-    )
+    parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
+    return LoadedModel(model, *parts, *kind_of, max_model_len, holds_mtp, think_ids)
 
 
 def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:

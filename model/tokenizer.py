@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from model.chat import ChatTemplate
 from model.json_file import read_json
 from model.token_bytes import longest_token_bytes
 
@@ -41,7 +40,6 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {i for i, token in added.items() if token.special}
         self._bos_id = self._find_bos(config)
-        self._chat = ChatTemplate.from_dir(Path(path), config)
 
     @property
     def vocab_size(self) -> int:
@@ -58,15 +56,6 @@ class Tokenizer:
         if self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids.insert(0, self._bos_id)
         return ids
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation ({role, content} each) by the checkpoint's template.
-
-        Raises ValueError when it has none, or the template refuses the messages.
-        """
-        if self._chat is None:
-            raise ValueError("chat: this checkpoint has no chat template; send text instead")
-        return self._tokenizer.encode(self._chat.render(messages), add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ``token_ids`` without special tokens; broken bytes become U+FFFD."""

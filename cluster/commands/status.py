@@ -51,7 +51,17 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 def node_table(state: ServerStatus) -> Table:
     """A line for each rank."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    names = ["node", "alive", "epoch", "rows", "free pages", "leases", "channels", "steps"]
+    names = [
+        "node",
+        "alive",
+        "epoch",
+        "rows",
+        "free pages",
+        "leases",
+        "channels",
+        "steps",
+        "kernels",
+    ]
     is_shared = any(node.balance_ratio for node in state.nodes)
     if is_shared:
         names.append("balance")
@@ -62,7 +72,7 @@ def node_table(state: ServerStatus) -> Table:
     for node in sorted(state.nodes, key=lambda node: (node.kind != PREFILL, node.name)):
         pages = f"{node.num_free_pages}/{node.num_pages}"
         alive = "yes" if node.alive else "NO"
-        counts = (node.num_open_leases, node.num_channels, node.num_steps)
+        counts = (node.num_open_leases, node.num_channels, node.num_steps, node.kernels)
         cells = (node.name, alive, node.epoch, node.num_active_rows, pages, *counts)
         balance = [f"{node.balance_ratio:.2f}" if node.balance_ratio else ""] if is_shared else []
         table.add_row(*map(str, cells), *balance)

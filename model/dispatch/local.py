@@ -1,6 +1,5 @@
 """Every expert is here."""
 
-import torch
 from torch import Tensor
 
 from model.dispatch.base import Collectives
@@ -32,6 +31,4 @@ class Local:
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
     ) -> Tensor:
-        num_pairs, num_per_token = ids_TK.numel(), ids_TK.shape[1]
-        tokens_P = torch.arange(num_pairs, device=x_TD.device) // num_per_token
-        return experts(x_TD, tokens_P, ids_TK.flatten()).view(*ids_TK.shape, x_TD.shape[1])
+        return experts(x_TD, None, ids_TK.flatten()).view(*ids_TK.shape, x_TD.shape[1])

@@ -8,9 +8,10 @@ from model.drafters.mtp import MtpDrafter
 from model.drafters.none import NoDrafter
 from model.weights import Checkpoint, has_mtp
 
+NONE = "none"
 DRAFTERS: dict[str, Callable[[Checkpoint, DeepseekV3], Drafter]] = {
     "mtp": MtpDrafter.load,
-    "none": lambda *_: NoDrafter(),
+    NONE: lambda *_: NoDrafter(),
 }
 
 
@@ -23,7 +24,7 @@ def create_drafter(name: str, checkpoint: Checkpoint, network: DeepseekV3) -> Dr
     """
     holds_mtp = has_mtp(checkpoint.files, checkpoint.config)
     if name == "auto":
-        name = "mtp" if holds_mtp else "none"
+        name = "mtp" if holds_mtp else NONE
     if name not in DRAFTERS:
         raise ValueError(f"speculation.drafter: {name!r} is unknown, use one of {sorted(DRAFTERS)}")
     if name == "mtp" and not holds_mtp:

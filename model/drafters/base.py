@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.batch import Batch
 from model.cache import CacheGroup, Caches
+from model.kernels.base import Kernels
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""
@@ -26,7 +27,7 @@ class DraftState:
     ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
     is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
     the cache. ``real_B`` is False for rows that only fill the batch up, None if there are none.
-    ``max_pages_B`` is Batch's. ``pick(logits_BV, drafts_BN)`` chooses the draft
+    ``pick(logits_BV, drafts_BN)`` chooses the draft
     after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was drawn
     from if its request's acceptance needs them.
     """
@@ -37,7 +38,6 @@ class DraftState:
     num_known_B: Tensor
     first_B: Tensor
     page_table_BP: Tensor
-    max_pages_B: tuple[int, ...]
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     real_B: Tensor | None = None
 
@@ -58,6 +58,10 @@ class Drafter(Protocol):
     name: str
     max_drafts: int | None
     cache_groups: tuple[CacheGroup, ...]
+
+    def adopt(self, kernels: Kernels) -> None:
+        """Its weights are loaded: compute with these."""
+        ...
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         """Fill the drafter's caches for the main model's packed ``batch``, whose hidden states are

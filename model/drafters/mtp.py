@@ -16,7 +16,8 @@ from model.deepseek import DecoderLayer, DeepseekV3
 from model.dispatch.base import Dispatch
 from model.drafters.base import UNKNOWN, Drafts, DraftState
 from model.drafters.mtp_rows import PassRows, first_pass, later_pass
-from model.layers import RMSNorm, Rope, linear
+from model.kernels.base import Angles, Kernels
+from model.layers import Linear, RMSNorm, adopt
 from model.weights import Checkpoint, load_mtp
 
 
@@ -27,17 +28,18 @@ class MtpLayer(DecoderLayer):
         super().__init__(config, dispatch, config.moe_layer(config.num_hidden_layers))
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size)
         # The layer's own final norm; the head beside it is the main model's.
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def predict(
-        self, embedding_BQD: Tensor, hidden_BQD: Tensor, batch: Batch, cache: Tensor, rope: Rope
+        self, embedding_XD: Tensor, hidden_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles
     ) -> Tensor:
-        """Normed MTP hidden [B, Q, D] (spec §5: embedding first, post-norm hidden)."""
-        z = self.eh_proj(torch.cat((self.enorm(embedding_BQD), self.hnorm(hidden_BQD)), -1))
-        out_BQD: Tensor = self.shared_head["norm"](self(z, batch, cache, rope))
-        return out_BQD
+        """Normed MTP hidden [X, D] (spec §5: embedding first, post-norm hidden)."""
+        z_XD = self.eh_proj(torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1))
+        norm = self.shared_head["norm"]
+        assert isinstance(norm, RMSNorm)
+        return norm.add(*self(z_XD, None, batch, cache, angles))[1]
 
 
 class MtpDrafter:
@@ -63,11 +65,15 @@ class MtpDrafter:
         load_mtp(layer, checkpoint)
         return cls(network, layer.eval())
 
+    def adopt(self, kernels: Kernels) -> None:
+        adopt(self._layer, kernels)
+
     def forward(self, batch: Batch, hidden_BQD: Tensor, caches: Caches) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [B, Q, D]."""
-        embedding_BQD = self._network.model.embed_tokens(batch.token_ids_BQ)
-        rope = self._network.rope
-        return self._layer.predict(embedding_BQD, hidden_BQD, batch, caches[MTP][0], rope)
+        embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
+        angles, cache = self._network.rope.at(batch.positions_BQ.flatten()), caches[MTP][0]
+        out_XD = self._layer.predict(embedding_XD, hidden_BQD.flatten(0, 1), batch, cache, angles)
+        return out_XD.view_as(hidden_BQD)
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
@@ -114,7 +120,6 @@ class MtpDrafter:
             write_slots_BQ=physical_slots(page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
             context_lens_BQ=torch.where(rows.real_BQ, positions_BQ, 1),
             page_table_BP=page_table_BP,
-            max_pages_B=state.max_pages_B,
             real_BQ=real_BQ,
         )
         return self.forward(batch, hidden_BQD, caches)

@@ -5,12 +5,16 @@ from torch import Tensor
 from model.batch import Batch
 from model.cache import CacheGroup, Caches
 from model.drafters.base import Drafts, DraftState
+from model.kernels.base import Kernels
 
 
 class NoDrafter:
     name = "none"
     max_drafts: int | None = 0
     cache_groups: tuple[CacheGroup, ...] = ()
+
+    def adopt(self, kernels: Kernels) -> None:
+        return
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         return

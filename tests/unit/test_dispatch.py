@@ -15,7 +15,7 @@ from model.dispatch.gathered import Gathered
 from model.dispatch.local import Local
 from model.dispatch.spread import Spread
 from model.experts import Experts
-from model.moe import combine
+from model.kernels.base import PLAIN
 from tests import tiny
 from tests.ranks import CPU, on_ranks
 
@@ -82,9 +82,10 @@ def dispatched(
         experts = kind(CONFIG, held)
         experts.gate_up_proj.copy_(whole.gate_up_proj[list(held)])
         experts.down_proj.copy_(whole.down_proj[list(held)])
+        experts.adopt(PLAIN)
         own = ranks[group.rank]
         out = dispatch.run(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
-        return combine(out, own.weights_TK), dispatch
+        return PLAIN.combine(out, own.weights_TK, None), dispatch
 
     return on_ranks(placement.num_ranks, work)
 
@@ -145,7 +146,9 @@ def test_ranks_may_bring_different_numbers_of_tokens_or_none() -> None:
 class Scaling(Experts):
     """Experts that multiply, which gives the same bits in any company."""
 
-    def forward(self, x_ND: Tensor, tokens_P: Tensor, slots_P: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor) -> Tensor:
+        if tokens_P is None:
+            tokens_P = torch.arange(len(slots_P)) // (len(slots_P) // len(x_ND))
         factors = torch.tensor([*(SIZES[expert] for expert in self.held), 0.0])
         return x_ND[tokens_P] * factors[slots_P].unsqueeze(1)
 
@@ -166,8 +169,8 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
     everything = Scaling(CONFIG, tuple(range(NUM_EXPERTS)))
     for own, (out_TD, _) in zip(ranks, dispatched(way, placement, ranks, Scaling), strict=True):
         alone = Local(NUM_EXPERTS).run(LAYER, everything, own.x_TD, own.ids_TK, None)
-        assert torch.equal(out_TD, combine(alone, own.weights_TK))
-        backwards = combine(alone.flip(1), own.weights_TK.flip(1))
+        assert torch.equal(out_TD, PLAIN.combine(alone, own.weights_TK, None))
+        backwards = PLAIN.combine(alone.flip(1), own.weights_TK.flip(1), None)
         assert not torch.equal(out_TD, backwards), "the order matters here"
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.config import TINY_MODEL
 from core.request import PREEMPTED, Request
 from decode_node.buckets import Buckets
 from decode_node.plan import Extras, StepKey
 from decode_node.step import decode_step
-from model.latent_attention import WAYS
 from model.loaded import LoadedModel
 from tests import tiny
 from tests.engines import Bench, greedy, load
@@ -171,11 +171,11 @@ def test_default_buckets_of_a_gpu(max_rows: int) -> None:
     assert [buckets.pages(num) for num in (1, 2, 3, 9)] == [1, 2, 4, 16]
 
 
-def test_every_way_of_attending_gives_the_same(folder: Path, monkeypatch) -> None:
+def test_all_kernels_give_the_same_answers() -> None:
     answers = []
-    for way in WAYS:
-        monkeypatch.setattr("model.mla.latent_attention", lambda _, way=way: WAYS[way])
-        loaded = load(folder)
+    for kernels in ("plain", "native"):
+        loaded = load(TINY_MODEL, f"model.kernels={kernels}")
+        assert loaded.kernels.name == kernels
         answers.append(answers_of(Bench(loaded), mixed_requests(loaded)))
     assert answers[0] == answers[1]
 

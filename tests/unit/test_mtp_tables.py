@@ -70,7 +70,7 @@ class Recorder:
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
     model = SimpleNamespace(embed_tokens=lambda ids: ids)
-    rope = None
+    rope = SimpleNamespace(at=lambda positions: None)
 
     def __init__(self, draft_tokens: list[str], target_tokens: list[str]) -> None:
         self.mtp_passes: list[tuple[Batch, torch.Tensor]] = []
@@ -83,13 +83,18 @@ class Recorder:
         return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
 
     def predict(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch, cache: object, rope: object
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        batch: Batch,
+        cache: object,
+        angles: object,
     ) -> torch.Tensor:
         """As the MTP layer; an embedding is its token."""
-        assert torch.equal(tokens, batch.token_ids_BQ)
-        self.mtp_passes.append((batch, hidden))
-        names = [f"mtp({token_name(int(t))})" for t in batch.token_ids_BQ[0]]
-        return torch.stack([tag(name) for name in names]).unsqueeze(0)
+        assert torch.equal(tokens, batch.token_ids_BQ.flatten())
+        self.mtp_passes.append((batch, hidden.unsqueeze(0)))
+        names = [f"mtp({token_name(int(t))})" for t in tokens]
+        return torch.stack([tag(name) for name in names])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):

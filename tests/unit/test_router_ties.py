@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from model.config import ModelConfig
+from model.kernels.base import PLAIN, Kernels
 from model.moe import Gate
 from tests import tiny
+from tests.kernels import native
 
 NUM_EXPERTS, NUM_GROUPS, NUM_KEPT, NUM_CHOSEN, NUM_TOKENS, NUM_SCORES = 24, 6, 3, 5, 40, 3
 
@@ -33,8 +35,9 @@ def expected(method: str, scores: list[float], bias: list[float]) -> list[int]:
     return best(candidates, NUM_CHOSEN)
 
 
+@pytest.mark.parametrize("kernels", [PLAIN, native()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
-def test_the_lowest_ids_win_among_equals(method: str, tmp_path: Path) -> None:
+def test_the_lowest_ids_win_among_equals(method: str, kernels: Kernels, tmp_path: Path) -> None:
     shape = {
         "n_routed_experts": NUM_EXPERTS,
         "n_group": NUM_GROUPS,
@@ -54,6 +57,7 @@ def test_the_lowest_ids_win_among_equals(method: str, tmp_path: Path) -> None:
     if method == "noaux_tc":
         bias_E = torch.randint(0, 2, (NUM_EXPERTS,), generator=generator) * 0.125
         gate.e_score_correction_bias.copy_(bias_E)
+    gate.adopt(kernels)
     x_TD = torch.eye(NUM_TOKENS)
     logits_TE = scores_ET.T.float()
     sigmoid = config.scoring_func == "sigmoid"

@@ -1,7 +1,6 @@
 """Streamed text: no piece ends inside a character, and the pieces join to the whole."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,65 +153,6 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json: is not a tokenizer"):
         Tokenizer(tmp_path)
-
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ raise_exception('no system here') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.mark.parametrize("as_file", [True, False])
-def test_the_checkpoints_own_chat_template(tmp_path: Path, as_file: bool) -> None:
-    shutil.copy(TINY_MODEL / "tokenizer.json", tmp_path)
-    bos = TOKENIZER._tokenizer.id_to_token(0)
-    config: dict[str, object] = {"bos_token": {"content": bos}}
-    if as_file:
-        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    else:
-        config["chat_template"] = TEMPLATE
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(tmp_path)
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-    assert ids == TOKENIZER.encode("<user>hi<assistant>")
-    with pytest.raises(ValueError, match="no system here"):
-        tokenizer.encode_chat([{"role": "system", "content": "x"}])
-
-
-def test_no_or_broken_chat_template_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template"):
-        TOKENIZER.encode_chat([{"role": "user", "content": "hi"}])
-    shutil.copy(TINY_MODEL / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ValueError, match="not valid Jinja"):
-        Tokenizer(tmp_path)
-
-
-def with_template(folder: Path, template: object, **config: object) -> Tokenizer:
-    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
-    config["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer(folder)
-
-
-def test_the_default_of_several_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    tokenizer = with_template(tmp_path, named)
-    assert TOKENIZER.decode(tokenizer.encode_chat([])) == "yes"
-
-
-def test_a_null_special_token_is_no_text(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{{ bos_token }}x", bos_token=None)
-    assert TOKENIZER.decode(tokenizer.encode_chat([])) == "x"
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ 'a' + 3 }}", "{{ range(10 ** 9) | list }}", "{{ ''.__class__.__mro__ }}"]
-)
-def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, template: str) -> None:
-    with pytest.raises(ValueError, match="the template refuses"):
-        with_template(tmp_path, template).encode_chat([])
 
 
 def test_importable_without_torch() -> None:

@@ -52,6 +52,13 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return dict(network(folder).named_parameters()) | own
 
 
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they were read."""
+    monkeypatch.setattr("model.loaded.adopt", lambda *_: None)
+    monkeypatch.setattr(MtpDrafter, "adopt", lambda *_: None)
+
+
 def shard(folder: Path, pieces: list[dict[str, Tensor]]) -> None:
     """Rewrite the checkpoint as an index and files of arbitrary names."""
     weight_map = {}
@@ -105,6 +112,7 @@ def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return quantised, scale
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_fp8_blocks_with_scales_in_another_shard(tmp_path: Path) -> None:
     """Ragged edges too: nothing here is a multiple of the block."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
@@ -142,6 +150,7 @@ def test_copies_of_embedding_and_head_in_the_mtp_layer_are_tolerated(folder: Pat
     assert load(folder).drafter.name == "mtp"
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_the_drafter_has_the_weights_of_its_layer(folder: Path) -> None:
     layer, stored = mtp_layer(folder), tensors(folder)
     prefix = "model.layers.3."
@@ -296,6 +305,7 @@ def expert_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.usefixtures("unpacked")
 @pytest.mark.parametrize("num_redundant", [0, 4])
 def test_a_rank_of_a_gang_holds_its_own_experts_and_reads_no_others(
     folder: Path, num_redundant: int, monkeypatch: pytest.MonkeyPatch

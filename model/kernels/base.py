@@ -1,0 +1,194 @@
+"""What a step computes on a device, apart from how. Here in terms of torch, for any device and to
+measure others by; they override what they do better, in a file each.
+
+Weights are packed once after they were loaded. Products, norms and attention sum in fp32, and what
+they give has the type of their input unless it says otherwise.
+Shape legend: X rows (of all sequences), B sequences, Q query rows of each, D hidden, H heads,
+K query width of a head, C latent width, R rotary width, L = C + R, V value width, N tokens,
+P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts, M outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.batch import Batch, gather_pages, visible_slots
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of each row's position: [X, R / 2] fp32 each."""
+
+
+class Routing(NamedTuple):
+    """How a gate chooses among E experts (spec §4). ``sizes`` are E, groups, groups kept, experts
+    chosen. A group scores by its ``by_two`` best experts, or by its best; experts of other groups
+    score ``filler``."""
+
+    sizes: tuple[int, int, int, int]
+    sigmoid: bool
+    by_two: bool
+    normalised: bool
+    filler: float
+    factor: float
+
+
+class Kernels:
+    """Those of torch. Weights stay as they are."""
+
+    name = "plain"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Matrices [..., M, K] as ``linear`` and others read them."""
+        return weight
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [S, 2F, D], gate rows first, and [S, D, F]."""
+        return gate_up, down
+
+    def linear(self, x_XK: Tensor, packed: Tensor, num_out: int, in_fp32: bool = False) -> Tensor:
+        """x times a matrix [M, K]: [X, M]."""
+        y = F.linear(x_XK, packed)
+        return y.float() if in_fp32 else y
+
+    def rms_norm(self, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Normalised in fp32, cast to the input's dtype, then scaled (spec §3, HF order). Rows may
+        lie apart."""
+        return weight_D * F.rms_norm(x_XD.float(), weight_D.shape, eps=eps).to(x_XD.dtype)
+
+    def add_rms_norm(
+        self, x_XD: Tensor, more_XD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of both, and its norm."""
+        x_XD = x_XD + more_XD
+        return x_XD, self.rms_norm(x_XD, weight_D, eps)
+
+    def mla_entry(
+        self,
+        kv_XL: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        is_interleaved: bool,
+        slots_X: Tensor,
+        cache: Tensor,
+    ) -> None:
+        """Write [normed latent, rotated key] of each row at its physical slot of ``cache``."""
+        latent, pe = kv_XL.split([len(weight_C), kv_XL.shape[1] - len(weight_C)], -1)
+        latent, pe = self.rms_norm(latent, weight_C, eps), rotate(pe, (cos, sin), is_interleaved)
+        cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
+
+    def mla_attend(
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        is_interleaved: bool,
+        cache: Tensor,
+        batch: Batch,
+        scale: float,
+    ) -> Tensor:
+        """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
+
+        The first K - R values of queries go through their head's packed [C, K - R], the others are
+        rotated; what was attended to goes through packed [V, C]. Here over a copy of the pages, of
+        shapes that depend on the page table's width alone.
+        """
+        nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
+        latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
+        pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), is_interleaved)
+        num_seqs, num_q = batch.context_lens_BQ.shape
+        q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, cache.shape[-1])
+        context_BSL = gather_pages(cache, batch.page_table_BP)
+        scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * scale
+        hidden_BQS = ~visible_slots(batch, context_BSL.shape[1])
+        scores_BQHS = scores.unflatten(1, (num_q, -1))
+        scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
+        p_BXS = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)
+        o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
+        return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Plain attention [H, rows, K], causal without a mask."""
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        is_causal = mask is None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)[0]
+
+    def experts(
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Tensor, w2: Tensor
+    ) -> Tensor:
+        """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``, with packed experts: [P, D],
+        undefined where the slot is S. Without tokens every token has as many pairs, one after the
+        other; without slots each has one, of slot 0.
+
+        Pairs are sorted by slot, one grouped product per projection. Shapes do not depend on the
+        routing, and nothing waits for it."""
+        if slots_P is None:
+            return F.linear(_silu_mul(F.linear(x_ND, w1[0])), w2[0])
+        if tokens_P is None:
+            num_pairs = len(slots_P)
+            tokens_P = torch.arange(num_pairs, device=x_ND.device) // (num_pairs // len(x_ND))
+        slot_of, order = slots_P.sort(stable=True)
+        counts_S = slot_of.new_zeros(len(w1) + 1)
+        counts_S = counts_S.scatter_add(0, slot_of, torch.ones_like(slot_of))
+        ends_S = counts_S[:-1].cumsum(0).int()
+        hidden = _silu_mul(F.grouped_mm(x_ND[tokens_P[order]], w1.transpose(1, 2), offs=ends_S))
+        out = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends_S)
+        return torch.empty_like(out).index_copy(0, order, out)
+
+    def route(
+        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """Expert ids [T, K] int64, best first and lowest id among equals, and weights fp32."""
+        logits_TE = F.linear(x_TD.float(), packed.float())
+        scores_TE = logits_TE.sigmoid() if how.sigmoid else logits_TE.softmax(-1)
+        chosen_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        _, num_groups, num_kept, num_chosen = how.sizes
+        if num_groups > 1:
+            grouped = chosen_TE.unflatten(1, (num_groups, -1))
+            num_counted = min(2 if how.by_two else 1, grouped.shape[-1])
+            group_scores_TG = grouped.topk(num_counted, -1).values.sum(-1)
+            kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
+            kept_TG = kept_TG.scatter(1, top_ids(group_scores_TG, num_kept), True)
+            kept_TE = kept_TG.repeat_interleave(grouped.shape[-1], 1)
+            chosen_TE = chosen_TE.masked_fill(~kept_TE, how.filler)
+        ids_TK = top_ids(chosen_TE, num_chosen)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if how.normalised:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return ids_TK, weights_TK * how.factor
+
+    def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tensor:
+        """The weighted sum [T, D] of each token's experts, in fp32, from the best one on; then
+        ``more`` is added."""
+        y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
+        for k in range(1, out_TKD.shape[1]):
+            y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
+        y_TD = y_TD.to(out_TKD.dtype)
+        return y_TD if more_TD is None else y_TD + more_TD
+
+
+PLAIN = Kernels()
+
+
+def top_ids(scores: Tensor, num: int) -> Tensor:
+    """Ids of the ``num`` largest along the last axis, lowest id first among equals."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :num]
+
+
+def rotate(x: Tensor, angles: Angles, is_interleaved: bool) -> Tensor:
+    """Rotate x [..., R] by angles that broadcast to [..., R/2]. Pairs are (2j, 2j+1) if they are
+    interleaved, else (j, j + R/2); written as the former, so that q.k is unchanged and the cached
+    layout is one (spec §3: it is part of the wire format)."""
+    cos, sin = angles
+    pairs = x.float().unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    a, b = pairs.unbind(-1 if is_interleaved else -2)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,718 @@
+// Kernels of a decode or prefill step on CPUs; model/kernels/base.py says what each computes.
+//
+// Weights and activations are fp32 or bf16, arithmetic is fp32. One (row, output) is always summed
+// in the same order, so results depend neither on the batch a row is in nor on threads.
+// Shape legend as in base.py; K inner dimension, M rows, N outputs.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using c10::BFloat16;
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+constexpr int kBlock = 16;  // outputs that lie side by side in packed weights
+constexpr int kVecs = kBlock / kLanes;
+constexpr int kRows = 6;  // of a tile at most
+constexpr int64_t kRowChunk = 96;
+constexpr int64_t kSplit = 256;  // tokens of context that one task attends to
+constexpr int64_t kWorthATask = 1 << 15;  // multiplications
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+// Unrolled, so that arrays of sums live in registers.
+#define EACH(i, num) _Pragma("GCC unroll 32") for (int i = 0; i < (num); i++)
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const BFloat16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Vec)((Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#endif
+  Halves h;
+  std::memcpy(&h, p, sizeof h);
+  return (Vec)(__builtin_convertvector(h, Bits) << 16);
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+[[maybe_unused]] inline void store(BFloat16* p, Vec v) {
+  Bits bits = (Bits)v;
+  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Bits nan = (Bits{} + 0x7fc0);
+  Halves h = __builtin_convertvector(v == v ? rounded : nan, Halves);
+  std::memcpy(p, &h, sizeof h);
+}
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline float sum(Vec v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return x[0] + x[1];
+#endif
+  float total = 0;
+  EACH(i, kLanes) total += v[i];
+  return total;
+}
+
+// Memory for ``num`` values, whatever is in it.
+template <class T>
+std::unique_ptr<T[]> space(int64_t num) {
+  return std::make_unique_for_overwrite<T[]>(num);
+}
+
+// e^x to 2 ulp where that is a normal number, else the nearest that is: 2^k times a polynomial (Cephes).
+inline Vec exp(Vec x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  Ints k = __builtin_convertvector(x * 1.44269504f + (x < 0 ? splat(-0.5f) : splat(0.5f)), Ints);
+  Vec n = __builtin_convertvector(k, Vec);
+  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                  5.0000001201e-1f})
+    p = p * r + c;
+  return (p * r * r + r + 1.0f) * (Vec)((k + 127) << 23);
+}
+
+template <class T>
+void to_float(const T* from, float* to, int64_t num) {
+  int64_t i = 0;
+  for (; i + kLanes <= num; i += kLanes) store(to + i, load(from + i));
+  for (; i < num; i++) to[i] = float(from[i]);
+}
+
+// Up to kLanes values at once; what a vector would overrun is written one by one.
+template <class T>
+void put(T* to, Vec v, int64_t room) {
+  if (room >= kLanes) return store(to, v);
+  for (int64_t i = 0; i < room; i++) to[i] = T(v[i]);
+}
+
+// ---- products ----
+
+// acc[r][b] = sum over k of x[r, k] * w[b][k, :]
+template <int R, int B, class T>
+inline void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k, Vec (*acc)[B * kVecs]) {
+  Vec sums[R][B * kVecs];
+  EACH(r, R) EACH(i, B * kVecs) sums[r][i] = Vec{};
+  auto weight = [&](int64_t k, int i) { return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes); };
+  // Whichever are fewer stay in registers while the others pass by.
+  for (int64_t k = 0; k < num_k; k++) {
+    if constexpr (R <= B * kVecs) {
+      float rows[R];
+      EACH(r, R) rows[r] = x[r * ldx + k];
+      EACH(i, B * kVecs) {
+        Vec one = weight(k, i);
+        EACH(r, R) sums[r][i] += rows[r] * one;
+      }
+    } else {
+      Vec ones[B * kVecs];
+      EACH(i, B * kVecs) ones[i] = weight(k, i);
+      EACH(r, R) {
+        float row = x[r * ldx + k];
+        EACH(i, B * kVecs) sums[r][i] += row * ones[i];
+      }
+    }
+  }
+  EACH(r, R) EACH(i, B * kVecs) acc[r][i] = sums[r][i];
+}
+
+// emit(row, sums) for each of ``num`` rows; B blocks at once.
+template <int B, class T, class Emit>
+void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k, Emit emit) {
+  Vec acc[kRows][B * kVecs];
+  int64_t row = 0;
+  auto step = [&](auto count) {
+    tile<decltype(count)::value, B>(x + row * ldx, ldx, w, num_k, acc);
+    for (int r = 0; r < count; r++) emit(row + r, acc[r]);
+    row += count;
+  };
+  // So many sums are enough to hide their latency, and leave registers for what is multiplied.
+  constexpr int most = B * kVecs <= 2 ? kRows : 8 / (B * kVecs);
+  while (num - row >= most) step(std::integral_constant<int, most>{});
+  switch (num - row) {
+    case 5: return step(std::integral_constant<int, std::min(most, 5)>{});
+    case 4: return step(std::integral_constant<int, std::min(most, 4)>{});
+    case 3: return step(std::integral_constant<int, std::min(most, 3)>{});
+    case 2: return step(std::integral_constant<int, std::min(most, 2)>{});
+    case 1: return step(std::integral_constant<int, 1>{});
+  }
+}
+
+// Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock].
+template <class T>
+struct Group {
+  const float* x;
+  int64_t ldx, num;
+  const T* w;
+};
+
+// emit(group, row, first output, sums, number of sums) over all groups, rows and blocks, on all
+// threads; at least kTogether blocks at once.
+template <int kTogether, class T, class Emit>
+void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_blocks, Emit emit) {
+  struct Task {
+    int64_t group, row, num, block, end;
+  };
+  std::vector<Task> tasks;
+  for (size_t g = 0; g < groups.size(); g++)
+    for (int64_t row = 0; row < groups[g].num; row += kRowChunk) {
+      int64_t num = std::min(kRowChunk, groups[g].num - row);
+      int64_t step = std::max<int64_t>(1, kWorthATask / (num * num_k * kBlock));
+      step = (step + 3) / 4 * 4;
+      for (int64_t block = 0; block < num_blocks; block += step)
+        tasks.push_back({int64_t(g), row, num, block, std::min(num_blocks, block + step)});
+    }
+  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      const Task& task = tasks[t];
+      const Group<T>& group = groups[task.group];
+      const float* x = group.x + task.row * group.ldx;
+      int64_t block = task.block, stride = num_k * kBlock;
+      auto run = [&](auto width) {
+        constexpr int B = decltype(width)::value;
+        const T* w[B];
+        for (int b = 0; b < B; b++) w[b] = group.w + (block + b) * stride;
+        rows_of<B>(x, group.ldx, task.num, w, num_k, [&](int64_t row, const Vec* sums) {
+          emit(task.group, task.row + row, block * kBlock, sums, B * kVecs);
+        });
+        block += B;
+      };
+      if (task.num == 1)
+        while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
+      if (task.num <= 3)
+        while (block + 2 <= task.end) run(std::integral_constant<int, 2>{});
+      while (block < task.end) run(std::integral_constant<int, kTogether>{});
+    }
+  });
+}
+
+// Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
+template <class T>
+const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k, std::unique_ptr<float[]>& room) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (ld == num_k) return x;
+  }
+  room = space<float>(num * num_k);
+  for (int64_t i = 0; i < num; i++) to_float(x + i * ld, room.get() + i * num_k, num_k);
+  return room.get();
+}
+
+template <class T, class Y>
+void linear_rows(const Tensor& x, const Tensor& w, Tensor& y) {
+  int64_t num_k = w.size(1), num_out = y.size(1);
+  std::unique_ptr<float[]> room;
+  const float* rows = floats(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k, room);
+  Y* out = y.mutable_data_ptr<Y>();
+  products<1, T>({{rows, num_k, x.size(0), w.const_data_ptr<T>()}}, num_k, w.size(0),
+              [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
+                for (int i = 0; i < num; i++, first += kLanes)
+                  put(out + row * num_out + first, sums[i], num_out - first);
+              });
+}
+
+template <class F>
+void with_type(const Tensor& x, F f) {
+  if (x.scalar_type() == at::kFloat) return f(float{});
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "fp32 or bf16, not ", x.scalar_type());
+  f(BFloat16{});
+}
+
+Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == w.size(1) && x.dtype() == w.dtype());
+  Tensor y = at::empty({x.size(0), num_out}, in_fp32 ? x.options().dtype(at::kFloat) : x.options());
+  with_type(x, [&](auto zero) {
+    using T = decltype(zero);
+    in_fp32 ? linear_rows<T, float>(x, w, y) : linear_rows<T, T>(x, w, y);
+  });
+  return y;
+}
+
+// x [M, H, >= K] times w [H, N / kBlock, K, kBlock] into y [M, H, >= N].
+template <class T>
+void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
+  int64_t num = x.size(0), num_heads = x.size(1), num_k = w.size(2);
+  std::vector<std::unique_ptr<float[]>> rooms(num_heads);
+  std::vector<Group<T>> groups;
+  for (int64_t h = 0; h < num_heads; h++) {
+    const T* from = x.const_data_ptr<T>() + h * x.stride(1);
+    const float* rows = floats(from, x.stride(0), num, num_k, rooms[h]);
+    groups.push_back({rows, num_k, num, w.const_data_ptr<T>() + h * w.stride(0)});
+  }
+  T* out = y.mutable_data_ptr<T>();
+  products<1, T>(groups, num_k, w.size(1),
+              [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
+                T* to = out + row * y.stride(0) + h * y.stride(1) + first;
+                for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
+              });
+}
+
+// ---- norms and rotation ----
+
+template <class T>
+void normed(const float* x, const T* weight, double eps, T* y, int64_t num) {
+  Vec squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= num; i += kLanes) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (int64_t j = i; j < num; j++) total += x[j] * x[j];
+  float scale = 1 / std::sqrt(total / num + float(eps));
+  for (i = 0; i + kLanes <= num; i += kLanes) store(y + i, load(x + i) * scale * load(weight + i));
+  for (; i < num; i++) y[i] = T(x[i] * scale * float(weight[i]));
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  int64_t num = weight.size(0), num_rows = x.size(0);
+  Tensor y = at::empty({num_rows, num}, x.options());
+  with_type(x, [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
+      auto row = space<float>(num);
+      for (int64_t i = begin; i < end; i++) {
+        to_float(x.const_data_ptr<T>() + i * x.stride(0), row.get(), num);
+        normed(row.get(), weight.const_data_ptr<T>(), eps, y.mutable_data_ptr<T>() + i * num, num);
+      }
+    });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& more, const Tensor& weight,
+                                        double eps) {
+  int64_t num = weight.size(0), num_rows = x.numel() / num;
+  Tensor total = at::empty(x.sizes(), x.options()), y = at::empty(x.sizes(), x.options());
+  with_type(x, [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
+      auto row = space<float>(num), other = space<float>(num);
+      for (int64_t i = begin; i < end; i++) {
+        T* to = total.mutable_data_ptr<T>() + i * num;
+        to_float(x.const_data_ptr<T>() + i * num, row.get(), num);
+        to_float(more.const_data_ptr<T>() + i * num, other.get(), num);
+        for (int64_t j = 0; j < num; j++) to[j] = T(row[j] + other[j]);
+        to_float(to, row.get(), num);
+        normed(row.get(), weight.const_data_ptr<T>(), eps, y.mutable_data_ptr<T>() + i * num, num);
+      }
+    });
+  });
+  return {total, y};
+}
+
+// Pairs (2j, 2j + 1), or (j, j + R / 2), by R / 2 angles; written as pairs (2j, 2j + 1).
+template <class T>
+void rotate(const T* x, const float* cos, const float* sin, bool interleaved, T* y, int64_t width) {
+  int64_t num = width / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : num;
+  for (int64_t j = 0; j < num; j++) {
+    float a = float(x[j * step]), b = float(x[j * step + apart]);
+    y[2 * j] = T(a * cos[j] - b * sin[j]);
+    y[2 * j + 1] = T(a * sin[j] + b * cos[j]);
+  }
+}
+
+Tensor mla_query(const Tensor& q, const Tensor& up_k, const Tensor& cos, const Tensor& sin,
+                 bool interleaved) {
+  int64_t num = q.size(0), num_heads = q.size(1), num_nope = up_k.size(2);
+  int64_t num_latent = up_k.size(1) * kBlock, num_pe = q.size(2) - num_nope;
+  Tensor y = at::empty({num, num_heads, num_latent + num_pe}, q.options());
+  with_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    by_head<T>(q, up_k, y);
+    at::parallel_for(0, num, kRowChunk, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < num_heads; h++)
+          rotate(q.const_data_ptr<T>() + i * q.stride(0) + h * q.stride(1) + num_nope,
+                 cos.const_data_ptr<float>() + i * num_pe / 2,
+                 sin.const_data_ptr<float>() + i * num_pe / 2, interleaved,
+                 y.mutable_data_ptr<T>() + i * y.stride(0) + h * y.stride(1) + num_latent, num_pe);
+    });
+  });
+  return y;
+}
+
+Tensor mla_value(const Tensor& o, const Tensor& up_v) {
+  Tensor y = at::empty({o.size(0), o.size(1), up_v.size(1) * kBlock}, o.options());
+  with_type(o, [&](auto zero) { by_head<decltype(zero)>(o, up_v, y); });
+  return y;
+}
+
+void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor& cos,
+               const Tensor& sin, bool interleaved, const Tensor& slots, Tensor cache) {
+  int64_t num_latent = weight.size(0), num_pe = kv.size(1) - num_latent, width = cache.size(-1);
+  TORCH_CHECK(cache.is_contiguous() && kv.stride(1) == 1 && num_latent + num_pe == width);
+  with_type(kv, [&](auto zero) {
+    using T = decltype(zero);
+    at::parallel_for(0, kv.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+      auto row = space<float>(num_latent);
+      for (int64_t i = begin; i < end; i++) {
+        const T* from = kv.const_data_ptr<T>() + i * kv.stride(0);
+        T* to = cache.mutable_data_ptr<T>() + slots.const_data_ptr<int64_t>()[i] * width;
+        to_float(from, row.get(), num_latent);
+        normed(row.get(), weight.const_data_ptr<T>(), eps, to, num_latent);
+        rotate(from + num_latent, cos.const_data_ptr<float>() + i * num_pe / 2,
+               sin.const_data_ptr<float>() + i * num_pe / 2, interleaved, to + num_latent, num_pe);
+      }
+    });
+  });
+}
+
+// ---- attention ----
+
+constexpr int kQueries = 4;  // rows of queries computed together
+
+// scores[q][s] for kQueries queries [., width] and ``num`` keys, each at keys[s].
+template <class T>
+void score(const float* q, const T* const* keys, int64_t num, int64_t width, float* scores) {
+  for (int64_t s = 0; s < num; s += 2) {
+    const T *first = keys[s], *second = keys[std::min(s + 1, num - 1)];
+    Vec acc[kQueries][2];
+    EACH(i, kQueries) acc[i][0] = acc[i][1] = Vec{};
+    for (int64_t l = 0; l < width; l += kLanes) {
+      Vec a = load(first + l), b = load(second + l);
+      EACH(i, kQueries) {
+        Vec query = load(q + i * width + l);
+        acc[i][0] += query * a;
+        acc[i][1] += query * b;
+      }
+    }
+    for (int i = 0; i < kQueries; i++) {
+      scores[i * kSplit + s] = sum(acc[i][0]);
+      if (s + 1 < num) scores[i * kSplit + s + 1] = sum(acc[i][1]);
+    }
+  }
+}
+
+// Scores of ``num`` keys, of which the first ``seen`` are seen, to weights; their sum, the largest.
+inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest, float& total) {
+  largest = kNever;
+  for (int64_t s = 0; s < seen; s++) largest = std::max(largest, scores[s]);
+  largest *= scale;
+  Vec sums{};
+  Ints lane;
+  EACH(i, kLanes) lane[i] = i;
+  for (int64_t s = 0; s < num; s += kLanes) {
+    Vec weights = exp(load(scores + s) * scale - largest);
+    weights = lane + int32_t(s) < int32_t(seen) ? weights : splat(0);
+    store(scores + s, weights);
+    sums += weights;
+  }
+  total = sum(sums);
+}
+
+// out[q][c] = sum over s of weights[q][s] * keys[s][c], c < num_values.
+template <class T>
+void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out) {
+  auto columns = [&](auto count, int64_t c) {
+    constexpr int W = decltype(count)::value;
+    Vec acc[kQueries][W];
+    EACH(i, kQueries) EACH(v, W) acc[i][v] = Vec{};
+    for (int64_t s = 0; s < num; s++)
+      EACH(v, W) {
+        Vec value = load(keys[s] + c + v * kLanes);
+        EACH(i, kQueries) acc[i][v] += weights[i * kSplit + s] * value;
+      }
+    EACH(i, kQueries) EACH(v, W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
+  };
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= num_values; c += 2 * kLanes) columns(std::integral_constant<int, 2>{}, c);
+  for (; c < num_values; c += kLanes) columns(std::integral_constant<int, 1>{}, c);
+}
+
+template <class T>
+void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
+                 int64_t num_values, double scale, Tensor& out) {
+  int64_t num_seqs = lens.size(0), num_q = lens.size(1), num_heads = q.size(1), width = q.size(2);
+  int64_t page_size = cache.size(1), num_x = num_q * num_heads;
+  int64_t num_groups = (num_x + kQueries - 1) / kQueries, num_padded = num_groups * kQueries;
+  const int64_t *pages = table.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
+  struct Task {
+    int64_t seq, begin, end;
+  };
+  std::vector<Task> tasks;
+  std::vector<int64_t> first_of;
+  for (int64_t b = 0; b < num_seqs; b++) {
+    int64_t longest = *std::max_element(len + b * num_q, len + (b + 1) * num_q);
+    longest = std::min(longest, table.size(1) * page_size);
+    first_of.push_back(tasks.size());
+    for (int64_t s = 0; s < longest; s += kSplit)
+      tasks.push_back({b, s, std::min(longest, s + kSplit)});
+  }
+  first_of.push_back(tasks.size());
+  auto parts = space<float>(tasks.size() * num_padded * num_values);
+  auto largest = space<float>(tasks.size() * num_padded), total = space<float>(tasks.size() * num_padded);
+  at::parallel_for(0, tasks.size() * num_groups, 1, [&](int64_t first, int64_t last) {
+    alignas(64) float scores[kQueries * kSplit];
+    auto queries = space<float>(kQueries * width);
+    const T* keys[kSplit];
+    for (int64_t unit = first; unit < last; unit++) {
+      int64_t t = unit / num_groups, x = unit % num_groups * kQueries;
+      auto [b, begin, end] = tasks[t];
+      for (int64_t s = begin; s < end; s++) {
+        int64_t page = pages[b * table.size(1) + s / page_size];
+        keys[s - begin] = cache.const_data_ptr<T>() + (page * page_size + s % page_size) * width;
+      }
+      int64_t num_here = std::min<int64_t>(kQueries, num_x - x) * width;
+      to_float(q.const_data_ptr<T>() + (b * num_x + x) * width, queries.get(), num_here);
+      std::fill(queries.get() + num_here, queries.get() + kQueries * width, 0.0f);
+      score(queries.get(), keys, end - begin, width, scores);
+      for (int64_t i = 0; i < kQueries; i++) {
+        int64_t row = std::min(x + i, num_x - 1) / num_heads;
+        int64_t seen = std::clamp<int64_t>(len[b * num_q + row] - begin, 0, end - begin);
+        soften(scores + i * kSplit, end - begin, seen, scale, largest[t * num_padded + x + i],
+               total[t * num_padded + x + i]);
+      }
+      mix(scores, keys, end - begin, num_values, parts.get() + (t * num_padded + x) * num_values);
+    }
+  });
+  at::parallel_for(0, num_seqs * num_x, 8, [&](int64_t first, int64_t last) {
+    auto sums = space<float>(num_values);
+    for (int64_t unit = first; unit < last; unit++) {
+      int64_t b = unit / num_x, x = unit % num_x;
+      float most = kNever, weight = 0;
+      std::fill_n(sums.get(), num_values, 0.0f);
+      for (int64_t t = first_of[b]; t < first_of[b + 1]; t++)
+        most = std::max(most, largest[t * num_padded + x]);
+      for (int64_t t = first_of[b]; t < first_of[b + 1]; t++) {
+        int64_t i = t * num_padded + x;
+        if (total[i] == 0) continue;
+        float share = std::exp(largest[i] - most);
+        weight += share * total[i];
+        for (int64_t c = 0; c < num_values; c += kLanes)
+          store(&sums[c], load(&sums[c]) + share * load(&parts[i * num_values + c]));
+      }
+      T* to = out.mutable_data_ptr<T>() + unit * num_values;
+      for (int64_t c = 0; c < num_values; c += kLanes) store(to + c, load(&sums[c]) / weight);
+    }
+  });
+}
+
+Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const Tensor& cos,
+                  const Tensor& sin, bool interleaved, const Tensor& cache, const Tensor& table,
+                  const Tensor& lens, double scale) {
+  int64_t num_heads = q.size(1), width = cache.size(2), num_values = up_v.size(2);
+  TORCH_CHECK(cache.is_contiguous() && width % kLanes == 0 && num_values % kLanes == 0);
+  Tensor latent = mla_query(q, up_k, cos, sin, interleaved);
+  TORCH_CHECK(latent.size(2) == width && latent.size(0) == lens.numel());
+  Tensor o = at::empty({q.size(0), num_heads, num_values}, q.options());
+  with_type(q, [&](auto zero) {
+    attend_rows<decltype(zero)>(latent, cache, table.contiguous(), lens.contiguous(), num_values,
+                                scale, o);
+  });
+  return mla_value(o, up_v);
+}
+
+// ---- experts ----
+
+template <class T>
+void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
+                 const std::optional<Tensor>& slots, const Tensor& gate_up, const Tensor& down,
+                 Tensor& out) {
+  int64_t num_slots = gate_up.size(0), num_dim = x.size(1), num_pairs = out.size(0);
+  int64_t num_blocks = gate_up.size(1) / 2, num_hidden = num_blocks * kBlock;
+  int64_t per_token = x.size(0) ? num_pairs / x.size(0) : 1;
+  const int64_t* token = tokens ? tokens->const_data_ptr<int64_t>() : nullptr;
+  const int64_t* slot = slots ? slots->const_data_ptr<int64_t>() : nullptr;
+  std::vector<std::vector<int64_t>> pairs(num_slots);
+  for (int64_t p = 0; p < num_pairs; p++) {
+    int64_t s = slot ? slot[p] : 0;
+    if (s < num_slots) pairs[s].push_back(p);
+  }
+  auto rows = space<float>(num_pairs * num_dim), hidden = space<float>(num_pairs * num_hidden);
+  std::vector<int64_t> pair_of;
+  std::vector<Group<T>> into, back;
+  for (int64_t s = 0; s < num_slots; s++) {
+    if (pairs[s].empty()) continue;
+    int64_t first = pair_of.size(), num = pairs[s].size();
+    into.push_back({rows.get() + first * num_dim, num_dim, num, gate_up.const_data_ptr<T>() + s * gate_up.stride(0)});
+    back.push_back({hidden.get() + first * num_hidden, num_hidden, num, down.const_data_ptr<T>() + s * down.stride(0)});
+    pair_of.insert(pair_of.end(), pairs[s].begin(), pairs[s].end());
+  }
+  for (size_t i = 0; i < pair_of.size(); i++) {
+    int64_t from = token ? token[pair_of[i]] : pair_of[i] / per_token;
+    to_float(x.const_data_ptr<T>() + from * x.stride(0), rows.get() + i * num_dim, num_dim);
+  }
+  // Blocks of gate and up alternate, so that a task meets both of each.
+  products<2, T>(into, num_dim, 2 * num_blocks,
+              [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
+                float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
+                for (int i = 0; i < num / 2; i++) {
+                  int pair = i / kVecs * 2 * kVecs + i % kVecs;
+                  Vec gate = sums[pair];
+                  store(to + i * kLanes, gate / (1.0f + exp(-gate)) * sums[pair + kVecs]);
+                }
+              });
+  products<1, T>(back, num_hidden, down.size(1),
+              [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
+                int64_t i = (back[g].x - hidden.get()) / num_hidden + row;
+                T* to = out.mutable_data_ptr<T>() + pair_of[i] * num_dim;
+                for (int j = 0; j < num; j++, first += kLanes) put(to + first, sums[j], num_dim - first);
+              });
+}
+
+Tensor experts(const Tensor& x, const std::optional<Tensor>& tokens,
+               const std::optional<Tensor>& slots, const Tensor& gate_up, const Tensor& down) {
+  TORCH_CHECK(x.dtype() == gate_up.dtype() && x.size(1) == gate_up.size(2) && x.stride(1) == 1);
+  Tensor out = at::empty({slots ? slots->size(0) : x.size(0), x.size(1)}, x.options());
+  with_type(x, [&](auto zero) {
+    expert_rows<decltype(zero)>(x, tokens, slots, gate_up, down, out);
+  });
+  return out;
+}
+
+// Indices of the ``num`` largest of ``scores``, the lowest first among equals.
+inline void best(const float* scores, int64_t size, int64_t num, int64_t* ids) {
+  std::vector<int64_t> order(size);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + num, order.end(), [&](int64_t a, int64_t b) {
+    return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+  });
+  std::copy_n(order.begin(), num, ids);
+}
+
+struct Routing {
+  int64_t num_experts, num_groups, num_kept, num_chosen;
+  bool sigmoid, by_two, normalised;
+  float filler, factor;
+};
+
+// scores [E] of one token: what they come to, which experts are chosen, and what these weigh.
+inline void route_one(float* scores, const float* bias, const Routing& how, int64_t* ids, float* weights) {
+  int64_t num = how.num_experts, size = num / how.num_groups;
+  float most = *std::max_element(scores, scores + num), total = 0;
+  for (int64_t e = 0; e < num; e++) {
+    scores[e] = how.sigmoid ? 1 / (1 + std::exp(-scores[e])) : std::exp(scores[e] - most);
+    total += scores[e];
+  }
+  if (!how.sigmoid)
+    for (int64_t e = 0; e < num; e++) scores[e] /= total;
+  std::vector<float> chosen(scores, scores + num), of_group(how.num_groups);
+  if (bias != nullptr)
+    for (int64_t e = 0; e < num; e++) chosen[e] += bias[e];
+  if (how.num_groups > 1) {
+    for (int64_t g = 0; g < how.num_groups; g++) {
+      std::vector<float> two(chosen.begin() + g * size, chosen.begin() + (g + 1) * size);
+      int64_t counted = std::min<int64_t>(how.by_two ? 2 : 1, size);
+      std::partial_sort(two.begin(), two.begin() + counted, two.end(), std::greater<float>());
+      of_group[g] = std::accumulate(two.begin(), two.begin() + counted, 0.0f);
+    }
+    std::vector<int64_t> kept(how.num_kept);
+    best(of_group.data(), how.num_groups, how.num_kept, kept.data());
+    for (int64_t g = 0; g < how.num_groups; g++)
+      if (std::find(kept.begin(), kept.end(), g) == kept.end())
+        std::fill_n(chosen.begin() + g * size, size, how.filler);
+  }
+  best(chosen.data(), num, how.num_chosen, ids);
+  float whole = 0;
+  for (int64_t k = 0; k < how.num_chosen; k++) whole += scores[ids[k]];
+  for (int64_t k = 0; k < how.num_chosen; k++)
+    weights[k] = (how.normalised ? scores[ids[k]] / (whole + 1e-20f) : scores[ids[k]]) * how.factor;
+}
+
+std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
+                                 at::IntArrayRef sizes, bool sigmoid, bool by_two, bool normalised,
+                                 double filler, double factor) {
+  Routing how{sizes[0], sizes[1], sizes[2], sizes[3], sigmoid, by_two, normalised, float(filler), float(factor)};
+  Tensor scores = linear(x, w, how.num_experts, true);
+  Tensor ids = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kLong));
+  Tensor weights = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kFloat));
+  const float* biases = bias ? bias->const_data_ptr<float>() : nullptr;
+  at::parallel_for(0, x.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      route_one(scores.mutable_data_ptr<float>() + t * how.num_experts, biases, how,
+                ids.mutable_data_ptr<int64_t>() + t * how.num_chosen,
+                weights.mutable_data_ptr<float>() + t * how.num_chosen);
+  });
+  return {ids, weights};
+}
+
+template <class T>
+void combine_row(const T* out, const float* weights, int64_t num_chosen, const T* more, T* y, int64_t num) {
+  int64_t d = 0;
+  for (; d + kLanes <= num; d += kLanes) {
+    Vec total{};
+    for (int64_t k = 0; k < num_chosen; k++) total += weights[k] * load(out + k * num + d);
+    store(y + d, total);
+    if (more) store(y + d, load(y + d) + load(more + d));
+  }
+  for (; d < num; d++) {
+    float total = 0;
+    for (int64_t k = 0; k < num_chosen; k++) total += weights[k] * float(out[k * num + d]);
+    y[d] = T(total);
+    if (more) y[d] = T(float(y[d]) + float(more[d]));
+  }
+}
+
+Tensor combine(const Tensor& out, const Tensor& weights, const std::optional<Tensor>& more) {
+  int64_t num_chosen = out.size(1), num = out.size(2);
+  TORCH_CHECK(out.is_contiguous() && weights.is_contiguous() && (!more || more->is_contiguous()));
+  Tensor y = at::empty({out.size(0), num}, out.options());
+  with_type(out, [&](auto zero) {
+    using T = decltype(zero);
+    const T *from = out.const_data_ptr<T>(), *shared = more ? more->const_data_ptr<T>() : nullptr;
+    const float* weight = weights.const_data_ptr<float>();
+    T* to = y.mutable_data_ptr<T>();
+    at::parallel_for(0, out.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++)
+        combine_row(from + t * num_chosen * num, weight + t * num_chosen, num_chosen,
+                    shared ? shared + t * num : nullptr, to + t * num, num);
+    });
+  });
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(tandem, m) {
+  m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("mla_entry(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
+        "Tensor slots, Tensor(a!) cache) -> ()");
+  m.def("mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
+        "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
+  m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down) -> Tensor");
+  m.def("route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
+        "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def("combine(Tensor out, Tensor weights, Tensor? more) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("mla_entry", mla_entry);
+  m.impl("mla_attend", mla_attend);
+  m.impl("experts", experts);
+  m.impl("route", route);
+  m.impl("combine", combine);
+}

@@ -1,0 +1,75 @@
+"""Kernels for CPUs in C++ (native.cpp): fp32 and bf16 weights, any processor with AVX2 or better.
+
+A row's results are the same bits in every batch and with any number of threads.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.batch import Batch
+from model.config import ModelConfig
+from model.kernels.base import Kernels, Routing
+
+BLOCK = 16
+"""Outputs that lie side by side in packed weights, as in native.cpp."""
+OPS = ("linear", "rms_norm", "add_rms_norm", "mla_entry", "experts", "combine")
+"""Of native.cpp, called as they are."""
+
+
+def fits(config: ModelConfig) -> bool:
+    """Whether heads and latents are whole vectors."""
+    widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
+    return all(width % BLOCK == 0 for width in widths)
+
+
+class Native(Kernels):
+    """``library`` is native.cpp, compiled."""
+
+    name = "native"
+
+    def __init__(self, library: Path) -> None:
+        torch.ops.load_library(library)
+        for name in OPS:
+            setattr(self, name, getattr(torch.ops.tandem, name).default)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """[..., M, K] as [..., M / BLOCK, K, BLOCK], filled up with zeros."""
+        filled = F.pad(weight, (0, 0, 0, -weight.shape[-2] % BLOCK))
+        return filled.unflatten(-2, (-1, BLOCK)).transpose(-1, -2).contiguous()
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of gate and up rows take turns; their product is as wide as whole blocks."""
+        gate, up = map(self.pack, gate_up.chunk(2, 1))
+        down = F.pad(down, (0, -down.shape[2] % BLOCK))
+        return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
+
+    def mla_attend(
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        is_interleaved: bool,
+        cache: Tensor,
+        batch: Batch,
+        scale: float,
+    ) -> Tensor:
+        pages = cache, batch.page_table_BP, batch.context_lens_BQ
+        out_XHV: Tensor = torch.ops.tandem.mla_attend.default(
+            q_XHK, up_k, up_v, cos, sin, is_interleaved, *pages, scale
+        )
+        return out_XHV
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """In fp32: few CPUs multiply bf16."""
+        return super().attend(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
+
+    def route(
+        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
+    ) -> tuple[Tensor, Tensor]:
+        routed: tuple[Tensor, Tensor] = torch.ops.tandem.route.default(x_TD, packed, bias_E, *how)
+        return routed

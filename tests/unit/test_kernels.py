@@ -1,0 +1,251 @@
+"""Native kernels against plain torch in fp64, in both types, over shapes with every remainder; a
+row gives the same bits in any company, and nothing is written but what shall be."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config import TINY_MODEL
+from model.batch import Batch
+from model.config import ModelConfig
+from model.kernels import build, create_kernels
+from model.kernels.base import PLAIN, Routing
+from tests.kernels import native
+
+TYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+"""Of a result, relative to the largest."""
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """``wanted`` in fp64, of the same rounded inputs."""
+    assert got.shape == wanted.shape
+    error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)
+    assert error < ROUNDING[dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 100])
+@pytest.mark.parametrize(("width", "num_out"), [(40, 16), (192, 100), (7, 3), (96, 160)])
+def test_linear(num_rows: int, width: int, num_out: int, dtype: torch.dtype) -> None:
+    x, weight = draw(num_rows, width, dtype=dtype), draw(num_out, width, seed=1, dtype=dtype)
+    packed = native().pack(weight)
+    wanted = x.double() @ weight.double().T
+    for in_fp32 in (False, True):
+        got = native().linear(x, packed, num_out, in_fp32)
+        assert got.dtype == (torch.float32 if in_fp32 else dtype)
+        check(got, wanted, torch.float32 if in_fp32 else dtype)
+    wide = torch.cat((x, x), 1)[:, :width]
+    assert torch.equal(native().linear(wide, packed, num_out), native().linear(x, packed, num_out))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(dtype: torch.dtype) -> None:
+    x, packed = draw(64, 192, dtype=dtype), native().pack(draw(480, 192, seed=1, dtype=dtype))
+    together = native().linear(x, packed, 480)
+    for rows in (slice(0, 1), slice(3, 5), slice(10, 13), slice(20, 61)):
+        assert torch.equal(native().linear(x[rows].contiguous(), packed, 480), together[rows])
+    attended = Pages.make(6, 3, dtype)
+    alone = [attended.attend(b, b + 1) for b in range(6)]
+    whole = attended.attend()
+    assert torch.equal(torch.cat(alone), whole)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(native().linear(x, packed, 480), together)
+        assert torch.equal(attended.attend(), whole)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [16, 41, 192])
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    x, more, weight = (draw(5, width, seed=i, dtype=dtype) for i in range(3))
+    weight = weight[0].contiguous()
+
+    def norm(x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+    check(native().rms_norm(x, weight, 1e-6), norm(x.double()), dtype)
+    total, normed = native().add_rms_norm(x, more, weight, 1e-6)
+    assert torch.equal(total, x + more)
+    check(normed, norm(total.double()), dtype)
+    apart = torch.cat((x, more), 1)[:, :width]
+    assert torch.equal(native().rms_norm(apart, weight, 1e-6), native().rms_norm(x, weight, 1e-6))
+
+
+HEADS, NOPE, ROPE, LATENT, VALUE = 5, 24, 16, 32, 48
+
+
+@dataclass
+class Pages:
+    """``num_q`` rows of queries over each of sequences of very different lengths; what no row may
+    read is not a number."""
+
+    q_XHK: Tensor
+    up_k: Tensor
+    up_v: Tensor
+    angles: tuple[Tensor, Tensor]
+    cache: Tensor
+    batch: Batch
+    is_interleaved: bool = True
+
+    @classmethod
+    def make(cls, num_seqs: int, num_q: int, dtype: torch.dtype, page_size: int = 16) -> "Pages":
+        lengths = torch.tensor([1, 5, 256, 257, 300, 700])[:num_seqs]
+        width, num = -(-700 // page_size), num_seqs * num_q
+        table = torch.randperm(num_seqs * width).view(num_seqs, width) + 1
+        lens_BQ = (lengths[:, None] - torch.arange(num_q).flip(0)).clamp(min=1)
+        cache = draw(1 + num_seqs * width, page_size, LATENT + ROPE, seed=2, dtype=dtype)
+        cache[0] = float("nan")
+        for length, pages in zip(lengths.tolist(), table, strict=True):
+            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+            cache.flatten(0, 1)[slots[length:]] = float("nan")
+        angles = draw(num, ROPE // 2, seed=4).cos(), draw(num, ROPE // 2, seed=4).sin()
+        ups = (
+            draw(HEADS, LATENT, NOPE, dtype=dtype),
+            draw(HEADS, VALUE, LATENT, seed=1, dtype=dtype),
+        )
+        q = draw(num, HEADS, NOPE + ROPE, seed=3, dtype=dtype)
+        nothing = torch.zeros_like(lens_BQ)
+        return cls(q, *ups, angles, cache, Batch(nothing, nothing, nothing, lens_BQ, table))
+
+    def attend(self, first: int = 0, last: int | None = None) -> Tensor:
+        """By native kernels, of these sequences."""
+        batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
+        rows = slice(first * num_q, None if last is None else last * num_q)
+        nothing, lens = batch.token_ids_BQ[first:last], batch.context_lens_BQ[first:last]
+        part = Batch(nothing, nothing, nothing, lens, batch.page_table_BP[first:last])
+        cos, sin = (angle[rows] for angle in self.angles)
+        kernels = native()
+        ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
+        told = cos, sin, self.is_interleaved, self.cache, part, 0.2
+        return kernels.mla_attend(self.q_XHK[rows], *ups, *told)
+
+    def wanted(self) -> Tensor:
+        """One sequence after the other, over what it may read."""
+        outs = []
+        for b, lens_Q in enumerate(self.batch.context_lens_BQ):
+            context = self.cache[self.batch.page_table_BP[b]].flatten(0, 1)[: int(lens_Q.max())]
+            rows = slice(b * len(lens_Q), (b + 1) * len(lens_Q))
+            nothing, table = torch.zeros_like(lens_Q)[None], torch.tensor([[0]])
+            batch = Batch(nothing, nothing, nothing, lens_Q[None], table)
+            cos, sin = (angle[rows] for angle in self.angles)
+            told = cos, sin, self.is_interleaved, context[None].double(), batch, 0.2
+            ups = self.up_k.double(), self.up_v.double()
+            outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, *told))
+        return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_q", [1, 2, 4])
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_latent_attention_reads_pages_in_place(
+    is_interleaved: bool, num_q: int, dtype: torch.dtype
+) -> None:
+    told = replace(Pages.make(6, num_q, dtype), is_interleaved=is_interleaved)
+    got = told.attend()
+    assert got.isfinite().all()
+    # Queries in latent space and what was attended to are rounded on their way.
+    error = (got.double() - told.wanted()).abs().max() / told.wanted().abs().max()
+    assert error < 3 * ROUNDING[dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
+    num, rank, pe = 7, 32, 16
+    angles = draw(num, pe // 2, seed=4).cos(), draw(num, pe // 2, seed=4).sin()
+    kv, weight = draw(num, rank + pe, dtype=dtype), draw(rank, seed=1, dtype=dtype)
+    slots = torch.tensor([5, 0, 9, 17, 30, 2, 11])
+    caches = [torch.full((4, 8, rank + pe), 7.0, dtype=kind) for kind in (dtype, torch.float64)]
+    native().mla_entry(kv, weight, 1e-6, *angles, is_interleaved, slots, caches[0])
+    wide = kv.double(), weight.double(), 1e-6
+    PLAIN.mla_entry(*wide, *angles, is_interleaved, slots, caches[1])
+    check(caches[0], caches[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [16, 24])
+def test_experts(width: int, dtype: torch.dtype) -> None:
+    """Uneven counts, experts without a token, and pairs that are not here."""
+    num_slots, num_tokens, dim = 5, 17, 40
+    x = draw(num_tokens, dim, dtype=dtype)
+    gate_up = draw(num_slots, 2 * width, dim, seed=1, dtype=dtype) * 0.3
+    down = draw(num_slots, dim, width, seed=2, dtype=dtype) * 0.3
+    packed = native().pack_experts(gate_up, down)
+
+    def one(token: int, slot: int) -> Tensor:
+        gate, up = (gate_up[slot].double() @ x[token].double()).chunk(2)
+        return down[slot].double() @ (torch.nn.functional.silu(gate) * up)
+
+    tokens = torch.randint(0, num_tokens, (60,), generator=torch.Generator().manual_seed(3))
+    slots = torch.tensor([0, 0, 0, 3, num_slots, 1])[torch.arange(60) % 6]
+    got, here = native().experts(x, tokens, slots, *packed), slots < num_slots
+    pairs = zip(tokens[here].tolist(), slots[here].tolist(), strict=True)
+    check(got[here], torch.stack([one(*pair) for pair in pairs]), dtype)
+    two_each = native().experts(x, None, torch.arange(34) % num_slots, *packed)
+    wanted = torch.stack([one(i // 2, i % num_slots) for i in range(34)])
+    check(two_each, wanted, dtype)
+    check(
+        native().experts(x, None, None, *packed), torch.stack([one(i, 0) for i in range(17)]), dtype
+    )
+    assert native().experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_routing(sigmoid: bool, num_groups: int) -> None:
+    how = Routing((16, num_groups, 2, 3), sigmoid, sigmoid, sigmoid, -float("inf"), 2.5)
+    if num_groups == 1:
+        how = how._replace(sizes=(16, 1, 1, 3))
+    x, weight, bias = draw(50, 24), draw(16, 24, seed=1), draw(16, seed=2) * 0.1
+    ids, weights = native().route(x, native().pack(weight), bias if sigmoid else None, how)
+    told = PLAIN.route(x.double(), weight.double(), bias if sigmoid else None, how)
+    assert torch.equal(ids, told[0])
+    check(weights, told[1].double(), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_combining(dtype: torch.dtype) -> None:
+    out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
+    check(native().combine(out, weights, None), PLAIN.combine(out.double(), weights, None), dtype)
+    check(native().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
+
+
+def test_not_a_number_stays_one_and_stays_in_its_row() -> None:
+    x = draw(4, 32, dtype=torch.bfloat16)
+    x[2] = float("nan")
+    y = native().linear(x, native().pack(draw(16, 32, dtype=torch.bfloat16)), 16)
+    assert y[2].isnan().all() and not y[[0, 1, 3]].isnan().any()
+
+
+def test_without_a_compiler_steps_are_plain_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    asked = ModelConfig.from_dir(TINY_MODEL), torch.float32, torch.device("cpu")
+    assert create_kernels("auto", *asked) is PLAIN
+    assert "without native kernels: no C++ compiler" in caplog.text
+    with pytest.raises(ValueError, match=r"model\.kernels: 'native' cannot be had: no C\+\+ comp"):
+        create_kernels("native", *asked)
+
+
+def test_what_does_not_compile_says_why_and_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "native.cpp"
+    source.write_text("int main( {")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCE", source)
+    with pytest.raises(ValueError, match=r"cannot compile .*native\.cpp: .*error"):
+        build.built()
+    assert not list((tmp_path / "tandem" / "kernels").glob("*.so"))
