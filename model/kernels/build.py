@@ -69,7 +69,7 @@ def _compile(compiler: str, library: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     command = ["nice", compiler, *FLAGS, abi, str(SOURCE), *paths, *LIBRARIES, "-o", str(made)]
-    log.info("compiling %s, once for this machine", SOURCE.name)
+    log.warning("compiling %s, once for this machine: half a minute or so", SOURCE.name)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ValueError(f"{compiler} cannot compile {SOURCE}: {done.stderr[:2000]}")

@@ -35,7 +35,7 @@ constexpr int kBlock = 16;  // outputs that lie side by side in packed weights
 constexpr int kVecs = kBlock / kLanes;
 constexpr int kRows = 6;  // of a tile at most
 constexpr int64_t kRowChunk = 96;
-constexpr int64_t kSplit = 256;  // tokens of context that one task attends to
+constexpr int64_t kSplit = 256;           // tokens of context that one task attends to
 constexpr int64_t kWorthATask = 1 << 15;  // multiplications
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -81,7 +81,7 @@ inline float sum(Vec v) {
   return x[0] + x[1];
 #endif
   float total = 0;
-  EACH(i, kLanes) total += v[i];
+  EACH (i, kLanes) total += v[i];
   return total;
 }
 
@@ -91,7 +91,8 @@ std::unique_ptr<T[]> space(int64_t num) {
   return std::make_unique_for_overwrite<T[]>(num);
 }
 
-// e^x to 2 ulp where that is a normal number, else the nearest that is: 2^k times a polynomial (Cephes).
+// e^x to 2 ulp where that is a normal number, else the nearest that is: 2^k times a polynomial
+// (Cephes).
 inline Vec exp(Vec x) {
   x = x < -87.0f ? splat(-87.0f) : x;
   x = x > 88.0f ? splat(88.0f) : x;
@@ -99,8 +100,8 @@ inline Vec exp(Vec x) {
   Vec n = __builtin_convertvector(k, Vec);
   Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec p = splat(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                  5.0000001201e-1f})
+  for (float c :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = p * r + c;
   return (p * r * r + r + 1.0f) * (Vec)((k + 127) << 23);
 }
@@ -123,34 +124,40 @@ void put(T* to, Vec v, int64_t room) {
 
 // acc[r][b] = sum over k of x[r, k] * w[b][k, :]
 template <int R, int B, class T>
-inline void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k, Vec (*acc)[B * kVecs]) {
+inline void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
+                 Vec (*acc)[B * kVecs]) {
   Vec sums[R][B * kVecs];
-  EACH(r, R) EACH(i, B * kVecs) sums[r][i] = Vec{};
-  auto weight = [&](int64_t k, int i) { return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes); };
+  EACH (r, R)
+    EACH (i, B * kVecs) sums[r][i] = Vec{};
+  auto weight = [&](int64_t k, int i) {
+    return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
+  };
   // Whichever are fewer stay in registers while the others pass by.
   for (int64_t k = 0; k < num_k; k++) {
     if constexpr (R <= B * kVecs) {
       float rows[R];
-      EACH(r, R) rows[r] = x[r * ldx + k];
-      EACH(i, B * kVecs) {
+      EACH (r, R) rows[r] = x[r * ldx + k];
+      EACH (i, B * kVecs) {
         Vec one = weight(k, i);
-        EACH(r, R) sums[r][i] += rows[r] * one;
+        EACH (r, R) sums[r][i] += rows[r] * one;
       }
     } else {
       Vec ones[B * kVecs];
-      EACH(i, B * kVecs) ones[i] = weight(k, i);
-      EACH(r, R) {
+      EACH (i, B * kVecs) ones[i] = weight(k, i);
+      EACH (r, R) {
         float row = x[r * ldx + k];
-        EACH(i, B * kVecs) sums[r][i] += row * ones[i];
+        EACH (i, B * kVecs) sums[r][i] += row * ones[i];
       }
     }
   }
-  EACH(r, R) EACH(i, B * kVecs) acc[r][i] = sums[r][i];
+  EACH (r, R)
+    EACH (i, B * kVecs) acc[r][i] = sums[r][i];
 }
 
 // emit(row, sums) for each of ``num`` rows; B blocks at once.
 template <int B, class T, class Emit>
-void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k, Emit emit) {
+void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
+             Emit emit) {
   Vec acc[kRows][B * kVecs];
   int64_t row = 0;
   auto step = [&](auto count) {
@@ -162,11 +169,16 @@ void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_
   constexpr int most = B * kVecs <= 2 ? kRows : 8 / (B * kVecs);
   while (num - row >= most) step(std::integral_constant<int, most>{});
   switch (num - row) {
-    case 5: return step(std::integral_constant<int, std::min(most, 5)>{});
-    case 4: return step(std::integral_constant<int, std::min(most, 4)>{});
-    case 3: return step(std::integral_constant<int, std::min(most, 3)>{});
-    case 2: return step(std::integral_constant<int, std::min(most, 2)>{});
-    case 1: return step(std::integral_constant<int, 1>{});
+    case 5:
+      return step(std::integral_constant<int, std::min(most, 5)>{});
+    case 4:
+      return step(std::integral_constant<int, std::min(most, 4)>{});
+    case 3:
+      return step(std::integral_constant<int, std::min(most, 3)>{});
+    case 2:
+      return step(std::integral_constant<int, std::min(most, 2)>{});
+    case 1:
+      return step(std::integral_constant<int, 1>{});
   }
 }
 
@@ -220,7 +232,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
 
 // Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
 template <class T>
-const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k, std::unique_ptr<float[]>& room) {
+const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k,
+                    std::unique_ptr<float[]>& room) {
   if constexpr (std::is_same_v<T, float>) {
     if (ld == num_k) return x;
   }
@@ -236,10 +249,10 @@ void linear_rows(const Tensor& x, const Tensor& w, Tensor& y) {
   const float* rows = floats(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k, room);
   Y* out = y.mutable_data_ptr<Y>();
   products<1, T>({{rows, num_k, x.size(0), w.const_data_ptr<T>()}}, num_k, w.size(0),
-              [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
-                for (int i = 0; i < num; i++, first += kLanes)
-                  put(out + row * num_out + first, sums[i], num_out - first);
-              });
+                 [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
+                   for (int i = 0; i < num; i++, first += kLanes)
+                     put(out + row * num_out + first, sums[i], num_out - first);
+                 });
 }
 
 template <class F>
@@ -272,10 +285,10 @@ void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
   }
   T* out = y.mutable_data_ptr<T>();
   products<1, T>(groups, num_k, w.size(1),
-              [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
-                T* to = out + row * y.stride(0) + h * y.stride(1) + first;
-                for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
-              });
+                 [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
+                   T* to = out + row * y.stride(0) + h * y.stride(1) + first;
+                   for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
+                 });
 }
 
 // ---- norms and rotation ----
@@ -396,10 +409,10 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
   for (int64_t s = 0; s < num; s += 2) {
     const T *first = keys[s], *second = keys[std::min(s + 1, num - 1)];
     Vec acc[kQueries][2];
-    EACH(i, kQueries) acc[i][0] = acc[i][1] = Vec{};
+    EACH (i, kQueries) acc[i][0] = acc[i][1] = Vec{};
     for (int64_t l = 0; l < width; l += kLanes) {
       Vec a = load(first + l), b = load(second + l);
-      EACH(i, kQueries) {
+      EACH (i, kQueries) {
         Vec query = load(q + i * width + l);
         acc[i][0] += query * a;
         acc[i][1] += query * b;
@@ -413,13 +426,14 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
 }
 
 // Scores of ``num`` keys, of which the first ``seen`` are seen, to weights; their sum, the largest.
-inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest, float& total) {
+inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest,
+                   float& total) {
   largest = kNever;
   for (int64_t s = 0; s < seen; s++) largest = std::max(largest, scores[s]);
   largest *= scale;
   Vec sums{};
   Ints lane;
-  EACH(i, kLanes) lane[i] = i;
+  EACH (i, kLanes) lane[i] = i;
   for (int64_t s = 0; s < num; s += kLanes) {
     Vec weights = exp(load(scores + s) * scale - largest);
     weights = lane + int32_t(s) < int32_t(seen) ? weights : splat(0);
@@ -435,16 +449,19 @@ void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_va
   auto columns = [&](auto count, int64_t c) {
     constexpr int W = decltype(count)::value;
     Vec acc[kQueries][W];
-    EACH(i, kQueries) EACH(v, W) acc[i][v] = Vec{};
+    EACH (i, kQueries)
+      EACH (v, W) acc[i][v] = Vec{};
     for (int64_t s = 0; s < num; s++)
-      EACH(v, W) {
+      EACH (v, W) {
         Vec value = load(keys[s] + c + v * kLanes);
-        EACH(i, kQueries) acc[i][v] += weights[i * kSplit + s] * value;
+        EACH (i, kQueries) acc[i][v] += weights[i * kSplit + s] * value;
       }
-    EACH(i, kQueries) EACH(v, W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
+    EACH (i, kQueries)
+      EACH (v, W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
   };
   int64_t c = 0;
-  for (; c + 2 * kLanes <= num_values; c += 2 * kLanes) columns(std::integral_constant<int, 2>{}, c);
+  for (; c + 2 * kLanes <= num_values; c += 2 * kLanes)
+    columns(std::integral_constant<int, 2>{}, c);
   for (; c < num_values; c += kLanes) columns(std::integral_constant<int, 1>{}, c);
 }
 
@@ -469,7 +486,8 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
   }
   first_of.push_back(tasks.size());
   auto parts = space<float>(tasks.size() * num_padded * num_values);
-  auto largest = space<float>(tasks.size() * num_padded), total = space<float>(tasks.size() * num_padded);
+  auto largest = space<float>(tasks.size() * num_padded),
+       total = space<float>(tasks.size() * num_padded);
   at::parallel_for(0, tasks.size() * num_groups, 1, [&](int64_t first, int64_t last) {
     alignas(64) float scores[kQueries * kSplit];
     auto queries = space<float>(kQueries * width);
@@ -553,8 +571,10 @@ void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
   for (int64_t s = 0; s < num_slots; s++) {
     if (pairs[s].empty()) continue;
     int64_t first = pair_of.size(), num = pairs[s].size();
-    into.push_back({rows.get() + first * num_dim, num_dim, num, gate_up.const_data_ptr<T>() + s * gate_up.stride(0)});
-    back.push_back({hidden.get() + first * num_hidden, num_hidden, num, down.const_data_ptr<T>() + s * down.stride(0)});
+    into.push_back({rows.get() + first * num_dim, num_dim, num,
+                    gate_up.const_data_ptr<T>() + s * gate_up.stride(0)});
+    back.push_back({hidden.get() + first * num_hidden, num_hidden, num,
+                    down.const_data_ptr<T>() + s * down.stride(0)});
     pair_of.insert(pair_of.end(), pairs[s].begin(), pairs[s].end());
   }
   for (size_t i = 0; i < pair_of.size(); i++) {
@@ -563,29 +583,29 @@ void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
   }
   // Blocks of gate and up alternate, so that a task meets both of each.
   products<2, T>(into, num_dim, 2 * num_blocks,
-              [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
-                float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
-                for (int i = 0; i < num / 2; i++) {
-                  int pair = i / kVecs * 2 * kVecs + i % kVecs;
-                  Vec gate = sums[pair];
-                  store(to + i * kLanes, gate / (1.0f + exp(-gate)) * sums[pair + kVecs]);
-                }
-              });
+                 [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
+                   float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
+                   for (int i = 0; i < num / 2; i++) {
+                     int pair = i / kVecs * 2 * kVecs + i % kVecs;
+                     Vec gate = sums[pair];
+                     store(to + i * kLanes, gate / (1.0f + exp(-gate)) * sums[pair + kVecs]);
+                   }
+                 });
   products<1, T>(back, num_hidden, down.size(1),
-              [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
-                int64_t i = (back[g].x - hidden.get()) / num_hidden + row;
-                T* to = out.mutable_data_ptr<T>() + pair_of[i] * num_dim;
-                for (int j = 0; j < num; j++, first += kLanes) put(to + first, sums[j], num_dim - first);
-              });
+                 [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
+                   int64_t i = (back[g].x - hidden.get()) / num_hidden + row;
+                   T* to = out.mutable_data_ptr<T>() + pair_of[i] * num_dim;
+                   for (int j = 0; j < num; j++, first += kLanes)
+                     put(to + first, sums[j], num_dim - first);
+                 });
 }
 
 Tensor experts(const Tensor& x, const std::optional<Tensor>& tokens,
                const std::optional<Tensor>& slots, const Tensor& gate_up, const Tensor& down) {
   TORCH_CHECK(x.dtype() == gate_up.dtype() && x.size(1) == gate_up.size(2) && x.stride(1) == 1);
   Tensor out = at::empty({slots ? slots->size(0) : x.size(0), x.size(1)}, x.options());
-  with_type(x, [&](auto zero) {
-    expert_rows<decltype(zero)>(x, tokens, slots, gate_up, down, out);
-  });
+  with_type(x,
+            [&](auto zero) { expert_rows<decltype(zero)>(x, tokens, slots, gate_up, down, out); });
   return out;
 }
 
@@ -606,7 +626,8 @@ struct Routing {
 };
 
 // scores [E] of one token: what they come to, which experts are chosen, and what these weigh.
-inline void route_one(float* scores, const float* bias, const Routing& how, int64_t* ids, float* weights) {
+inline void route_one(float* scores, const float* bias, const Routing& how, int64_t* ids,
+                      float* weights) {
   int64_t num = how.num_experts, size = num / how.num_groups;
   float most = *std::max_element(scores, scores + num), total = 0;
   for (int64_t e = 0; e < num; e++) {
@@ -616,8 +637,10 @@ inline void route_one(float* scores, const float* bias, const Routing& how, int6
   if (!how.sigmoid)
     for (int64_t e = 0; e < num; e++) scores[e] /= total;
   std::vector<float> chosen(scores, scores + num), of_group(how.num_groups);
-  if (bias != nullptr)
-    for (int64_t e = 0; e < num; e++) chosen[e] += bias[e];
+  for (int64_t e = 0; e < num; e++) {
+    if (bias != nullptr) chosen[e] += bias[e];
+    if (std::isnan(chosen[e])) chosen[e] = kNever;  // which has a place in an order
+  }
   if (how.num_groups > 1) {
     for (int64_t g = 0; g < how.num_groups; g++) {
       std::vector<float> two(chosen.begin() + g * size, chosen.begin() + (g + 1) * size);
@@ -638,10 +661,12 @@ inline void route_one(float* scores, const float* bias, const Routing& how, int6
     weights[k] = (how.normalised ? scores[ids[k]] / (whole + 1e-20f) : scores[ids[k]]) * how.factor;
 }
 
-std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias,
-                                 at::IntArrayRef sizes, bool sigmoid, bool by_two, bool normalised,
-                                 double filler, double factor) {
-  Routing how{sizes[0], sizes[1], sizes[2], sizes[3], sigmoid, by_two, normalised, float(filler), float(factor)};
+std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& w,
+                                 const std::optional<Tensor>& bias, at::IntArrayRef sizes,
+                                 bool sigmoid, bool by_two, bool normalised, double filler,
+                                 double factor) {
+  Routing how{sizes[0], sizes[1],   sizes[2],      sizes[3],     sigmoid,
+              by_two,   normalised, float(filler), float(factor)};
   Tensor scores = linear(x, w, how.num_experts, true);
   Tensor ids = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kLong));
   Tensor weights = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kFloat));
@@ -656,7 +681,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& w, const std::op
 }
 
 template <class T>
-void combine_row(const T* out, const float* weights, int64_t num_chosen, const T* more, T* y, int64_t num) {
+void combine_row(const T* out, const float* weights, int64_t num_chosen, const T* more, T* y,
+                 int64_t num) {
   int64_t d = 0;
   for (; d + kLanes <= num; d += kLanes) {
     Vec total{};
@@ -696,13 +722,16 @@ TORCH_LIBRARY(tandem, m) {
   m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
-  m.def("mla_entry(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
-        "Tensor slots, Tensor(a!) cache) -> ()");
-  m.def("mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
-        "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
+  m.def(
+      "mla_entry(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
+      "Tensor slots, Tensor(a!) cache) -> ()");
+  m.def(
+      "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
+      "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
   m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down) -> Tensor");
-  m.def("route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
-        "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def(
+      "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
+      "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
   m.def("combine(Tensor out, Tensor weights, Tensor? more) -> Tensor");
 }
 

@@ -118,7 +118,8 @@ def test_all_sizes_through_real_processes(prefill: int, decode: int) -> None:
     """A process a rank, of the shipped checkpoint; one request alone, then ten at once."""
     sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
     first, *others = held_out(11, 20, 120, seed=10 * prefill + decode)
-    with serving(*sizes, "kv.num_pages=300", "kv.page_size=16") as server:
+    more = "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=true"
+    with serving(*sizes, *more) as server:
         with Client(server.address) as client, ThreadPoolExecutor(len(others)) as pool:
 
             def ask(i: int, ids: list[int]) -> list[int]:

@@ -18,7 +18,7 @@ from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",
-    "kv.num_pages=300", "kv.page_size=16",
+    "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=true",
 )  # fmt: skip
 
 

@@ -214,6 +214,16 @@ def test_routing(sigmoid: bool, num_groups: int) -> None:
     check(weights, told[1].double(), torch.float32)
 
 
+def test_a_token_that_is_not_a_number_is_routed_somewhere_and_alone() -> None:
+    how = Routing((16, 4, 2, 3), True, True, True, -float("inf"), 2.5)
+    x, packed, bias = draw(6, 24), native().pack(draw(16, 24, seed=1)), draw(16, seed=2) * 0.1
+    before, _ = native().route(x, packed, bias, how)
+    x[3] = float("nan")
+    ids, _ = native().route(x, packed, bias, how)
+    assert len(set(ids[3].tolist())) == 3 and 0 <= int(ids.min()) <= int(ids.max()) < 16
+    assert torch.equal(ids[[0, 1, 2, 4, 5]], before[[0, 1, 2, 4, 5]])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_combining(dtype: torch.dtype) -> None:
     out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
