@@ -113,7 +113,9 @@ class DecodeEngine:
         self.step_s += time.perf_counter() - began_at
 
     def fail(self, error: Exception) -> None:
-        """Whoever was in the step that raised this, or in one on its way, is given up and told."""
+        """Whoever was in the step that raised this, or in one on its way, is given up and told.
+        What was to be measured is learnt while serving then."""
+        self._may_measure = False
         for step in self._in_flight:
             self.scheduler.landed(step.sequences)
             self._note(step.sequences)

@@ -57,10 +57,10 @@ def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
     return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
 
 
-def visible_slots(batch: Batch, num_slots: int) -> Tensor:
+def visible_slots(context_lens_BQ: Tensor, num_slots: int) -> Tensor:
     """Which of the first ``num_slots`` slots each query row attends to: bool [B, Q, S]."""
-    slots_S = torch.arange(num_slots, device=batch.context_lens_BQ.device)
-    return slots_S < batch.context_lens_BQ.unsqueeze(-1)
+    slots_S = torch.arange(num_slots, device=context_lens_BQ.device)
+    return slots_S < context_lens_BQ.unsqueeze(-1)
 
 
 def physical_slots(

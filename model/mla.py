@@ -68,8 +68,9 @@ class MLA(Part):
         slots_X = batch.write_slots_BQ.flatten()
         kernels.mla_entry(kv_XL, norm.weight, norm.eps, *angles, is_interleaved, slots_X, cache)
         if batch.segments is None:
-            ups, scale = (self._up_k, self._up_v), config.softmax_scale
-            out_XHV = kernels.mla_attend(q_XHK, *ups, *angles, is_interleaved, cache, batch, scale)
+            ups, pages = (self._up_k, self._up_v), (batch.page_table_BP, batch.context_lens_BQ)
+            scale = config.softmax_scale
+            out_XHV = kernels.mla_attend(q_XHK, *ups, *angles, is_interleaved, cache, *pages, scale)
         else:
             out_XHV = self._expanded(self._rotated(q_XHK, angles), cache, batch, batch.segments)
         return self.o_proj(out_XHV.flatten(1))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.batch import Batch, gather_pages, visible_slots
+from model.batch import gather_pages, visible_slots
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
@@ -88,7 +88,8 @@ class Kernels:
         sin: Tensor,
         is_interleaved: bool,
         cache: Tensor,
-        batch: Batch,
+        page_table_BP: Tensor,
+        context_lens_BQ: Tensor,
         scale: float,
     ) -> Tensor:
         """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
@@ -100,11 +101,11 @@ class Kernels:
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
         pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), is_interleaved)
-        num_seqs, num_q = batch.context_lens_BQ.shape
+        num_seqs, num_q = context_lens_BQ.shape
         q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, cache.shape[-1])
-        context_BSL = gather_pages(cache, batch.page_table_BP)
+        context_BSL = gather_pages(cache, page_table_BP)
         scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * scale
-        hidden_BQS = ~visible_slots(batch, context_BSL.shape[1])
+        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1])
         scores_BQHS = scores.unflatten(1, (num_q, -1))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
         p_BXS = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)

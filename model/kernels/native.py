@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.batch import Batch
 from model.config import ModelConfig
 from model.kernels.base import Kernels, Routing
 
 BLOCK = 16
 """Outputs that lie side by side in packed weights, as in native.cpp."""
-OPS = ("linear", "rms_norm", "add_rms_norm", "mla_entry", "experts", "combine")
+OPS = ("linear", "rms_norm", "add_rms_norm", "mla_entry", "mla_attend", "experts", "combine")
 """Of native.cpp, called as they are."""
 
 
@@ -45,24 +44,6 @@ class Native(Kernels):
         gate, up = map(self.pack, gate_up.chunk(2, 1))
         down = F.pad(down, (0, -down.shape[2] % BLOCK))
         return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
-
-    def mla_attend(
-        self,
-        q_XHK: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        cache: Tensor,
-        batch: Batch,
-        scale: float,
-    ) -> Tensor:
-        pages = cache, batch.page_table_BP, batch.context_lens_BQ
-        out_XHV: Tensor = torch.ops.tandem.mla_attend.default(
-            q_XHK, up_k, up_v, cos, sin, is_interleaved, *pages, scale
-        )
-        return out_XHV
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """In fp32: few CPUs multiply bf16."""

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,6 +123,27 @@ def test_trials_leave_no_trace(tmp_path: Path, loop: str) -> None:
     asked = [greedy(f"r{i}", prompt(5 + i), 20, ignore_eos=True) for i in range(3)]
     assert measured.generate(*asked) == Bench(loaded).generate(*asked)
     measured.check_empty()
+
+
+def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that is too large for the memory."""
+    tiny.write_tiny(tmp_path, seed=11)
+    loaded = load(tmp_path)
+    bench = Bench(loaded, draft_length="by_load", measures=True)
+    bench.decode.step()
+    error = MemoryError("too large")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.decode._rows), "made_up", Mock(side_effect=error))
+        patch.setattr("decode_node.launcher.decode_step", Mock(side_effect=error))
+        with pytest.raises(MemoryError):
+            bench.decode.step()
+    bench.decode.fail(error)
+    assert not bench.decode.has_work()
+    asked = [greedy("r", prompt(5), 20, ignore_eos=True)]
+    assert bench.generate(*asked) == Bench(loaded).generate(*asked)
+    bench.check_empty()
 
 
 def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None:

@@ -122,12 +122,11 @@ class Pages:
         """By native kernels, of these sequences."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         rows = slice(first * num_q, None if last is None else last * num_q)
-        nothing, lens = batch.token_ids_BQ[first:last], batch.context_lens_BQ[first:last]
-        part = Batch(nothing, nothing, nothing, lens, batch.page_table_BP[first:last])
+        part = batch.page_table_BP[first:last], batch.context_lens_BQ[first:last]
         cos, sin = (angle[rows] for angle in self.angles)
         kernels = native()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
-        told = cos, sin, self.is_interleaved, self.cache, part, 0.2
+        told = cos, sin, self.is_interleaved, self.cache, *part, 0.2
         return kernels.mla_attend(self.q_XHK[rows], *ups, *told)
 
     def wanted(self) -> Tensor:
@@ -136,10 +135,9 @@ class Pages:
         for b, lens_Q in enumerate(self.batch.context_lens_BQ):
             context = self.cache[self.batch.page_table_BP[b]].flatten(0, 1)[: int(lens_Q.max())]
             rows = slice(b * len(lens_Q), (b + 1) * len(lens_Q))
-            nothing, table = torch.zeros_like(lens_Q)[None], torch.tensor([[0]])
-            batch = Batch(nothing, nothing, nothing, lens_Q[None], table)
+            pages = torch.tensor([[0]]), lens_Q[None]
             cos, sin = (angle[rows] for angle in self.angles)
-            told = cos, sin, self.is_interleaved, context[None].double(), batch, 0.2
+            told = cos, sin, self.is_interleaved, context[None].double(), *pages, 0.2
             ups = self.up_k.double(), self.up_v.double()
             outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, *told))
         return torch.cat(outs)
