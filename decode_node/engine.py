@@ -19,6 +19,7 @@ from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
 from decode_node.plan import Proposal, Report, StepKey, propose
 from decode_node.planner import StepPlanner
+from decode_node.program import StepProgram
 from decode_node.rows import Rows
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import Sequence
@@ -55,7 +56,8 @@ class DecodeEngine:
         num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self._max_drafts + 1))
         self._rows = Rows(loaded, max_rows, self._max_drafts + 1, num_pages)
         buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
-        self._launcher = Launcher(loaded, parts.caches, self._rows, pool, buckets)
+        program = StepProgram(loaded, parts.caches, self._rows)
+        self._launcher = Launcher(loaded, program, self._rows, pool, buckets)
         lengths = config.speculation
         decide = StepPlanner(
             buckets, self._max_drafts, lengths.draft_length, lengths.measure_at_start

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from decode_node.buckets import Buckets
 from decode_node.clock import Moment, now, wait
-from decode_node.plan import PLAIN, Extras, Report, StepKey, extras_of, report_of
-from decode_node.rows import Rows, RowTensors
+from decode_node.plan import PLAIN, Report, StepKey, extras_of, report_of
+from decode_node.program import StepProgram, What
+from decode_node.rows import Rows
 from decode_node.sequence import Sequence
-from decode_node.step import decode_step
 from kv_transfer.pages import PagePool
 from model.acceptance.base import Verdict
-from model.cache import Caches
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
 from model.tensors import download
@@ -27,10 +26,13 @@ class Prepared:
     """All that a step's program needs; the first rows are those of ``sequences``."""
 
     sequences: tuple[Sequence, ...]
-    key: StepKey
-    rows: RowTensors
+    what: What
+    read_B: Tensor
     write_B: Tensor
-    extras: Extras
+
+    @property
+    def key(self) -> StepKey:
+        return self.what[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Launcher:
     """Runs the tensor program of a step over the rows of a rank."""
 
     loaded: LoadedModel
-    caches: Caches
+    program: StepProgram
     rows: Rows
     pool: PagePool
     buckets: Buckets
@@ -71,35 +73,26 @@ class Launcher:
         for sequence in sequences:
             self.rows.grow(sequence)
         extras = PLAIN if key.plain else extras_of(sequences)
-        read_B, write_B = self.rows.index([s.row for s in sequences], key.num_rows)
-        if key.trial:
-            rows = self.rows.made_up(key.num_rows)
-        else:
-            rows = self.rows.select(read_B, self._num_pages(sequences, key), extras)
-        return Prepared(tuple(sequences), key, rows, write_B, extras)
+        what = key, extras, self._num_pages(sequences, key)
+        rows = [sequence.row for sequence in sequences]
+        return Prepared(tuple(sequences), what, *self.rows.index(rows, key.num_rows, key.trial))
 
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
-        began, extras = now(self.loaded.device), step.extras
+        began = now(self.loaded.device)
         self.loaded.dispatch.counts = not step.key.trial
-        output = decode_step(
-            self.loaded.network,
-            self.loaded.drafter,
-            self.caches,
-            step.rows,
-            step.key,
-            extras,
-            self.loaded.think_ids,
-        )
-        self.rows.store(step.write_B, output.state, extras)
-        verdict, logprobs = download(output.verdict), download(output.logprobs)
+        result = self.program.run(step.what, step.read_B, step.write_B)
+        verdict, logprobs = download(result.verdict), download(result.logprobs)
         ended = now(self.loaded.device)
         for sequence in step.sequences:
             sequence.num_last_drafts = step.key.num_drafts
         return InFlight(step.sequences, step.key, verdict, logprobs, began, ended)
 
-    def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int:
-        """The width of a page table that holds all that a row reads."""
+    def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int | None:
+        """The width of page tables that hold all that a row reads; whole ones where each width
+        would be another program."""
+        if self.loaded.kernels.reads_pages:
+            return None
         bounds = (
             min(self.pool.num_pages_for(one.num_known_most + key.num_drafts), len(one.pages))
             for one in sequences

@@ -49,8 +49,9 @@ class Rows:
     """Owner of the row tensors; used on the engine thread only.
 
     Two rows more than there are slots fill batches up: every padding row is read from one and
-    written to the other, so padding is the same in every step. They own no page: what they write
-    lands on the dummy page.
+    written to the other, so padding is the same in every step. As many again are made up for
+    trials: computed like real rows and, as their tokens are, spread over experts. None of these
+    owns a page: what they write lands on the dummy page.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Rows:
         hidden_1MD = torch.zeros(1, width, hidden_size, dtype=loaded.dtype, device=device)
         pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
         padding = _one_row(_PADDING, _PADDING.output_ids, hidden_1MD, pages_1P, is_real=False)
+        self._num_rows = num_rows + 2
         self._table: RowTensors = each(
-            lambda tensor: tensor.repeat_interleave(num_rows + 2, 0), upload(padding, device)
+            lambda tensor: tensor.repeat_interleave(2 * num_rows + 2, 0), upload(padding, device)
         )
+        self._make_up(self._num_rows)
         self._rules: AdjustRows | None = None
 
     def begin(self, sequence: Sequence, first_token: int, hidden_D: Tensor | None) -> None:
@@ -91,8 +94,7 @@ class Rows:
         write(self._table, self._upload([row]), upload(new, loaded.device))
         self._num_pages[row] = len(sequence.pages)
         if self._rules is None and request.sampling.adjusts_logits:
-            num_rows = len(self._table.real_B)
-            self._rules = no_rules(num_rows, loaded.config.vocab_size, loaded.device)
+            self._rules = no_rules(self._num_rows, loaded.config.vocab_size, loaded.device)
         if self._rules is not None:
             set_rules(self._rules, row, request, output_ids, sequence.stops)
 
@@ -103,15 +105,19 @@ class Rows:
             self._table.page_table_BP[row, known:num] = self._upload(sequence.pages[known:])
             self._num_pages[row] = num
 
-    def index(self, rows: list[int], num_rows: int) -> tuple[Tensor, Tensor]:
-        """``rows`` and padding up to ``num_rows``: where a step reads [B] and where it writes."""
-        num = num_rows - len(rows)
-        read = [*rows, *[self._read_padding] * num]
+    def index(
+        self, rows: list[int], num_rows: int, is_trial: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """``rows`` and padding, or made-up rows, up to ``num_rows``: where a step reads [B] and
+        where it writes."""
+        num, first = num_rows - len(rows), self._num_rows
+        more = range(first, first + num) if is_trial else [self._read_padding] * num
+        read = [*rows, *more]
         read_B, write_B = self._upload([read, [*rows, *[self._write_padding] * num]])
         return read_B, write_B
 
-    def select(self, read_B: Tensor, num_pages: int, extras: Extras = PLAIN) -> RowTensors:
-        """The rows of ``index``, page tables cut to ``num_pages``."""
+    def select(self, read_B: Tensor, num_pages: int | None, extras: Extras = PLAIN) -> RowTensors:
+        """The rows of ``index``, page tables cut to ``num_pages`` if that is given."""
         pages_BP = self._table.page_table_BP[:, :num_pages]
         rows = select(replace(self._table, page_table_BP=pages_BP), read_B)
         rules = None
@@ -121,22 +127,20 @@ class Rows:
         sampling = replace(rows.sampling, all_greedy=extras.all_greedy, rules=rules)
         return replace(rows, sampling=sampling)
 
-    def made_up(self, num_rows: int) -> RowTensors:
-        """Padding that is computed like real rows and, as their tokens are, spread over experts."""
-        read_B, _ = self.index([], num_rows)
-        rows = self.select(read_B, 1)
-        tokens_BM, hidden_BMD = rows.state.tokens_BM, rows.state.hidden_BMD
-        ids = torch.arange(tokens_BM.numel(), device=tokens_BM.device)
-        tokens_BM = ids.view_as(tokens_BM) % self._loaded.config.vocab_size
-        state = replace(rows.state, tokens_BM=tokens_BM, hidden_BMD=torch.randn_like(hidden_BMD))
-        return replace(rows, state=state, real_B=torch.ones_like(rows.real_B))
-
     def store(self, write_B: Tensor, new: RowState, extras: Extras = PLAIN) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
             count_emitted(self._rules, write_B, new.tokens_BM, new.num_emitted_B)
+
+    def _make_up(self, first: int) -> None:
+        """The rows of trials."""
+        tokens_BM, hidden_BMD = self._table.state.tokens_BM[first:], self._table.state.hidden_BMD
+        ids = torch.arange(tokens_BM.numel(), device=tokens_BM.device)
+        tokens_BM.copy_(ids.view_as(tokens_BM) % self._loaded.config.vocab_size)
+        hidden_BMD[first:].normal_()
+        self._table.real_B[first:] = True
 
     def _upload(self, values: list[int] | list[list[int]]) -> Tensor:
         return upload(torch.tensor(values), self._loaded.device)

@@ -46,6 +46,17 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def why_eager(self) -> str:
+        """Why steps are called in Python each time instead of Kernels.repeated, if so."""
+        return self.dispatch.why_eager or self.drafter.why_eager
+
+    @property
+    def form(self) -> str:
+        """What computes its decode steps, in words."""
+        how = f"eager: {self.why_eager}" if self.why_eager else self.kernels.form
+        return f"{self.kernels.name}, {how}"
+
+    @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The main caches, then the drafter's, in wire order."""
         main = CacheGroup(MAIN, self.config.num_hidden_layers, self.config.latent_dim)

@@ -88,7 +88,7 @@ class RankParts:
             num_free_pages=num_free,
             num_pages=pool.num_pages,
             rows_by_layer=tuple(rows),
-            kernels=self.loaded.kernels.name,
+            kernels=self.loaded.form,
         )
 
 

@@ -35,9 +35,11 @@ class Collectives(Protocol):
 
 class Dispatch(Protocol):
     """Of one rank, for all its MoE layers. ``pads``: every rank brings equally many tokens.
-    ``counts``: whose rows are computed from now on belong to somebody."""
+    ``counts``: whose rows are computed from now on belong to somebody. ``why_eager`` says why a
+    function that goes through it has to be called in Python each time, if so."""
 
     pads: bool
+    why_eager: str
     counts: bool
 
     def held(self, layer: int) -> tuple[int, ...]:

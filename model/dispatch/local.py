@@ -10,6 +10,7 @@ class Local:
     """Padding is computed like everything else: it costs less than to leave it out."""
 
     pads = True
+    why_eager = ""
     placement = None
     counts = True
 

@@ -20,6 +20,8 @@ NOWHERE = -1
 class Spread:
     """Experts lie as ``placement`` says; ``group`` belongs to the gang."""
 
+    why_eager = "tokens travel between ranks"
+
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: Collectives | None = None
         self.counts = True

@@ -53,9 +53,11 @@ class Drafts:
 
 class Drafter(Protocol):
     """One drafting method. ``cache_groups`` are the caches it reads and writes besides the
-    main model's; a prefill node fills them, and they travel with the rest."""
+    main model's; a prefill node fills them, and they travel with the rest. ``why_eager`` says why
+    ``draft`` has to be called in Python each time, if so: it reads values on the host."""
 
     name: str
+    why_eager: str
     max_drafts: int | None
     cache_groups: tuple[CacheGroup, ...]
 

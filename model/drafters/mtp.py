@@ -50,6 +50,7 @@ class MtpDrafter:
     """
 
     name = "mtp"
+    why_eager = ""
     max_drafts: int | None = None
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:

@@ -10,6 +10,7 @@ from model.kernels.base import Kernels
 
 class NoDrafter:
     name = "none"
+    why_eager = ""
     max_drafts: int | None = 0
     cache_groups: tuple[CacheGroup, ...] = ()
 

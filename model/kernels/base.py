@@ -8,6 +8,7 @@ K query width of a head, C latent width, R rotary width, L = C + R, V value widt
 P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts, M outputs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from model.batch import gather_pages, visible_slots
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
+Function = Callable[..., tuple[Tensor, ...]]
+"""Of tensors, on a way that depends on nothing but their shapes; others it may change in place."""
 
 
 class Routing(NamedTuple):
@@ -37,6 +40,15 @@ class Kernels:
     """Those of torch. Weights stay as they are."""
 
     name = "plain"
+    form = "eager"
+    """In which functions are called again and again."""
+
+    reads_pages = False
+    """Attention reads pages where they lie, so wide page tables cost nothing."""
+
+    def repeated(self, function: Function) -> Function:
+        """``function`` in that form, for inputs of the shapes that it meets first."""
+        return function
 
     def pack(self, weight: Tensor) -> Tensor:
         """Matrices [..., M, K] as ``linear`` and others read them."""

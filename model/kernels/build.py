@@ -15,8 +15,17 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "tape.cpp"))
+FLAGS = (
+    "-O3",
+    "-DNDEBUG",
+    "-march=native",
+    "-std=c++20",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
+)
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
 
 
@@ -46,7 +55,8 @@ def _cache() -> Path:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    told = (torch.__version__, FLAGS, platform.machine(), _processor(), version, SOURCE.read_text())
+    texts = [source.read_text() for source in SOURCES]
+    told = (torch.__version__, FLAGS, platform.machine(), _processor(), version, texts)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
@@ -68,11 +78,12 @@ def _compile(compiler: str, library: Path) -> None:
     made = library.with_suffix(f".{os.getpid()}")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-    command = ["nice", compiler, *FLAGS, abi, str(SOURCE), *paths, *LIBRARIES, "-o", str(made)]
-    log.warning("compiling %s, once for this machine: half a minute or so", SOURCE.name)
+    given = [*map(str, SOURCES), *paths, *LIBRARIES]
+    command = ["nice", compiler, *FLAGS, abi, *given, "-o", str(made)]
+    log.warning("compiling kernels, once for this machine: half a minute or so")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ValueError(f"{compiler} cannot compile {SOURCE}: {done.stderr[:2000]}")
+        raise ValueError(f"{compiler} cannot compile kernels: {done.stderr[:2000]}")
     made.rename(library)
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kernels.base import Kernels, Routing
+from model.kernels.base import Function, Kernels, Routing
+from model.kernels.recorded import Recorded
 
 BLOCK = 16
 """Outputs that lie side by side in packed weights, as in native.cpp."""
@@ -28,11 +29,16 @@ class Native(Kernels):
     """``library`` is native.cpp, compiled."""
 
     name = "native"
+    form = "recorded"
+    reads_pages = True
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(library)
         for name in OPS:
             setattr(self, name, getattr(torch.ops.tandem, name).default)
+
+    def repeated(self, function: Function) -> Function:
+        return Recorded(function)
 
     def pack(self, weight: Tensor) -> Tensor:
         """[..., M, K] as [..., M / BLOCK, K, BLOCK], filled up with zeros."""

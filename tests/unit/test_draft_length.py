@@ -135,8 +135,8 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     bench.decode.step()
     error = MemoryError("too large")
     with monkeypatch.context() as patch:
-        patch.setattr(type(bench.decode._rows), "made_up", Mock(side_effect=error))
-        patch.setattr("decode_node.launcher.decode_step", Mock(side_effect=error))
+        patch.setattr(type(bench.decode._rows), "index", Mock(side_effect=error))
+        patch.setattr("decode_node.program.decode_step", Mock(side_effect=error))
         with pytest.raises(MemoryError):
             bench.decode.step()
     bench.decode.fail(error)

@@ -57,6 +57,8 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
 class Spy:
     """The real drafter, with its proposals kept."""
 
+    why_eager = "the host keeps its drafts"
+
     def __init__(self, inner: object) -> None:
         self.inner = inner
         self.drafts: list[list[list[int]]] = []
@@ -91,23 +93,23 @@ def test_cached_drafts_equal_drafts_from_scratch(loaded: LoadedModel, num_drafts
 class Scripted:
     """Drafts that are right for exactly ``pattern[step]`` positions, then wrong."""
 
-    name, max_drafts, cache_groups = "scripted", None, ()
+    name, max_drafts, cache_groups, why_eager = "scripted", None, (), ""
 
     def __init__(self, answer: list[int], pattern: list[int]) -> None:
-        self._answer = answer
-        self._pattern = pattern
-        self.num_steps = 0
+        self._answer_T = torch.tensor(answer + [0] * 10)
+        self._pattern = torch.tensor(pattern)
+        self.num_steps = torch.tensor([0])
 
     def prefill(self, *args: object) -> None:
         return
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        num_right = self._pattern[self.num_steps % len(self._pattern)]
+        places_N, done_1 = torch.arange(num_drafts), state.num_known_B - self.num_prompt
+        right_1N = self._answer_T[done_1.unsqueeze(1) + places_N]
+        num_right_1 = self._pattern[self.num_steps % len(self._pattern)]
         self.num_steps += 1
-        done = int(state.num_known_B[0]) - self.num_prompt
-        right = (self._answer[done : done + num_drafts] + [0] * num_drafts)[:num_drafts]
-        wrong = [t if i < num_right else (t + 1) % 90 for i, t in enumerate(right)]
-        return Drafts(torch.tensor([wrong]))
+        wrong_1N = (right_1N + 1) % 90
+        return Drafts(right_1N.where(places_N < num_right_1.unsqueeze(1), wrong_1N))
 
     num_prompt = 0
 

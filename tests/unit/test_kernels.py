@@ -253,7 +253,7 @@ def test_what_does_not_compile_says_why_and_is_not_kept(
     source = tmp_path / "native.cpp"
     source.write_text("int main( {")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCE", source)
-    with pytest.raises(ValueError, match=r"cannot compile .*native\.cpp: .*error"):
+    monkeypatch.setattr(build, "SOURCES", (source,))
+    with pytest.raises(ValueError, match=r"cannot compile kernels: .*native\.cpp.*error"):
         build.built()
     assert not list((tmp_path / "tandem" / "kernels").glob("*.so"))

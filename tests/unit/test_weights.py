@@ -245,7 +245,7 @@ def edited(folder: Path, edit: str) -> None:
         ("surplus expert", r"unknown tensor model\.layers\.1\.mlp\.experts\.8"),
         ("integer", r"model\.safetensors: .*o_proj\.weight is 2-d torch\.int8"),
         ("fp8 norm", r"model\.safetensors: model\.norm\.weight is 1-d torch\.float8_e4m3fn"),
-        ("shape", r"o_proj\.weight has shape \(3, 4\).*\(48, 40\)"),
+        ("shape", r"o_proj\.weight has shape \(3, 4\).*\(48, 64\)"),
     ],
 )
 def test_what_is_wrong_is_named(folder: Path, edit: str, expected: str) -> None:

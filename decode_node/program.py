@@ -1,0 +1,71 @@
+"""The tensor program of a step: which rows to read and to write in, verdicts out (design.md)."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from decode_node.plan import Extras, StepKey
+from decode_node.rows import Rows
+from decode_node.step import decode_step
+from model.acceptance.base import Verdict
+from model.cache import Caches
+from model.kernels.base import Function
+from model.loaded import LoadedModel
+from model.logprobs import LogprobRows
+
+MAX_KEPT = 256
+"""Beyond them, the one that was not used for longest is made again when it is asked for."""
+What = tuple[StepKey, Extras, int | None]
+"""All that decides on a program's way: besides its key what rows ask for, and the width of their
+page tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What verification found; the tensors are their holder's."""
+
+    verdict: Verdict
+    logprobs: LogprobRows | None
+
+
+class StepProgram:
+    """Functions of the rows to read [B] and those to write [B] of ``rows``, which they advance; in
+    the form that this rank can have."""
+
+    def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
+        self._loaded, self._caches, self._rows = loaded, caches, rows
+        self._kept: OrderedDict[What, Function] = OrderedDict()
+
+    def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
+        tokens_BN1, num_accepted_B, *logprobs = self._function(what)(read_B, write_B)
+        verdict = Verdict(tokens_BN1, num_accepted_B)
+        return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None)
+
+    def _function(self, what: What) -> Function:
+        def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
+            return self._compute(what, read_B, write_B)
+
+        if self._loaded.why_eager:
+            return function
+        if what not in self._kept:
+            self._kept[what] = self._loaded.kernels.repeated(function)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(what)
+        return self._kept[what]
+
+    def _compute(self, what: What, read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
+        (key, extras, num_pages), loaded = what, self._loaded
+        output = decode_step(
+            loaded.network,
+            loaded.drafter,
+            self._caches,
+            self._rows.select(read_B, num_pages, extras),
+            key,
+            extras,
+            loaded.think_ids,
+        )
+        self._rows.store(write_B, output.state, extras)
+        logprobs = () if output.logprobs is None else output.logprobs.tensors
+        return output.verdict.tokens_BN1, output.verdict.num_accepted_B, *logprobs

@@ -1,0 +1,193 @@
+// A function of tensors whose operators were recorded while it ran once, and are played again
+// without Python: what a captured graph is to a GPU. Every play allocates what it computes, so its
+// results are its caller's to keep.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+class Tape;
+thread_local Tape* recording = nullptr;
+thread_local int depth = 0;  // of operators that call operators; only the outermost are kept
+
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call);
+void on_end(const at::RecordFunction& call, at::ObserverContext*);
+
+struct Place {
+  size_t argument, item;  // the item counts if the argument is a list
+  size_t value;
+};
+
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;  // as recorded: what has no place is a constant
+  std::vector<Place> places;
+  std::vector<Place> results;
+  std::vector<size_t> last_used;  // values that no later call reads
+};
+
+class Tape : public torch::CustomClassHolder {
+ public:
+  // Operators of this thread are recorded from now on; ``inputs`` will be others in each play.
+  void begin(const std::vector<Tensor>& inputs) {
+    TORCH_CHECK(recording == nullptr && calls_.empty(), "a tape is recorded once, one at a time");
+    for (const Tensor& input : inputs) number_of(input);
+    num_inputs_ = inputs.size();
+    recording = this;
+    depth = 0;
+    auto callback = at::RecordFunctionCallback(on_start, on_end);
+    callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION});
+    handle_ = at::addThreadLocalCallback(callback);
+  }
+
+  void end(const std::vector<Tensor>& outputs) {
+    stop();
+    for (const Tensor& output : outputs) {
+      auto found = numbers_.find(output.unsafeGetTensorImpl());
+      TORCH_CHECK(found != numbers_.end(), "an output must come from a recorded operator");
+      outputs_.push_back(found->second);
+    }
+    num_values_ = numbers_.size();
+    mark_last_uses();
+    numbers_.clear();
+    kept_.clear();
+  }
+
+  // Recording has ended, in order or not.
+  void stop() {
+    if (recording != this) return;
+    recording = nullptr;
+    at::removeCallback(handle_);
+  }
+
+  std::vector<Tensor> play(std::vector<Tensor> inputs) {
+    TORCH_CHECK(inputs.size() == num_inputs_, "recorded with other inputs");
+    std::vector<IValue> values(num_values_);
+    for (size_t i = 0; i < inputs.size(); i++) values[i] = std::move(inputs[i]);
+    std::vector<IValue> stack;
+    for (const Call& call : calls_) {
+      stack = call.arguments;
+      for (const Place& place : call.places) {
+        IValue& argument = stack[place.argument];
+        if (argument.isList())
+          argument.toList().set(place.item, values[place.value]);
+        else
+          argument = values[place.value];
+      }
+      call.op.callBoxed(&stack);
+      for (const Place& place : call.results) {
+        IValue& result = stack[place.argument];
+        values[place.value] = result.isList() ? result.toListRef()[place.item] : result;
+      }
+      for (size_t value : call.last_used) values[value] = IValue();
+    }
+    std::vector<Tensor> outputs;
+    for (size_t value : outputs_) outputs.push_back(values[value].toTensor());
+    return outputs;
+  }
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const Call& call : calls_) names.push_back(call.op.schema().name());
+    return names;
+  }
+
+  void called(const at::RecordFunction& call) {
+    auto name = call.operator_name();
+    TORCH_CHECK(name.has_value(), "only operators can be recorded");
+    auto inputs = call.inputs();
+    open_ = {c10::Dispatcher::singleton().findSchemaOrThrow(name->name.c_str(),
+                                                            name->overload_name.c_str()),
+             std::vector<IValue>(inputs.begin(), inputs.end())};
+  }
+
+  void returned(const at::RecordFunction& call) {
+    std::vector<IValue>& arguments = open_->arguments;
+    for (size_t i = 0; i < arguments.size(); i++) {
+      if (arguments[i].isList()) arguments[i] = IValue(arguments[i].toList().copy());
+      each_tensor(arguments[i], [&](const Tensor& tensor, size_t item) {
+        auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+        if (found != numbers_.end()) open_->places.push_back({i, item, found->second});
+      });
+    }
+    bool is_new = false;
+    for (size_t i = 0; i < call.outputs().size(); i++)
+      each_tensor(call.outputs()[i], [&](const Tensor& tensor, size_t item) {
+        is_new |= numbers_.count(tensor.unsafeGetTensorImpl()) == 0;
+        open_->results.push_back({i, item, number_of(tensor)});
+      });
+    // What gave back its own input, and changed nothing, need not be called.
+    if (is_new || open_->op.schema().is_mutable()) calls_.push_back(std::move(*open_));
+    open_.reset();
+  }
+
+ private:
+  template <class Function>
+  static void each_tensor(const IValue& value, Function function) {
+    if (value.isTensor() && value.toTensor().defined()) function(value.toTensor(), 0);
+    if (!value.isList()) return;
+    auto items = value.toListRef();
+    for (size_t i = 0; i < items.size(); i++)
+      if (items[i].isTensor()) function(items[i].toTensor(), i);
+  }
+
+  size_t number_of(const Tensor& tensor) {
+    auto [found, is_new] = numbers_.try_emplace(tensor.unsafeGetTensorImpl(), numbers_.size());
+    if (is_new) kept_.push_back(tensor);
+    return found->second;
+  }
+
+  void mark_last_uses() {
+    std::vector<bool> is_needed(num_values_, false);
+    for (size_t value : outputs_) is_needed[value] = true;
+    for (auto call = calls_.rbegin(); call != calls_.rend(); call++)
+      for (const auto* places : {&call->results, &call->places})
+        for (const Place& place : *places)
+          if (!is_needed[place.value]) {
+            is_needed[place.value] = true;
+            call->last_used.push_back(place.value);
+          }
+  }
+
+  std::vector<Call> calls_;
+  std::optional<Call> open_;
+  std::unordered_map<c10::TensorImpl*, size_t> numbers_;
+  std::vector<Tensor> kept_;  // so that no two values of a recording share an address
+  std::vector<size_t> outputs_;
+  size_t num_inputs_ = 0, num_values_ = 0;
+  at::CallbackHandle handle_ = 0;
+};
+
+std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
+  if (recording != nullptr && depth++ == 0) recording->called(call);
+  return nullptr;
+}
+
+void on_end(const at::RecordFunction& call, at::ObserverContext*) {
+  if (recording != nullptr && --depth == 0) recording->returned(call);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.class_<Tape>("Tape")
+      .def(torch::init<>())
+      .def("begin", [](const c10::intrusive_ptr<Tape>& self,
+                       std::vector<Tensor> inputs) { self->begin(inputs); })
+      .def("end", [](const c10::intrusive_ptr<Tape>& self,
+                     std::vector<Tensor> outputs) { self->end(outputs); })
+      .def("stop", &Tape::stop)
+      .def("play", &Tape::play)
+      .def("names", &Tape::names);
+}

@@ -1,0 +1,219 @@
+"""Recorded functions play what was recorded, of any operator; and what a recorded step may cost."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core.config import TINY_MODEL
+from core.request import REJECTION, RELAXED, Request, Speculation
+from decode_node import program as program_module
+from model.kernels.recorded import Recorded
+from model.loaded import LoadedModel
+from tests import tiny
+from tests.engines import Bench, greedy, load
+from tests.kernels import native
+
+WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
+"""Operators that bring values to the host."""
+
+
+def recorded(function: Any) -> Recorded:
+    native()
+    return Recorded(function)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def test_lists_views_in_place_writes_and_what_gives_back_its_input() -> None:
+    table, counts = torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)
+
+    def function(x_BD: Tensor, rows_B: Tensor) -> tuple[Tensor, ...]:
+        counts[rows_B] += 1
+        first, *others = x_BD.contiguous().split(1, 1)
+        sum_B1 = torch.cat([first, others[0] * 2, others[1].to(torch.float32)], 1).sum(1, True)
+        table.index_copy_(0, rows_B, x_BD + sum_B1)
+        top = table.sort(dim=0, descending=True, stable=True)
+        return top.values, top.indices, table[rows_B, rows_B % 3], table.flatten()[:4].clone()
+
+    play, generator = recorded(function), torch.Generator().manual_seed(1)
+    kept = []
+    for _ in range(4):
+        x_BD, rows_B = torch.randn(2, 3, generator=generator), torch.randperm(5)[:2]
+        before = table.clone(), counts.clone()
+        outputs = play(x_BD, rows_B)
+        after = table.clone(), counts.clone()
+        table.copy_(before[0]), counts.copy_(before[1])
+        expected = function(x_BD, rows_B)
+        for one, other in zip((*outputs, *after), (*expected, table, counts), strict=True):
+            assert torch.equal(one, other)
+        kept.append((outputs, [one.clone() for one in outputs]))
+    assert counts.sum() == 8 and "aten::contiguous" not in play.operators
+    for outputs, copies in kept:
+        assert all(map(torch.equal, outputs, copies)), "what was returned is the caller's"
+
+
+def test_what_fails_while_it_is_recorded_is_recorded_the_next_time() -> None:
+    is_broken = True
+
+    def function(x: Tensor) -> tuple[Tensor]:
+        y = x + 1
+        if is_broken:
+            raise MemoryError
+        return (y,)
+
+    play = recorded(function)
+    with pytest.raises(MemoryError):
+        play(torch.zeros(2))
+    is_broken = False
+    assert [play(torch.full((2,), float(i)))[0][0] for i in range(3)] == [1, 2, 3]
+    assert play.operators == ["aten::add"]
+
+
+def test_what_cannot_be_played_is_refused() -> None:
+    constant = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="an output must come from a recorded operator"):
+        recorded(lambda x: (constant,))(torch.zeros(2))
+    play, nested = recorded(lambda x: (x * 2,)), recorded(lambda x: (x + 1,))
+    with pytest.raises(RuntimeError, match="one at a time"):
+        recorded(lambda x: nested(x))(torch.zeros(2))
+    play(torch.zeros(2))
+    with pytest.raises(AssertionError, match="recorded for other shapes"):
+        play(torch.zeros(3))
+    bad = recorded(lambda x, rows: (x[rows],))
+    bad(torch.zeros(2), torch.tensor([1]))
+    with pytest.raises(IndexError):
+        bad(torch.zeros(2), torch.tensor([5]))
+    assert bad(torch.ones(2), torch.tensor([0]))[0] == 1
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("recorded")
+    tiny.write_tiny(folder, seed=21)
+    return replace(load(folder, "model.kernels=native"), think_ids=(3, 4))
+
+
+def everything() -> list[Request]:
+    """Rows that ask for all that there is, and rows that ask for nothing."""
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 40, ignore_eos=True) for i in range(6)]
+    hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
+    ruled = replace(asked[0].sampling, presence_penalty=0.5, min_tokens=8, logprobs=2)
+    asked[1] = replace(asked[1], sampling=replace(hot, logprobs=0))
+    asked[2] = replace(asked[2], sampling=ruled)
+    asked[3] = replace(asked[3], sampling=hot, speculation=Speculation(2, REJECTION))
+    asked[4] = replace(asked[4], speculation=Speculation(3, RELAXED, 5, 0.5))
+    return asked
+
+
+def run(loaded: LoadedModel, loop: str, num_drafts: int) -> tuple[list, list[Tensor], Bench]:
+    """Rows leave one after the other: many keys."""
+    bench = Bench(loaded, num_drafts=num_drafts, max_rows=6, loop=loop)
+    for request in everything():
+        bench.start(request)
+    for i in range(6):
+        for _ in range(4):
+            bench.decode.step()
+        bench.drop(f"r{i}")
+    while bench.decode.has_work():
+        bench.decode.step()
+    told = [(u.identity.request_id, u.token_ids, u.logprobs) for u in bench.updates()]
+    return told, bench.all_caches(), bench
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_recorded_steps_are_eager_ones_to_the_last_bit(
+    loaded: LoadedModel, loop: str, num_drafts: int
+) -> None:
+    assert loaded.form == "native, recorded"
+    kernels = type(loaded.kernels)
+    told, caches, bench = run(loaded, loop, num_drafts)
+    played = [one for one in bench.decode._launcher.program._kept.values() if one.operators]
+    assert len(played) >= 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "repeated", lambda self, function: function)
+        eager, eager_caches, _ = run(loaded, loop, num_drafts)
+    assert told == eager
+    assert all(map(torch.equal, caches, eager_caches))
+
+
+def test_a_program_that_was_dropped_is_recorded_again(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = everything()
+    answers = Bench(loaded, max_rows=6).generate(*asked)
+    monkeypatch.setattr(program_module, "MAX_KEPT", 1)
+    bench = Bench(loaded, max_rows=6)
+    assert bench.generate(*asked) == answers
+    assert len(bench.decode._launcher.program._kept) == 1
+
+
+class Counts(TorchDispatchMode):
+    """Operators called, tensors allocated, and bytes that these hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.num_allocated = self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls[func._schema.name] += 1
+        held = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if is_tensor(one)}
+        for one in filter(is_tensor, tree_leaves(out)):
+            if one.untyped_storage().data_ptr() not in held:
+                self.num_allocated += 1
+                self.num_bytes += one.nbytes
+        return out
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    with Counts() as counts:
+        yield counts
+
+
+def step_of(num_rows: int, num_drafts: int, length: int) -> tuple[Counts, Recorded]:
+    """What the program of a greedy step of the shipped checkpoint calls."""
+    loaded = load(TINY_MODEL, f"speculation.num_tokens={num_drafts}", "model.kernels=native")
+    bench = Bench(loaded, num_drafts=num_drafts, max_rows=num_rows, page_size=64, num_pages=100)
+    for i in range(num_rows):
+        bench.start(greedy(f"r{i}", [7 + k % 90 for k in range(length)], 9, ignore_eos=True))
+    bench.decode.step()
+    program = bench.decode._launcher.program
+    [(what, play)] = program._kept.items()
+    assert isinstance(play, Recorded)
+    read_B, write_B = bench.decode._rows.index(list(range(num_rows)), num_rows)
+    with counted() as counts:
+        program._compute(what, read_B, write_B)
+    return counts, play
+
+
+def test_what_a_step_calls_allocates_and_copies() -> None:
+    """The bounds are a little above what was counted when they were written: 10 layers and the
+    draft layer. Who exceeds them has slowed every step down."""
+    one, play = step_of(1, 0, 70)
+    assert len(play.operators) <= 290 and one.num_allocated <= 200
+    drafting, play = step_of(1, 3, 70)
+    assert len(play.operators) <= 500 and drafting.num_allocated <= 365
+    for counts in (one, drafting):
+        assert not {f"aten::{name}" for name in WAITS} & set(counts.calls)
+    many, _ = step_of(8, 0, 70)
+    assert many.calls == one.calls, "more rows are not more calls"
+    assert many.num_bytes <= 8 * one.num_bytes
+    longer, _ = step_of(1, 0, 300)
+    assert longer.calls == one.calls and longer.num_bytes == one.num_bytes, "nothing copies context"
