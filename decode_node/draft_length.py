@@ -116,11 +116,12 @@ def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
         kept = (1 - 1 / MEMORY) ** num_tried
         tried[k] = tried[k] * kept + num_tried
         accepted[k] = accepted[k] * kept + sum(report.accepted[k] for report in reports)
+    costs = replace(costs, tried=tuple(tried), accepted=tuple(accepted))
+    if not all(report.is_usual for report in reports):
+        return costs
     step_s = max(report.program_s for report in reports)
     size = _timed(costs.of_size(key.num_rows), key.num_drafts, step_s)
-    return replace(
-        costs.with_size(key.num_rows, size), tried=tuple(tried), accepted=tuple(accepted)
-    )
+    return costs.with_size(key.num_rows, size)
 
 
 def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:

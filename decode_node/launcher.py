@@ -44,6 +44,7 @@ class InFlight:
     key: StepKey
     verdict: Verdict
     logprobs: LogprobRows | None
+    is_usual: bool
     began: Moment
     ended: Moment
 
@@ -53,7 +54,8 @@ class InFlight:
         tokens = self.verdict.tokens_BN1[:num].tolist()
         accepted = self.verdict.num_accepted_B[:num].tolist()
         limits = [sequence.limit for sequence in self.sequences]
-        report = report_of(self.key, program_s, list(zip(limits, accepted, strict=True)))
+        rows = list(zip(limits, accepted, strict=True))
+        report = report_of(self.key, program_s, rows, self.is_usual)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
 
@@ -86,7 +88,8 @@ class Launcher:
         ended = now(self.loaded.device)
         for sequence in step.sequences:
             sequence.num_last_drafts = step.key.num_drafts
-        return InFlight(step.sequences, step.key, verdict, logprobs, began, ended)
+        is_usual = not result.is_made
+        return InFlight(step.sequences, step.key, verdict, logprobs, is_usual, began, ended)
 
     def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where each width

@@ -45,12 +45,14 @@ PLAIN = Extras()
 @dataclass(frozen=True, slots=True)
 class Report:
     """A step that was read: how long its program ran on this rank, how many of the rank's rows
-    tried draft k + 1 (those before it were accepted), and how many of these accepted it."""
+    tried draft k + 1 (those before it were accepted), and how many of these accepted it. If it is
+    not ``is_usual``, its next one will take less time."""
 
     key: StepKey
     program_s: float
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
+    is_usual: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ def extras_of(sequences: Items[Sequence]) -> Extras:
     )
 
 
-def report_of(key: StepKey, program_s: float, rows: Items[tuple[int, int]]) -> Report:
+def report_of(
+    key: StepKey, program_s: float, rows: Items[tuple[int, int]], is_usual: bool = True
+) -> Report:
     """``rows`` are each row's limit and how many drafts it accepted."""
     places = range(key.num_drafts)
     return Report(
@@ -102,4 +106,5 @@ def report_of(key: StepKey, program_s: float, rows: Items[tuple[int, int]]) -> R
         program_s,
         tried=tuple(sum(limit > k and num >= k for limit, num in rows) for k in places),
         accepted=tuple(sum(num > k for _, num in rows) for k in places),
+        is_usual=is_usual,
     )

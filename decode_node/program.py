@@ -23,10 +23,12 @@ page tables."""
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What verification found; the tensors are their holder's."""
+    """What verification found; the tensors are their holder's. Steps in which a program ``is_made``
+    take longer than others."""
 
     verdict: Verdict
     logprobs: LogprobRows | None
+    is_made: bool
 
 
 class StepProgram:
@@ -38,9 +40,10 @@ class StepProgram:
         self._kept: OrderedDict[What, Function] = OrderedDict()
 
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
+        is_made = not self._loaded.why_eager and what not in self._kept
         tokens_BN1, num_accepted_B, *logprobs = self._function(what)(read_B, write_B)
         verdict = Verdict(tokens_BN1, num_accepted_B)
-        return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None)
+        return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
 
     def _function(self, what: What) -> Function:
         def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:

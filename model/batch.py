@@ -20,15 +20,14 @@ class Segments:
     """Sequences packed one after the other into one row of tokens, without padding between them.
 
     Segment g has ``lengths[g]`` tokens, the last of the ``contexts[g]`` that its sequence has by
-    then; each attends to those up to itself, never to another segment. ``ends_G`` are the rows
-    behind each one's last. ``masks`` [length, context] say which slots a token sees; None is
-    plainly causal, where a segment begins its sequence.
+    then; each attends to those up to itself, never to another segment. ``contexts_G`` are the same
+    on the device, and ``ends_G`` the rows behind each one's last.
     """
 
     lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     ends_G: Tensor
-    masks: tuple[Tensor | None, ...]
+    contexts_G: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +122,7 @@ def pack(
 
 def _segments(segments: Sequence[Segment], device: torch.device) -> Segments:
     lengths = tuple(len(one.token_ids) for one in segments)
-    return Segments(
-        lengths=lengths,
-        contexts=tuple(one.context for one in segments),
-        ends_G=torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=device),
-        masks=tuple(_mask(one.lo, one.context, device) for one in segments),
-    )
-
-
-def _mask(lo: int, context: int, device: torch.device) -> Tensor | None:
-    """Plainly causal where nothing was computed before, as fused kernels like it best."""
-    if lo == 0:
-        return None
-    return torch.ones(context - lo, context, dtype=torch.bool, device=device).tril(lo)
+    contexts = tuple(one.context for one in segments)
+    columns = [list(accumulate(lengths)), list(contexts)]
+    ends_G, contexts_G = torch.tensor(columns, dtype=torch.int64).to(device)
+    return Segments(lengths, contexts, ends_G, contexts_G)

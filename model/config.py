@@ -39,7 +39,7 @@ _OF_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # A different cache format or different arithmetic must never meet this one: raise the number.
 _IDENTITY_VERSION = 2
 # What does not change a single cached value: two nodes may differ in it.
-_NOT_IDENTITY = ("eos_token_ids", "quantization")
+_NOT_IDENTITY = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
 _NUM_MTP = Field(validation_alias=AliasChoices("num_mtp_layers", "num_nextn_predict_layers"))
 _REMEDIES = {
@@ -132,6 +132,7 @@ class ModelConfig:
     eos_token_ids: Annotated[tuple[Whole, ...], _EOS]
     yarn: Annotated[YarnScaling | None, Field(validation_alias="rope_scaling")] = None
     quantization: Annotated[Fp8Blocks | None, Field(validation_alias="quantization_config")] = None
+    dtype: Annotated[str, Field(validation_alias=AliasChoices("torch_dtype", "dtype"))] = "bfloat16"
     lora_norm_eps: float = 1e-6
 
     @classmethod

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from core.config import TandemConfig
+from core.config import AUTO, TandemConfig
 from core.placement import Placement
 from model.cache import MAIN, CacheGroup, Caches, zeros
 from model.checkpoint_files import CheckpointFiles, OnLoaded, unheard
@@ -54,7 +54,7 @@ class LoadedModel:
     def form(self) -> str:
         """What computes its decode steps, in words."""
         how = f"eager: {self.why_eager}" if self.why_eager else self.kernels.form
-        return f"{self.kernels.name}, {how}"
+        return f"{self.dtype_name}, {self.kernels.name}, {how}"
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -90,7 +90,8 @@ def load_model(
         keep_freed_memory()
     model = ModelConfig.from_dir(path)
     max_model_len = _max_model_len(config.model.max_model_len, model)
-    dtype, device = _dtype(config.model.dtype, section.device), torch.device(section.device)
+    device = torch.device(section.device)
+    dtype = _dtype(config.model.dtype, model)
     think_ids = read_think_ids(path, config.model.think_tokens)
     dispatch = create_dispatch(model, section, kind, rank, placement)
     with CheckpointFiles(path, on_loaded) as files:
@@ -100,7 +101,7 @@ def load_model(
         name = speculation.drafter if speculation.num_tokens else NONE
         drafter = create_drafter(name, checkpoint, network)
         holds_mtp = has_mtp(files, model)
-    kernels = create_kernels(config.model.kernels, model, dtype, device)
+    kernels = create_kernels(config.model.kernels, model, device)
     adopt(network, kernels)
     drafter.adopt(kernels)
     on_loaded(1.0)
@@ -117,10 +118,10 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
     return network.eval()
 
 
-def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        name = "float32" if device == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
+def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
+    if asked == AUTO:
+        asked = "float32" if model.dtype == "float32" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, asked)
     return dtype
 
 

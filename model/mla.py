@@ -1,19 +1,17 @@
 """Multi-head latent attention over a paged latent cache, expanded and absorbed (spec §3).
 
 Shape legend: X rows (B sequences times Q rows of each), D hidden, H heads, C kv_lora_rank,
-R qk_rope_head_dim, L = C + R, N qk_nope_head_dim, V v_head_dim, K qk_head_dim; packed: T rows,
-S slots of all segments' pages, q rows and s slots of one.
+R qk_rope_head_dim, L = C + R, N qk_nope_head_dim, V v_head_dim, K qk_head_dim.
 
 Both forms read keys and values from the cache alone, after this pass's rows were written.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from model.batch import Batch, Segments, gather_pages
+from model.batch import Batch
 from model.config import ModelConfig
-from model.kernels.base import Angles, Kernels, rotate
+from model.kernels.base import Angles, Kernels
 from model.layers import Linear, Part, RMSNorm
 
 
@@ -55,6 +53,8 @@ class MLA(Part):
         up_k_HNC, up_v_HVC = up_HKC.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         self._up_k = kernels.pack(up_k_HNC.transpose(1, 2))
         self._up_v = kernels.pack(up_v_HVC)
+        self._kv_b = kernels.pack(up_HKC)
+        del self.kv_b_proj
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
         """Attention output [X, D]; writes this pass's latents into ``cache``."""
@@ -67,49 +67,11 @@ class MLA(Part):
         norm, is_interleaved = self.kv_a_layernorm, config.rope_interleave
         slots_X = batch.write_slots_BQ.flatten()
         kernels.mla_entry(kv_XL, norm.weight, norm.eps, *angles, is_interleaved, slots_X, cache)
+        how, scale = (*angles, is_interleaved, cache, batch.page_table_BP), config.softmax_scale
         if batch.segments is None:
-            ups, pages = (self._up_k, self._up_v), (batch.page_table_BP, batch.context_lens_BQ)
-            scale = config.softmax_scale
-            out_XHV = kernels.mla_attend(q_XHK, *ups, *angles, is_interleaved, cache, *pages, scale)
+            lens_BQ = batch.context_lens_BQ
+            out_XHV = kernels.mla_attend(q_XHK, self._up_k, self._up_v, *how, lens_BQ, scale)
         else:
-            out_XHV = self._expanded(self._rotated(q_XHK, angles), cache, batch, batch.segments)
+            kv_b, num_values = self._kv_b, config.v_head_dim
+            out_XHV = kernels.mla_prefill(q_XHK, kv_b, *how, batch.segments, num_values, scale)
         return self.o_proj(out_XHV.flatten(1))
-
-    def _rotated(self, q_XHK: Tensor, angles: Angles) -> Tensor:
-        config, (cos, sin) = self.config, angles
-        nope, pe = q_XHK.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
-        pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), config.rope_interleave)
-        return torch.cat((nope, pe), -1)
-
-    def _expanded(self, q_THK: Tensor, cache: Tensor, batch: Batch, segments: Segments) -> Tensor:
-        """Attention output [T, H, V], zeros for padding. Keys and values of every head are rebuilt
-        from the latents: fewest flops for many rows."""
-        page_size, width, row = cache.shape[1], self.config.v_head_dim, 0
-        pages = [-(-context // page_size) * page_size for context in segments.contexts]
-        k_SHK, v_SHK = self._keys_values(gather_pages(cache, batch.page_table_BP)[0])
-        keys, values = k_SHK.split(pages), v_SHK.split(pages)
-        out_THV = q_THK.new_zeros(*q_THK.shape[:2], width)
-        for i, (num, context) in enumerate(zip(segments.lengths, segments.contexts, strict=True)):
-            rows = slice(row, row + num)
-            out = self._attend(
-                q_THK[rows], keys[i][:context], values[i][:context], segments.masks[i]
-            )
-            out_THV[rows] = out[..., :width]
-            row += num
-        return out_THV
-
-    def _keys_values(self, context_SL: Tensor) -> tuple[Tensor, Tensor]:
-        """Values are padded to the width of keys, or the fused kernels refuse and all scores are
-        written out."""
-        config = self.config
-        c_SC, k_pe_SR = context_SL.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        kv = self.kv_b_proj(c_SC).unflatten(-1, (config.num_attention_heads, -1))
-        k_nope, v_SHV = kv.split([config.qk_nope_head_dim, config.v_head_dim], -1)
-        k_pe = k_pe_SR.unsqueeze(1).expand(-1, config.num_attention_heads, -1)
-        padding = max(0, config.qk_head_dim - config.v_head_dim)
-        return torch.cat((k_nope, k_pe), -1), F.pad(v_SHV, (0, padding))
-
-    def _attend(self, q_qHK: Tensor, k_sHK: Tensor, v_sHK: Tensor, mask: Tensor | None) -> Tensor:
-        """One segment over its own context."""
-        q, k, v = (x.transpose(0, 1) for x in (q_qHK, k_sHK, v_sHK))
-        return self.kernels.attend(q, k, v, mask, self.config.softmax_scale).transpose(0, 1)

@@ -103,6 +103,9 @@ def tandem(
     )
 
 
+PLAINLY = "model.dtype=float32", "speculation.measure_at_start=false"
+
+
 @contextmanager
 def serving(
     *sets: str,
@@ -112,9 +115,9 @@ def serving(
     env: dict[str, str] | None = None,
 ) -> Iterator[Serving]:
     """``tandem serve``, in a Ray of its own or in ``head``, until the block ends; it is ended by
-    id whatever happens. ``env`` is that of its own Ray too, None this process's. Ranks measure no
-    steps first unless ``sets`` say so: that is seconds of every test."""
-    first = "server.address=127.0.0.1:0", "speculation.measure_at_start=false"
+    id whatever happens. ``env`` is that of its own Ray too, None this process's. Unless ``sets``
+    say so ranks compute in fp32, and measure no steps first: that is seconds of every test."""
+    first = "server.address=127.0.0.1:0", *PLAINLY
     args = [arg for item in (*first, *sets) for arg in ("--set", item)]
     if head is not None:
         args += ["--ray-address", head.address]

@@ -166,7 +166,7 @@ async def scene(path: Path, *sets: str) -> AsyncIterator[Scene]:
         found = Scene(
             cluster, rpc.InferenceStub(channel), *await stack.enter_async_context(gated(cluster))
         )
-        found.ask(OTHER, prompts(1, 10)[0], 40)
+        found.ask(OTHER, prompts(1, 10)[0], 80)
         await until(lambda: found.streams[OTHER].tokens, found.prefill_on)
         await until(lambda: found.decode.is_held)
         yield found

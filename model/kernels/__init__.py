@@ -11,16 +11,14 @@ from model.kernels.base import PLAIN, Kernels
 log = logging.getLogger(__name__)
 
 
-def create_kernels(
-    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Kernels:
+def create_kernels(name: str, config: ModelConfig, device: torch.device) -> Kernels:
     """Those called ``name``; auto is native on CPUs that can have them, else plain.
 
     Raises ValueError if native ones are asked for by name and cannot be had.
     """
     if name == PLAIN.name:
         return PLAIN
-    missing = _why_not_native(config, dtype, device)
+    missing = _why_not_native(config, device)
     if not missing:
         from model.kernels.build import built
         from model.kernels.native import Native
@@ -36,11 +34,9 @@ def create_kernels(
     return PLAIN
 
 
-def _why_not_native(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def _why_not_native(config: ModelConfig, device: torch.device) -> str:
     from model.kernels.native import fits
 
     if device.type != "cpu":
         return f"they are for CPUs, not {device.type}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"they compute in float32 and bfloat16, not {dtype}"
     return "" if fits(config) else "they need heads and latents of a multiple of 16 values"

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from model.batch import gather_pages, visible_slots
+from model.batch import Segments, gather_pages, visible_slots
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
@@ -124,11 +125,41 @@ class Kernels:
         o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Plain attention [H, rows, K], causal without a mask."""
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        is_causal = mask is None
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)[0]
+    def mla_prefill(
+        self,
+        q_THK: Tensor,
+        kv_b: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        is_interleaved: bool,
+        cache: Tensor,
+        page_table_1P: Tensor,
+        segments: Segments,
+        num_values: int,
+        scale: float,
+    ) -> Tensor:
+        """Attention of packed segments over their own contexts, zeros for padding: [T, H, V]. Keys
+        and values of every head are rebuilt from the latents by packed [H, N + V, C]: fewest flops
+        for many rows. Values are padded to the width of keys, or fused kernels refuse."""
+        page_size, num_heads = cache.shape[1], q_THK.shape[1]
+        nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * cos.shape[1]], -1)
+        pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), is_interleaved)
+        q_HTK = torch.cat((nope, pe), -1).transpose(0, 1)
+        c_SC, k_pe_SR = gather_pages(cache, page_table_1P)[0].split([kv_b.shape[2], pe.shape[2]], 1)
+        k_HSN, v_HSV = torch.matmul(c_SC, kv_b.transpose(1, 2)).split(
+            [nope.shape[2], num_values], 2
+        )
+        k_HSK = torch.cat((k_HSN, k_pe_SR.expand(num_heads, -1, -1)), -1)
+        v_HSK = F.pad(v_HSV, (0, max(0, k_HSK.shape[2] - num_values)))
+        out_HTV, row, slot = q_HTK.new_zeros(*q_HTK.shape[:2], num_values), 0, 0
+        for num, context in zip(segments.lengths, segments.contexts, strict=True):
+            rows, slots = slice(row, row + num), slice(slot, slot + context)
+            q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
+            seen = causal_lower_right(num, context)
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+            out_HTV[:, rows] = out[0, ..., :num_values]
+            row, slot = row + num, slot + -(-context // page_size) * page_size
+        return out_HTV.transpose(0, 1)
 
     def experts(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Tensor, w2: Tensor

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.batch import Segments
 from model.config import ModelConfig
 from model.kernels.base import Function, Kernels, Routing
 from model.kernels.recorded import Recorded
@@ -51,9 +52,23 @@ class Native(Kernels):
         down = F.pad(down, (0, -down.shape[2] % BLOCK))
         return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """In fp32: few CPUs multiply bf16."""
-        return super().attend(q.float(), k.float(), v.float(), mask, scale).to(q.dtype)
+    def mla_prefill(
+        self,
+        q_THK: Tensor,
+        kv_b: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        is_interleaved: bool,
+        cache: Tensor,
+        page_table_1P: Tensor,
+        segments: Segments,
+        num_values: int,
+        scale: float,
+    ) -> Tensor:
+        where = cache, page_table_1P, segments.ends_G, segments.contexts_G
+        rows = q_THK, kv_b, cos, sin, is_interleaved, *where, num_values, scale
+        attended: Tensor = torch.ops.tandem.mla_prefill.default(*rows)
+        return attended
 
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing

@@ -152,7 +152,7 @@ async def prepare(at: Scene, phase: Phase) -> None:
     if phase is without_decode_pages:
         await leave_pages(at, decode, 5)
     if phase is preempted:
-        await leave_pages(at, decode, 12)
+        await leave_pages(at, decode, 14)
 
 
 async def leave_pages(at: Scene, rank: PrefillNode | DecodeNode, num_left: int) -> None:

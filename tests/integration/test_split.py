@@ -87,7 +87,7 @@ def check_figures(cluster: Rig, request: Request, finished: Finished) -> None:
     most = 1 + counts.num_steps + counts.num_accepted
     assert most - 1 <= finished.usage.completion <= most, "a cut last run has no own token"
     assert sum(counts.accepted_per_position) == counts.num_accepted
-    num_layers, width = (10, 576) if cluster.config.model.path == TINY_MODEL else (2, 32)
+    num_layers, width = (10, 576) if cluster.config.model.path == TINY_MODEL else (2, 48)
     num_layers += bool(cluster.decodes[0].info.model.num_draft_tokens)
     assert transfer.tokens == len(request.prompt_ids)
     crossed = 0 if cluster.config.mode == "colocated" else num_layers * width * 4

@@ -2,6 +2,7 @@
 row gives the same bits in any company, and nothing is written but what shall be."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from core.config import TINY_MODEL
-from model.batch import Batch
+from model.batch import Batch, Segments
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
-from model.kernels.base import PLAIN, Routing
+from model.kernels.base import PLAIN, Kernels, Routing
 from tests.kernels import native
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -157,6 +158,103 @@ def test_latent_attention_reads_pages_in_place(
     assert error < 3 * ROUNDING[dtype], float(error)
 
 
+PACKED = ((1, 1), (7, 7), (60, 60), (100, 700), (3, 513), (1, 512), (130, 1030))
+"""Tokens of each segment, and its context with them: around the sizes of blocks of both."""
+
+
+@dataclass
+class Packed:
+    """Segments one after the other, and padding; what no row may read is not a number."""
+
+    q_THK: Tensor
+    kv_b: Tensor
+    angles: tuple[Tensor, Tensor]
+    cache: Tensor
+    pages: list[Tensor]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype, page_size: int = 16, num_padding: int = 3) -> "Packed":
+        num = sum(num for num, _ in PACKED) + num_padding
+        sizes = [-(-context // page_size) for _, context in PACKED]
+        order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(5)) + 1
+        pages = list(order.split(sizes))
+        cache = draw(1 + sum(sizes), page_size, LATENT + ROPE, seed=2, dtype=dtype)
+        cache[0] = float("nan")
+        for (_, context), own in zip(PACKED, pages, strict=True):
+            slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()
+            cache.flatten(0, 1)[slots[context:]] = float("nan")
+        q = draw(num, HEADS, NOPE + ROPE, seed=3, dtype=dtype)
+        angles = draw(num, ROPE // 2, seed=4).cos(), draw(num, ROPE // 2, seed=4).sin()
+        return cls(q, draw(HEADS, NOPE + VALUE, LATENT, dtype=dtype), angles, cache, pages)
+
+    def attend(self, kernels: Kernels, chosen: list[int], drop: int = 0) -> list[Tensor]:
+        """By segment, of those ``chosen``, without the first ``drop`` tokens of each."""
+        starts = list(accumulate((num for num, _ in PACKED), initial=0))
+        lengths = [PACKED[g][0] - min(drop, PACKED[g][0] - 1) for g in chosen]
+        ends = [starts[g + 1] for g in chosen]
+        rows = [torch.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        index = torch.cat((*rows, torch.arange(starts[-1], len(self.q_THK))))
+        contexts = tuple(PACKED[g][1] for g in chosen)
+        columns = torch.tensor([list(accumulate(lengths)), list(contexts)])
+        segments = Segments(tuple(lengths), contexts, *columns)
+        cos, sin = (angle[index] for angle in self.angles)
+        table = torch.cat([self.pages[g] for g in chosen])[None]
+        told = cos, sin, True, self.cache, table, segments, VALUE, 0.2
+        out = kernels.mla_prefill(self.q_THK[index], kernels.pack(self.kv_b), *told)
+        *parts, padding = out.split([*lengths, len(index) - sum(lengths)])
+        assert not padding.any()
+        return parts
+
+    def wanted(self, g: int) -> Tensor:
+        """Row by row, in fp64."""
+        num, context = PACKED[g]
+        first = sum(num for num, _ in PACKED[:g])
+        c, k_pe = (
+            self.cache[self.pages[g]].flatten(0, 1)[:context].double().split([LATENT, ROPE], 1)
+        )
+        kv = torch.einsum("sc,huc->hsu", c, self.kv_b.double())
+        out = []
+        for i in range(num):
+            nope, pe = self.q_THK[first + i].double().split([NOPE, ROPE], -1)
+            cos, sin = (angle[first + i].double() for angle in self.angles)
+            pe = torch.stack((pe[:, 0::2] * cos - pe[:, 1::2] * sin,
+                              pe[:, 0::2] * sin + pe[:, 1::2] * cos), -1).flatten(1)  # fmt: skip
+            scores = torch.einsum("hn,hsn->hs", nope, kv[..., :NOPE]) + pe @ k_pe.T
+            seen = scores[:, : context - num + i + 1] * 0.2
+            out.append(torch.einsum("hs,hsv->hv", seen.softmax(-1), kv[:, : seen.shape[1], NOPE:]))
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_packed_attention(dtype: torch.dtype) -> None:
+    """The plain form reads whole pages, so its cache is finite."""
+    packed, everyone = Packed.make(dtype), list(range(len(PACKED)))
+    finite = replace(packed, cache=packed.cache.nan_to_num(0.5))
+    ways = packed.attend(native(), everyone), finite.attend(PLAIN, everyone)
+    for g, wanted in enumerate(map(packed.wanted, everyone)):
+        for got, slack in ((ways[0][g], 1), (ways[1][g], 6)):
+            assert got.isfinite().all()
+            error = (got.double() - wanted).abs().max() / wanted.abs().max()
+            assert error < 3 * slack * ROUNDING[dtype], (g, slack, float(error))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_packed_row_is_the_same_bits_in_any_chunk_and_company(dtype: torch.dtype) -> None:
+    packed, everyone = Packed.make(dtype), list(range(len(PACKED)))
+    whole = packed.attend(native(), everyone)
+    for drop in (1, 5, 47, 90):
+        for part, own in zip(packed.attend(native(), everyone, drop), whole, strict=True):
+            assert torch.equal(part, own[-len(part) :])
+    num_threads = torch.get_num_threads()
+    try:
+        for num in (1, 3, 16):
+            torch.set_num_threads(num)
+            [alone] = packed.attend(native(), [6])
+            assert torch.equal(alone, whole[6])
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("is_interleaved", [True, False])
 def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
@@ -240,7 +338,7 @@ def test_without_a_compiler_steps_are_plain_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    asked = ModelConfig.from_dir(TINY_MODEL), torch.float32, torch.device("cpu")
+    asked = ModelConfig.from_dir(TINY_MODEL), torch.device("cpu")
     assert create_kernels("auto", *asked) is PLAIN
     assert "without native kernels: no C++ compiler" in caplog.text
     with pytest.raises(ValueError, match=r"model\.kernels: 'native' cannot be had: no C\+\+ comp"):
