@@ -17,9 +17,9 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.driven.engines import Bench, load
 from core.request import Request, SamplingParams, SequenceUpdate
 from model.loaded import LoadedModel
-from tests.engines import Bench, load
 from training.corpus import held_out_prompts
 
 TINY = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"

@@ -18,8 +18,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY
-from tests.engines import Bench, greedy, load
-from tests.held_out import held_out
+from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.driven.held_out import held_out
 
 ARMS = {
     "plain fp32": ("model.kernels=plain", "model.dtype=float32"),

@@ -1,6 +1,6 @@
 """Tokens per second by batch size with every fixed number of drafts, and with as many as pay.
 
-    python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--plot FILE.png] [--json]
+    python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--wrong] [--plot FILE.png] [--json]
 
 All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
 "by_load" spends on trying other lengths while it serves is in its figure; what it measures while
@@ -11,21 +11,39 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
+from benchmarks.driven.engines import Bench, load
 from core.request import Request
+from model.cache import Caches
+from model.drafters.base import Drafter, Drafts, DraftState
 from model.loaded import LoadedModel
-from tests.engines import Bench, load
 
 MAX_DRAFTS = 3
 BY_LOAD = "by_load"
 ARMS = [*map(str, range(MAX_DRAFTS + 1)), BY_LOAD]
+
+
+class Wrong:
+    """The checkpoint's drafter, but every draft is another token."""
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self._inner, self._vocab_size = inner, vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
+        drafts = self._inner.draft(state, num_drafts, caches)
+        return replace(drafts, tokens_BN=(drafts.tokens_BN + 1) % self._vocab_size)
 
 
 class Arm:
@@ -115,11 +133,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--wrong", action="store_true", help="every draft is another token")
+    parser.add_argument("--dtype", default="bfloat16", help="[bfloat16]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch_sizes.split(",")]
-    loaded = load(args.path, f"decode.num_threads={args.num_threads}")
+    threads, dtype = f"decode.num_threads={args.num_threads}", f"model.dtype={args.dtype}"
+    loaded = load(args.path, threads, dtype)
+    if args.wrong:
+        wrong: Any = Wrong(loaded.drafter, loaded.config.vocab_size)
+        loaded = replace(loaded, drafter=wrong)
     asked = iter(requests(args.path, args.rounds * sum(sizes), args.max_tokens))
     with Progress(console=Console(stderr=True)) as bar:
         results = {size: measure(loaded, asked, size, args.rounds, bar) for size in sizes}

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.accepted_length import BATCH, TINY, batches, requests
+from benchmarks.driven.engines import Bench, IdleFirst, load
 from core.request import Request
 from model.loaded import LoadedModel
-from tests.engines import Bench, IdleFirst, load
 
 MAX_DRAFTS = 3
 

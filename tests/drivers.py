@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from tests.procs import RayHead
+from benchmarks.driven.procs import RayHead
 
 TROUBLE = """
 import asyncio, sys

@@ -12,9 +12,9 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.driven.procs import ROOT, command_of, descendants, parents, wait_gone
 from tests.deployed import Deployed, amount, container, mounts, ray_resources, volumes
 from tests.kustomize import Manifest
-from tests.procs import ROOT, command_of, descendants, parents, wait_gone
 
 NETWORK = IPv4Address("10.77.0.0")
 CAN_RUN = os.geteuid() == 0 and shutil.which("ip") is not None

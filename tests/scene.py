@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.driven.held_out import held_out
 from cluster.client.options import build_request
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
@@ -16,7 +17,6 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import piece_from_proto
 from prefill_node.sequence import Sequence
 from tests.gates import Gate, Wire, gated, until
-from tests.held_out import held_out
 from tests.rig import Rig, rig
 
 SETS = (

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.driven import tiny
 from core.config import TINY_MODEL
-from tests import tiny
 
 SIZES = {"vocab_size": 2048, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 FIRST, LAST, MTP = (f"model.layers.{i}." for i in range(3))

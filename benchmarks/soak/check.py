@@ -1,8 +1,8 @@
 """Whether what arrived is right: transformers for plain greedy answers, for all others the same
 request run alone without drafts, its whole text where a stop string may have cut it.
 
-A differing token passes only under the margin rule (tests/exact.py): the float64 reference's top
-two, of logits or of log p plus noise, are less than 1e-4 apart.
+A differing token passes only under the margin rule (benchmarks/driven/exact.py): the float64
+reference's top two, of logits or of log p plus noise, are less than 1e-4 apart.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.driven.exact import MARGIN, near_ties
+from benchmarks.driven.tiny import reference_logits
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
 from cluster.gateway.fan_out import expand
@@ -22,8 +24,6 @@ from core.stopping import stop_ids
 from model.adjust import adjust, no_rules, set_rules
 from model.sampling import SamplingRows, filtered_log_probs, gumbel
 from model.tokenizer import Tokenizer
-from tests.exact import MARGIN, near_ties
-from tests.tiny import reference_logits
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
 MAX_LOGPROB_GAP = 1e-3

@@ -4,6 +4,7 @@
   python -m benchmarks.versus                               everything; takes hours
   python -m benchmarks.versus --arms tandem,vllm,vllm-mha --drafts 0,3 --sequences 1,8,32
   python -m benchmarks.versus --arms 'tandem-split,vllm-split*' --checkpoints shipped
+  python -m benchmarks.versus --arms 'tandem-split,tandem-colocated,vllm-served*' --rates 1,2,3
   python -m benchmarks.versus --list-arms                   the names that --arms takes
 
 Peers are installed from PyPI into the cache folder once. One engine process lives at a time, all
@@ -27,7 +28,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.versus.arms import MAX_DRAFTS, all_arms, choose
 from benchmarks.versus.cache import ROOT, default_cache
 from benchmarks.versus.checkpoints import NAMES, Checkpoint, find
-from benchmarks.versus.loads import Load, loads_of
+from benchmarks.versus.goodput import Limits
+from benchmarks.versus.loads import Load, arriving, loads_of
 from benchmarks.versus.report import save_plots, write_page
 from benchmarks.versus.results import Results
 from benchmarks.versus.runner import Owed, Runner, Settings, owed_turns
@@ -74,6 +76,14 @@ def parser() -> argparse.ArgumentParser:
     add("--sequences", type=positive, default=[1, 8, 32, 64], metavar="N,..", help="[1,8,32,64]")
     add("--temperatures", type=decimals, default=[0.0, 0.8], metavar="T,..", help="[0,0.8]")
     add("--max-tokens", type=int, default=128, metavar="N", help="of each answer [%(default)s]")
+    add("--rates", type=decimals, default=[], metavar="R,..",
+        help="requests that arrive a second, at random; of served arms only")  # fmt: skip
+    add("--requests", type=int, default=60, metavar="N", help="at each rate [%(default)s]")
+    add(
+        "--ttft-limit-ms", type=float, default=2000.0, metavar="MS", help="of goodput [%(default)s]"
+    )
+    add("--itl-limit-ms", type=float, metavar="MS",
+        help="of goodput [twice the least median that a vLLM arm has at one sequence]")  # fmt: skip
     add("--max-prompt-tokens", type=int, default=8192, metavar="N",
         help="leaves out loads with more prompt tokens than this in all [%(default)s]")  # fmt: skip
     add("--rounds", type=int, default=3, metavar="N", help="turns of every arm [%(default)s]")
@@ -139,6 +149,8 @@ def plan(options: argparse.Namespace, results: Results, settings: Settings) -> l
 
 
 def _loads(options: argparse.Namespace, checkpoint: Checkpoint) -> list[Load]:
+    if options.rates:
+        return arriving(options.prompts, options.rates, options.requests, options.max_tokens)
     sizes = (options.prompts, options.sequences, options.temperatures)
     return loads_of(checkpoint, *sizes, options.max_tokens, options.max_prompt_tokens)
 
@@ -182,8 +194,10 @@ def main(argv: list[str]) -> int:
     found = list(results.by_key.values())
     options.out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "benchmarks.versus", *argv])
-    write_page(options.out / "README.md", found, command, save_plots(options.out, found))
-    for grid in all_grids(found):
+    limits = Limits(options.ttft_limit_ms, options.itl_limit_ms)
+    plots = save_plots(options.out, found, limits)
+    write_page(options.out / "README.md", found, command, plots, limits)
+    for grid in all_grids(found, limits):
         Console().print(grid.rich())
     return 0
 

@@ -27,9 +27,10 @@ class Arm:
     sequences: tuple[int, ...] | None = None
     samples: bool = True
 
-    def takes(self, num_sequences: int, temperature: float) -> bool:
+    def takes(self, num_sequences: int, temperature: float, rate_per_s: float = 0.0) -> bool:
         fits = self.sequences is None or num_sequences in self.sequences
-        return fits and (self.samples or temperature == 0)
+        arrives = rate_per_s == 0 or self.setting != OFFLINE
+        return fits and arrives and (self.samples or temperature == 0)
 
 
 def all_arms() -> list[Arm]:

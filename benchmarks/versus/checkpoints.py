@@ -12,9 +12,9 @@ from typing import Any
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from benchmarks.driven.tiny import BASE, random_tensors
 from core.config import TINY_MODEL
 from model.config import ModelConfig
-from tests.tiny import BASE, random_tensors
 from training.corpus import held_out_prompts
 
 SHIPPED, RANDOM = "shipped", "random-0.5b"
@@ -75,7 +75,7 @@ def find(name: str, cache: Path) -> Checkpoint:
 
 
 def write_random(path: Path, shape: dict[str, Any], seed: int = 0) -> None:
-    """Weights as in tests/tiny.py, in bfloat16; renamed into place once whole."""
+    """Weights as in benchmarks/driven/tiny.py, in bfloat16; renamed into place once whole."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.mkdir(parents=True)
     (part / "config.json").write_text(json.dumps(shape, indent=1))

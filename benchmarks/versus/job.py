@@ -3,18 +3,23 @@
 Every engine's process imports this, the peers' environments too.
 """
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 WARM_UP_TOKENS = 16
+MAX_ROWS = 64
+"""No engine writes more answers at once; later ones wait."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One load for one batch of prompts; ``batches`` are warmed up with first, then measured."""
+    """One load for one batch of prompts; ``batches`` are warmed up with first, then measured.
+    Sequences of a batch are sent ``arrivals_s`` after its begin, all at once if there are none."""
 
     name: str
     warm_up: list[list[int]]
@@ -22,18 +27,24 @@ class Trial:
     max_tokens: int
     ignore_eos: bool
     temperature: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
 
     @property
     def num_sequences(self) -> int:
-        return len(self.warm_up)
+        return len(self.batches[0])
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.warm_up[0])
 
     def warming(self) -> "Trial":
-        """The same with short answers."""
-        return replace(self, max_tokens=min(self.max_tokens, WARM_UP_TOKENS))
+        """The same with short answers, all at once."""
+        return replace(self, max_tokens=min(self.max_tokens, WARM_UP_TOKENS), arrivals_s=[])
+
+    async def arrival(self, index: int, began: float) -> None:
+        """Wait until sequence ``index`` of a batch that ``began`` then is due."""
+        if self.arrivals_s:
+            await asyncio.sleep(began + self.arrivals_s[index] - time.perf_counter())
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Job:
 
     @property
     def max_sequences(self) -> int:
-        return max(trial.num_sequences for trial in self.trials)
+        return min(MAX_ROWS, max(trial.num_sequences for trial in self.trials))
 
     @property
     def max_model_len(self) -> int:
@@ -104,7 +115,8 @@ def say(kind: str, **values: Any) -> None:
 
 def say_batch(trial: Trial, timeline: Timeline) -> None:
     events = [(round(e.at_s, 6), e.sequence, e.token_ids) for e in timeline.events]
-    say("batch", trial=trial.name, num_sequences=timeline.num_sequences, events=events)
+    arrivals_s = trial.arrivals_s or [0.0] * timeline.num_sequences
+    say("batch", trial=trial.name, arrivals_s=arrivals_s, events=events)
 
 
 def heard(line: str) -> dict[str, Any] | None:

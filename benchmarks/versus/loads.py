@@ -1,11 +1,15 @@
 """Which prompts each round sends, and how much is asked of an engine at once."""
 
+import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 from benchmarks.versus.checkpoints import Checkpoint
 from benchmarks.versus.job import Trial
 
 WARM_UP = -1
+NUM_WARMING = 4
+"""Prompts that an engine is warmed up with, before others arrive at their own times."""
 
 
 @dataclass(frozen=True, order=True)
@@ -14,21 +18,40 @@ class Load:
     num_sequences: int
     temperature: float
     max_tokens: int
+    rate_per_s: float = 0.0
+    """Sequences are sent at random times (Poisson), so many a second in the mean; 0 is at once."""
 
     @property
     def name(self) -> str:
         warm = f"-t{self.temperature:g}" if self.temperature else ""
-        return f"p{self.prompt_tokens}-s{self.num_sequences}{warm}-o{self.max_tokens}"
+        rate = f"-r{self.rate_per_s:g}" if self.rate_per_s else ""
+        return f"p{self.prompt_tokens}-s{self.num_sequences}{warm}-o{self.max_tokens}{rate}"
 
     def trial(self, checkpoint: Checkpoint, batches: range) -> Trial:
         """The same prompts for every arm; those of each batch and the warm-up's are others."""
         warm_up, *rest = (self._prompts(checkpoint, batch) for batch in (WARM_UP, *batches))
-        ignore_eos = not checkpoint.is_trained
-        return Trial(self.name, warm_up, rest, self.max_tokens, ignore_eos, self.temperature)
+        ignore_eos, arrivals_s = not checkpoint.is_trained, self._arrivals_s()
+        if arrivals_s:
+            warm_up = warm_up[:NUM_WARMING]
+        how = self.max_tokens, ignore_eos, self.temperature, arrivals_s
+        return Trial(self.name, warm_up, rest, *how)
+
+    def _arrivals_s(self) -> list[float]:
+        """The same for every arm."""
+        if not self.rate_per_s:
+            return []
+        rng = random.Random(f"arrivals {self.rate_per_s}")
+        gaps = (rng.expovariate(self.rate_per_s) for _ in range(self.num_sequences - 1))
+        return list(accumulate(gaps, initial=0.0))
 
     def _prompts(self, checkpoint: Checkpoint, batch: int) -> list[list[int]]:
         seed = 1000 * (batch + 1) + self.num_sequences
         return checkpoint.prompts(self.num_sequences, self.prompt_tokens, seed)
+
+
+def arriving(prompts: list[int], rates: list[float], num: int, max_tokens: int) -> list[Load]:
+    """Every prompt length by every rate, ``num`` requests each."""
+    return [Load(length, num, 0.0, max_tokens, rate) for length in prompts for rate in rates]
 
 
 def loads_of(

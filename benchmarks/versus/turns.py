@@ -94,7 +94,7 @@ def _take(message: dict[str, Any], turn: Turn, on_batch: Callable[[str], None]) 
         turn.about = {name: value for name, value in message.items() if name != "kind"}
     elif message["kind"] == "batch":
         events = [Event(*event) for event in message["events"]]
-        found = measure(events, message["num_sequences"])
+        found = measure(events, message["arrivals_s"])
         turn.batches.setdefault(message["trial"], []).append(found)
         on_batch(message["trial"])
     elif message["kind"] == "end":

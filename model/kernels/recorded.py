@@ -12,7 +12,9 @@ from model.kernels.base import Function
 
 class Recorded:
     """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
-    call; what it returns is its caller's. Needs the library of native kernels."""
+    call; what it returns is its caller's. Needs the library of native kernels.
+
+    Values may not pass through the host: RuntimeError, but for ``tolist``, which goes unseen."""
 
     def __init__(self, function: Function) -> None:
         self._function = function

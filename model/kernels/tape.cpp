@@ -9,6 +9,7 @@
 
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,11 @@ thread_local int depth = 0;  // of operators that call operators; only the outer
 
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call);
 void on_end(const at::RecordFunction& call, at::ObserverContext*);
+
+// Whoever calls these reads values, or brings some that no operator makes: a play would not.
+const std::unordered_set<std::string> kOfTheHost = {
+    "aten::item",  "aten::_local_scalar_dense", "aten::is_nonzero",
+    "aten::equal", "aten::lift_fresh",          "aten::empty"};
 
 struct Place {
   size_t argument, item;  // the item counts if the argument is a list
@@ -53,6 +59,7 @@ class Tape : public torch::CustomClassHolder {
 
   void end(const std::vector<Tensor>& outputs) {
     stop();
+    TORCH_CHECK(wrong_.empty(), wrong_);
     for (const Tensor& output : outputs) {
       auto found = numbers_.find(output.unsafeGetTensorImpl());
       TORCH_CHECK(found != numbers_.end(), "an output must come from a recorded operator");
@@ -103,9 +110,12 @@ class Tape : public torch::CustomClassHolder {
     return names;
   }
 
+  // What is wrong with a call is told at the end: errors of callbacks are lost.
   void called(const at::RecordFunction& call) {
     auto name = call.operator_name();
-    TORCH_CHECK(name.has_value(), "only operators can be recorded");
+    if (!name.has_value() || kOfTheHost.count(name->name))
+      wrong_ = std::string(call.name()) + " cannot be recorded: its values are the host's";
+    if (!wrong_.empty()) return;
     auto inputs = call.inputs();
     open_ = {c10::Dispatcher::singleton().findSchemaOrThrow(name->name.c_str(),
                                                             name->overload_name.c_str()),
@@ -113,6 +123,7 @@ class Tape : public torch::CustomClassHolder {
   }
 
   void returned(const at::RecordFunction& call) {
+    if (!open_.has_value()) return;
     std::vector<IValue>& arguments = open_->arguments;
     for (size_t i = 0; i < arguments.size(); i++) {
       if (arguments[i].isList()) arguments[i] = IValue(arguments[i].toList().copy());
@@ -166,6 +177,7 @@ class Tape : public torch::CustomClassHolder {
   std::vector<Tensor> kept_;  // so that no two values of a recording share an address
   std::vector<size_t> outputs_;
   size_t num_inputs_ = 0, num_values_ = 0;
+  std::string wrong_;
   at::CallbackHandle handle_ = 0;
 };
 

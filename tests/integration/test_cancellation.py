@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.exact import near_ties
 from decode_node.node import DecodeNode
 from kv_transfer.pages import PagePool
 from prefill_node.node import PrefillNode
-from tests.exact import near_ties
 from tests.gates import until
 from tests.scene import Scene, prompts, scene
 

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
 from core.info import NodeStatus
 from core.request import Request, SamplingParams, TokenBias
 from core.schema import pack
 from tandem import Client, InferenceError
 from tests.drivers import MEMBERS, TROUBLE, left_in, script
-from tests.exact import near_ties
-from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
 SETS = ("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2")
 SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")

@@ -14,13 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import ROOT, Serving, actors, serving
 from core.config import TINY_MODEL
 from core.info import NodeStatus
 from tandem import Client, InferenceError
-from tests.exact import near_ties
 from tests.faults.sitecustomize import NUM_TOLD, POISON, PREFILL_POISON
 from tests.integration.test_lost_prefill import prompts
-from tests.procs import ROOT, Serving, actors, serving
 
 pytestmark = pytest.mark.slow
 SETS = ("decode.replicas=2", "kv.num_pages=700", "kv.page_size=16", "server.patience_s=120")

@@ -16,14 +16,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import Serving, serving
 from cluster.door.server import SERVICE
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.wire import STREAM_KEY
 from core.config import TINY_MODEL
 from tandem import AsyncClient
-from tests.exact import near_ties
 from tests.fuzz import NAMES, mutated, ordinary, wild
-from tests.procs import Serving, serving
 
 NUM_SHORT, NUM_LONG, LONG_S = 800, 20_000, 60.0
 NUM_CLIENTS = 16

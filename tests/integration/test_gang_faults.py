@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import ROOT, Serving, alive, serving
 from core.config import TINY_MODEL
 from tandem import Client, InferenceError
-from tests.exact import near_ties
 from tests.integration.test_faults import PATIENCE_S, begun, check, epochs, is_empty, until
 from tests.integration.test_lost_prefill import prompts
-from tests.procs import ROOT, Serving, alive, serving
 
 pytestmark = pytest.mark.slow
 SETS = (

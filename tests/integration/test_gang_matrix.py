@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
+from benchmarks.driven.procs import serving, tandem
 from benchmarks.soak.check import score_ties
 from core.config import TINY_MODEL
 from core.request import Request
 from tandem import Client
-from tests.engines import greedy
-from tests.exact import near_ties
 from tests.gates import until
-from tests.held_out import held_out
-from tests.procs import serving, tandem
 from tests.rig import Rig, rig
 
 SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")

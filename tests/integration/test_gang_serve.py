@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
 from tandem import Client
-from tests.exact import near_ties
 from tests.integration.test_faults import until
 from tests.integration.test_lost_prefill import prompts
-from tests.procs import RayHead, Serving, actors, ray_head, serving, tandem
 
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
 from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
 from core.request import Request
 from decode_node.node import DecodeNode
 from model.dispatch.spread import Spread
-from tests.engines import greedy
-from tests.exact import near_ties
 from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.procs import Serving, actors, descendants, listening, serving, wait_gone
+from benchmarks.driven.procs import Serving, actors, descendants, listening, serving, wait_gone
 
 SETS = ("mode=colocated", "kv.num_pages=200")
 

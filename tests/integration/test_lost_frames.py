@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
 from core.errors import NodeLost
-from tests.engines import greedy
-from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import rig
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
+from benchmarks.driven.procs import Serving, actors, serving
 from core.config import TINY_MODEL
 from core.control import Control
 from core.errors import NodeLost
 from core.info import NodeStatus
 from tandem import AsyncClient, Completion
-from tests.engines import greedy
-from tests.exact import near_ties
-from tests.held_out import held_out
-from tests.procs import Serving, actors, serving
 from tests.rig import rig
 
 TWO_PREFILLS = ("prefill.replicas=2", "kv.num_pages=300", "kv.page_size=16")

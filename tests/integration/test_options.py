@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.driven.engines import greedy
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
@@ -15,7 +16,6 @@ from core.config import load
 from core.errors import Overloaded
 from core.request import Request
 from tandem import AsyncClient, GenerateOptions
-from tests.engines import greedy
 from tests.integration.test_preemption import watch
 from tests.integration.test_split import SMALL, prompts, sampled
 from tests.rig import Rig, rig

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from benchmarks.driven.procs import alive, wait_gone
 from tests.deployed import Deployed, deployed, ranks_per_pod
 from tests.pods import CAN_RUN, Pod, gateway_command, pods, ray_command
-from tests.procs import alive, wait_gone
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
 from core.errors import NodeLost, Poisonous, StepFailed
 from core.request import Request
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.sequence import NUM_STEPS_ALONE
 from prefill_node.engine import First, PrefillEngine, Work
-from tests.engines import greedy
-from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
 

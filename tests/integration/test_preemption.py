@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
 from core.identity import Identity
 from core.request import PREEMPTED
 from decode_node.messages import Size
 from decode_node.scheduler import Scheduler
 from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
-from tests.engines import greedy
-from tests.exact import near_ties
-from tests.held_out import held_out
 from tests.rig import Rig, rig
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import greedy
-from tests.exact import near_ties
-from tests.held_out import held_out
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
 from tests.rig import rig
 
 SETS = ("kv.num_pages=400", "kv.page_size=16")

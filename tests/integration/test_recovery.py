@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
 from core.control import Control
 from core.errors import HandoverError, NodeLost, RankDied
 from core.membership import EndedLife, InStep
 from core.schema import encode_failure, unpack
 from prefill_node.messages import Prefill
-from tests.engines import greedy
-from tests.exact import near_ties
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
 

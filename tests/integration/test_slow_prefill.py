@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import greedy
-from tests.exact import near_ties
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
 from tests.rig import rig
 from tests.scene import prompts
 

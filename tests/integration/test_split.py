@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.engines import greedy
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
 from core.answer import Delta, Finished, TransferStats
 from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
@@ -22,9 +25,6 @@ from core.schema import pack
 from decode_node.messages import Abort, Grant, Size, Start
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from tests.engines import greedy
-from tests.exact import near_ties
-from tests.held_out import held_out
 from tests.rig import Rig, rig
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.held_out import held_out
+from benchmarks.driven.procs import Serving, descendants, serving, tandem, wait_gone
 from core.config import TINY_MODEL
 from tandem import AsyncClient, Client, Completion, InferenceError
-from tests.exact import near_ties
-from tests.held_out import held_out
-from tests.procs import Serving, descendants, serving, tandem, wait_gone
 
 MAX_TOKENS = 32
 IN_FLIGHT = 12

@@ -8,11 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.driven.exact import near_ties
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.errors import Overloaded
-from tests.exact import near_ties
 from tests.gates import until
 from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene

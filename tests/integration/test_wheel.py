@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.driven.exact import near_ties
+from benchmarks.driven.procs import ROOT, serving
 from core.config import TINY_MODEL
-from tests.exact import near_ties
-from tests.procs import ROOT, serving
 
 pytestmark = pytest.mark.slow
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, load
 from core.request import (
     REJECTION,
     REJECTION_GREEDY,
@@ -17,8 +19,6 @@ from core.request import (
     Speculation,
 )
 from model.loaded import LoadedModel
-from tests import tiny
-from tests.engines import Bench, load
 from tests.unit.test_sampling import check_chi_square
 
 THINK = (3, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.driven import tiny
 from core.placement import Placement
 from model.config import ModelConfig
 from model.dispatch.base import Collectives
@@ -16,7 +17,6 @@ from model.dispatch.local import Local
 from model.dispatch.spread import Spread
 from model.experts import Experts
 from model.kernels.base import PLAIN
-from tests import tiny
 from tests.ranks import CPU, on_ranks
 
 LAYER, NUM_EXPERTS, TOP, DIM = 1, 8, 2, 48

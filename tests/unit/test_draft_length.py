@@ -9,14 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
 from decode_node.buckets import Buckets
 from decode_node.draft_length import most_wanted, no_costs, recorded
 from decode_node.plan import Proposal, Report, StepKey, report_of
 from decode_node.planner import StepPlanner
 from model.drafters.base import Drafts, DraftState
 from runtime.lockstep import LocalPlanner
-from tests import tiny
-from tests.engines import Bench, IdleFirst, greedy, load
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
 BUCKETS = Buckets(tuple(range(1, 65)))

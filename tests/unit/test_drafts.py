@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 from core.request import Request
 from decode_node.plan import StepKey
 from decode_node.step import decode_step, draft_state
@@ -17,8 +19,6 @@ from model.batch import Batch, Segment, pack
 from model.cache import MAIN, MTP, Caches
 from model.drafters.base import Drafts, DraftState
 from model.loaded import LoadedModel
-from tests import tiny
-from tests.engines import Bench, greedy, load
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.engines import Bench, greedy, load
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 
 V2 = {
     "architectures": ["DeepseekV2ForCausalLM"],

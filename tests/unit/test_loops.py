@@ -8,14 +8,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.request import PREEMPTED, Request
 from decode_node.buckets import Buckets
 from decode_node.plan import Extras, StepKey
 from decode_node.step import decode_step
 from model.loaded import LoadedModel
-from tests import tiny
-from tests.engines import Bench, greedy, load
 
 Answers = dict[str, tuple[list[int], str | None]]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.driven.tiny import BASE
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpLayer
-from tests.tiny import BASE
 
 V3 = BASE | {
     "vocab_size": 129280,

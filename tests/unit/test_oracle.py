@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import POISON, Bench, greedy, load
 from model.batch import Batch, Segment, pack, physical_slots
 from model.cache import MAIN, MTP
 from model.drafters.mtp import MtpDrafter
-from tests import tiny
-from tests.engines import POISON, Bench, greedy, load
 
 YARN = {
     "type": "yarn",

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import POISON, Bench, greedy, load
 from core.identity import Identity
 from model.batch import Segment, pack
 from model.cache import MAIN, MTP, Caches
@@ -13,8 +15,6 @@ from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
 from prefill_node.planner import fullest
 from runtime.lockstep import LocalPlanner, Plan
-from tests import tiny
-from tests.engines import POISON, Bench, greedy, load
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

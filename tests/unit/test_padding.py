@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 from core.request import Request
 from decode_node.buckets import Buckets
 from decode_node.plan import Proposal, StepKey
@@ -18,8 +20,6 @@ from model.drafters.mtp import MtpDrafter
 from model.loaded import LoadedModel
 from model.tensors import each, select
 from runtime.lockstep import LocalPlanner, Plan
-from tests import tiny
-from tests.engines import Bench, greedy, load
 from tests.unit.test_drafts import Spy
 
 NUM_ROWS, NUM_DRAFTS = 4, 2

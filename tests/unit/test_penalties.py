@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, load
+from benchmarks.driven.exact import MARGIN
 from core.request import Request, SamplingParams, Speculation, TokenBias
 from model.loaded import LoadedModel
-from tests import tiny
-from tests.engines import Bench, load
-from tests.exact import MARGIN
 from tests.unit.test_drafts import Scripted
 from tests.unit.test_sampling import EOS, obvious
 

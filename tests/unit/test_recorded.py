@@ -12,13 +12,13 @@ from torch import Tensor, is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node import program as program_module
 from model.kernels.recorded import Recorded
 from model.loaded import LoadedModel
-from tests import tiny
-from tests.engines import Bench, greedy, load
 from tests.kernels import native
 
 WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
@@ -79,6 +79,20 @@ def test_what_fails_while_it_is_recorded_is_recorded_the_next_time() -> None:
     is_broken = False
     assert [play(torch.full((2,), float(i)))[0][0] for i in range(3)] == [1, 2, 3]
     assert play.operators == ["aten::add"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * x[0].item(),),
+        lambda x: (x + 1 if x[0] > 0 else x - 1,),
+        lambda x: (x + torch.tensor([1.0, 2.0]),),
+        lambda x: (torch.empty(2).copy_(x),),
+    ],
+)
+def test_values_that_pass_through_the_host_are_refused(function: Any) -> None:
+    with pytest.raises(RuntimeError, match="cannot be recorded: its values are the host's"):
+        recorded(function)(torch.ones(2))
 
 
 def test_what_cannot_be_played_is_refused() -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from benchmarks.driven import tiny
 from core.request import Request, SamplingParams, TokenBias
 from model.adjust import adjust, count_emitted, no_rules, set_rules
 from model.sampling import SamplingRows, choose, gumbel
 from model.tensors import select
-from tests import tiny
 
 EOS = tiny.BASE["eos_token_id"]
 VOCAB = 12

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.driven.engines import Bench, load
+from benchmarks.driven.tiny import reference_greedy
 from benchmarks.soak.check import Checker, first_stop, score_ties, to_request
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Answer, Load
 from benchmarks.soak.plans import Plan, Shares, plans
 from core.config import TINY_MODEL
 from core.stopping import stop_ids
-from tests.engines import Bench, load
-from tests.tiny import reference_greedy
 
 RULES = {
     "temperature": 0.9, "seed": 2**62 + 5, "top_p": 0.9, "top_k": 40, "min_p": 0.05,

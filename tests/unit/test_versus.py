@@ -10,8 +10,9 @@ from benchmarks.versus.__main__ import options_of
 from benchmarks.versus.arms import OFFLINE, SPLIT, TANDEM, VLLM, Arm, choose
 from benchmarks.versus.checkpoints import Checkpoint
 from benchmarks.versus.environments import requirements_of
+from benchmarks.versus.goodput import Limits, by_arm
 from benchmarks.versus.job import Event, Job, Trial, heard, read_job, write_job
-from benchmarks.versus.loads import Load, loads_of
+from benchmarks.versus.loads import Load, arriving, loads_of
 from benchmarks.versus.machine import moment
 from benchmarks.versus.measures import measure, repeated_ngrams
 from benchmarks.versus.ratios import TPOT, agree, all_ratios, fastest, ratio
@@ -21,6 +22,7 @@ from benchmarks.versus.runner import Settings, owed_turns
 from benchmarks.versus.tables import all_grids
 
 LOAD = Load(128, 8, 0.0, 32)
+LIMITS = Limits(2000.0, 20.0)
 RANDOM = Checkpoint("random-0.5b", Path("nowhere"), is_trained=False)
 
 
@@ -43,21 +45,51 @@ def test_steady_decode_begins_when_all_have_begun_and_ends_when_a_quarter_has_en
     events += [Event(2.5, 0, [8] * 50)]  # not in the steady part
     events += [Event(3.0 + 0.5 * k, i, [9, 9]) for k in range(1, 5) for i in range(3)]
     events += [Event(3.0 + 0.5 * k, 3, [9, 9]) for k in range(1, 41)]  # goes on alone
-    found = measure(events, 4)
+    found = measure(events, [0.0] * 4)
     assert found.tpot_ms == pytest.approx(250)
     assert found.ttft_ms == pytest.approx(1500) and found.prefill_ms == pytest.approx(3000)
 
 
 def test_tpot_of_one_sequence_and_its_accepted_length() -> None:
-    found = measure([Event(1.0, 0, [1]), Event(1.3, 0, [1, 2, 3]), Event(1.4, 0, [4])], 1)
+    found = measure([Event(1.0, 0, [1]), Event(1.3, 0, [1, 2, 3]), Event(1.4, 0, [4])], [0.0])
     assert found.tpot_ms == pytest.approx(100) and found.accepted_length == 2
     assert found.tokens_per_s == pytest.approx(5 / 1.4)
 
 
 def test_an_answer_of_one_token_has_no_tpot_and_none_at_all_is_an_error() -> None:
-    assert measure([Event(1.0, 0, [1])], 1).tpot_ms is None
+    assert measure([Event(1.0, 0, [1])], [0.0]).tpot_ms is None
     with pytest.raises(ValueError, match=r"\[1\] of 2"):
-        measure([Event(1.0, 0, [1])], 2)
+        measure([Event(1.0, 0, [1])], [0.0, 0.0])
+
+
+def test_times_count_from_each_arrival_and_all_gaps_do_where_sequences_arrive() -> None:
+    arrivals_s = [0.5, 2.0]
+    events = [Event(1.0 + k, 0, [k]) for k in range(3)] + [Event(2.25, 1, [1]), Event(2.5, 1, [2])]
+    found = measure(events, arrivals_s)
+    assert found.ttft_ms == pytest.approx(375) and found.span_s == pytest.approx(2.5)
+    assert (found.itl_p50_ms, found.itl_p99_ms) == (1000.0, 1000.0)
+    assert found.requests == [(500.0, 1000.0), (250.0, 250.0)]
+
+
+def test_goodput_is_of_requests_that_keep_both_limits() -> None:
+    found = result("tandem-n0", 1.0)
+    requests = [(100.0, 5.0), (2500.0, 5.0), (100.0, 50.0), (1999.0, 20.0)]
+    found.rounds, found.rate_per_s = [[batch(requests=requests, span_s=4.0)] * 2], 3.0
+    assert by_arm([found, result("vllm-n0", 1.0)], LIMITS) == {"tandem-n0": {3.0: 0.5}}
+    peers = [result("vllm-n0", 1.0), result("vllm-n3", 1.0)]
+    for peer, median_ms in zip(peers, (8.0, 6.0), strict=True):
+        peer.num_sequences, peer.rounds = 1, [[batch(itl_p50_ms=median_ms)]]
+    assert Limits().of([found]) is None and Limits().of([found, *peers]) == Limits(2000.0, 12.0)
+
+
+def test_arrivals_are_the_same_for_all_and_as_many_a_second_as_asked() -> None:
+    [load] = arriving([128], [4.0], 400, 32)
+    assert load.name == "p128-s400-o32-r4"
+    trials = [load.trial(RANDOM, range(1)) for _ in range(2)]
+    assert trials[0] == trials[1] and len(trials[0].warm_up) == 4
+    arrivals_s = trials[0].arrivals_s
+    assert arrivals_s == sorted(arrivals_s) and arrivals_s[0] == 0
+    assert arrivals_s[-1] == pytest.approx(100, rel=0.15) and not trials[0].warming().arrivals_s
 
 
 def test_repeated_ngrams_count_within_an_answer_only() -> None:
@@ -187,11 +219,13 @@ def test_the_page_marks_busy_figures_and_lists_failures(tmp_path: Path) -> None:
     busy.about |= moment(sample_s=0) | {"is_busy": True}
     failed.rounds, failed.error = [], "no | such processor"
     found = [busy, failed, result("vllm-n0", 20.0)]
-    write_page(tmp_path / "README.md", found, "python -m benchmarks.versus", [])
+    write_page(tmp_path / "README.md", found, "python -m benchmarks.versus", [], LIMITS)
     text = (tmp_path / "README.md").read_text()
     assert "| tandem-n0 | 10* |" in text and "| 0.5 | vllm-n0 |" in text
     assert "no / such processor" in text and "a rehearsal, no result" in text
-    assert all(len(row) == len(grid.header) for grid in all_grids(found) for row in grid.rows)
+    assert all(
+        len(row) == len(grid.header) for grid in all_grids(found, LIMITS) for row in grid.rows
+    )
 
 
 def test_curves_take_the_fastest_number_of_drafts() -> None:

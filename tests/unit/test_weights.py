@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
 from core.config import load as load_config
 from core.info import DECODE
 from model.checkpoint_files import CheckpointFiles, dequantise
@@ -18,8 +20,6 @@ from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.loaded import LoadedModel, load_model, load_network
 from model.weights import Checkpoint
-from tests import tiny
-from tests.engines import Bench, greedy, load
 
 
 @pytest.fixture

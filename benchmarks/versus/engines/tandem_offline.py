@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.driven.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from core.request import Request, SamplingParams
 from model.loaded import LoadedModel
 from prefill_node.engine import Progress
-from tests.engines import Bench, load
 
 PAGE_SIZE = 64
 MAX_BATCH_TOKENS = 2048

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.driven.procs import actors, command_of, descendants, serving
 from benchmarks.versus.engines.pinning import pin, sides
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from cluster.client.client import AsyncClient
-from tests.procs import actors, command_of, descendants, serving
 
 PAGE_SIZE = 64
 
@@ -53,6 +53,7 @@ async def ask(
     timeline: Timeline,
     began: float,
 ) -> None:
+    await trial.arrival(index, began)
     pieces = client.generate(
         prompt,
         max_tokens=trial.max_tokens,

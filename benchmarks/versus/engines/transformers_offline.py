@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.driven.tiny import reference
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
-from tests.tiny import reference
 
 
 class Stamped(BaseStreamer):

@@ -107,6 +107,7 @@ class Client:
     async def ask(
         self, trial: Trial, prompt: list[int], index: int, timeline: Timeline, began: float
     ) -> None:
+        await trial.arrival(index, began)
         body: dict[str, Any] = {
             "model": "model",
             "prompt": prompt,

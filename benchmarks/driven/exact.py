@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests import tiny
+from benchmarks.driven import tiny
 
 MARGIN = 1e-4
 

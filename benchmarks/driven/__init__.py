@@ -1,0 +1,1 @@
+"""What benchmarks and tests both drive: engines by hand, systems as processes, checkpoints."""

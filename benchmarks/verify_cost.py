@@ -1,0 +1,100 @@
+"""v and c: what verifying n drafts and making one cost, by a step without drafts (seeds 003).
+
+    python -m benchmarks.verify_cost [--rows 1,8,32] [--num-threads 2] [--json]
+
+All are parts of one step over the same rows of held-out prompts of 128 tokens, in the form that
+serves; they take turns. n drafts pay if the tokens they bring are worth more than v + n c.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
+from decode_node.step import draft_state, verify
+from model.drafters.base import Drafts
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_rows import later_pass
+
+MAX_DRAFTS = 3
+Part = Callable[[Tensor], tuple[Tensor]]
+
+
+def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
+    """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
+    loaded, rows = bench.loaded, bench.decode._rows
+    drafter = loaded.drafter
+    assert isinstance(drafter, MtpDrafter)
+
+    def verified(num_drafts: int) -> Part:
+        drafts = Drafts(torch.arange(num_rows * num_drafts).view(num_rows, num_drafts) + 50)
+
+        def part(read_B: Tensor) -> tuple[Tensor]:
+            _, logits_BNV = verify(loaded.network, bench.caches, rows.select(read_B, None), drafts)
+            return (logits_BNV.argmax(-1),)
+
+        return part
+
+    def drafted(read_B: Tensor) -> tuple[Tensor]:
+        """A pass over one token each, the head, and the choice."""
+        state = draft_state(rows.select(read_B, None), 1)
+        slots = later_pass(state.num_known_B, 2)
+        hidden_B1D = drafter._pass(state.tokens_BM, state.hidden_BMD, slots, state, bench.caches)
+        logits_BV = loaded.network.logits(hidden_B1D.squeeze(1))
+        return (state.pick(logits_BV, state.tokens_BM[:, :0])[0],)
+
+    parts = {f"verify {n}": verified(n) for n in range(MAX_DRAFTS + 1)}
+    return parts | {"draft": drafted}
+
+
+@torch.inference_mode()
+def measure(num_rows: int, num_threads: int, num_rounds: int) -> dict[str, float]:
+    """Median ms of each part."""
+    sets = "model.dtype=bfloat16", f"decode.num_threads={num_threads}", "speculation.num_tokens=3"
+    loaded = load(TINY_MODEL, *sets)
+    bench = Bench(loaded, max_rows=num_rows, num_pages=1 + 8 * num_rows, page_size=64)
+    for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):
+        bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
+    parts = {name: loaded.kernels.repeated(f) for name, f in parts_of(bench, num_rows).items()}
+    read_B, times = torch.arange(num_rows), defaultdict(list)
+    for _ in range(num_rounds):
+        for name, part in parts.items():
+            began_at = time.perf_counter()
+            part(read_B)
+            times[name].append(1e3 * (time.perf_counter() - began_at))
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", default="1,8,32", metavar="N,N,..")
+    parser.add_argument("--rounds", type=int, default=100, help="of every part [100]")
+    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args = parser.parse_args()
+    rows = map(int, args.rows.split(","))
+    found = {num: measure(num, args.num_threads, args.rounds) for num in rows}
+    if args.json:
+        print(json.dumps(found))
+        return
+    table = Table(title="ms, and by a plain step's: v of n drafts, c of one")
+    for column in ("rows", "plain ms", *(f"v, n = {n}" for n in range(1, MAX_DRAFTS + 1)), "c"):
+        table.add_column(column, justify="right")
+    for num, ms in found.items():
+        plain, *others = ms.values()
+        table.add_row(str(num), f"{plain:.2f}", *(f"{one / plain:.2f}" for one in others))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

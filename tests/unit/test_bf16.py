@@ -1,0 +1,96 @@
+"""What bf16 costs the shipped checkpoint's logits, in every form that computes them; and that one
+stale entry of the cache costs more.
+
+Shape legend: T tokens, V vocabulary.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.driven.engines import load
+from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
+from model.batch import Batch, Segment, pack
+from model.cache import MAIN, Caches
+from model.kernels.recorded import Recorded
+from model.loaded import LoadedModel
+
+PAGE_SIZE, NUM_PROMPT, NUM_ALL = 16, 48, 96
+BOUND = 0.012
+"""Root mean square of what bf16 changes in the logits of a place, by their standard deviation; of
+the median place, since where two experts are as good as each other rounding may choose one."""
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return held_out(1, NUM_ALL, NUM_ALL, seed=9)[0]
+
+
+def caches_of(loaded: LoadedModel) -> tuple[Caches, list[int]]:
+    pages = list(range(1, 1 + NUM_ALL // PAGE_SIZE))
+    return loaded.allocate(len(pages) + 1, PAGE_SIZE), pages
+
+
+def prompt_logits(loaded: LoadedModel, ids: list[int], chunk: int) -> Tensor:
+    """[T, V] of packed chunks, as prefill computes them."""
+    caches, pages = caches_of(loaded)
+    found = []
+    for lo in range(0, len(ids), chunk):
+        batch = pack([Segment(ids[lo : lo + chunk], lo, pages)], PAGE_SIZE, loaded.device)
+        found.append(loaded.network.logits(loaded.network(batch, caches))[0])
+    return torch.cat(found)
+
+
+def text_logits(
+    loaded: LoadedModel, ids: list[int], width: int, recorded: bool, stale: int | None = None
+) -> Tensor:
+    """[T, V] of the places behind the prompt, ``width`` at a time, as decode computes them. The
+    entry of slot ``stale`` is replaced by an older one's."""
+    caches, pages = caches_of(loaded)
+    prompt = pack([Segment(ids[:NUM_PROMPT], 0, pages)], PAGE_SIZE, loaded.device)
+    loaded.network(prompt, caches)
+
+    table_1P = torch.tensor([pages])
+
+    def step(ids_1Q: Tensor, slots_1Q: Tensor, places_1Q: Tensor) -> tuple[Tensor]:
+        batch = Batch(ids_1Q, slots_1Q, places_1Q, slots_1Q + 1, table_1P)
+        return (loaded.network.logits(loaded.network(batch, caches)),)
+
+    run, found = Recorded(step) if recorded else step, []
+    for lo in range(NUM_PROMPT, len(ids), width):
+        if stale is not None and lo > stale:
+            for cache in caches[MAIN]:
+                flat = cache.flatten(0, 1)
+                flat[PAGE_SIZE + stale] = flat[PAGE_SIZE + stale - 9]
+        slots = torch.arange(lo, lo + width)[None]
+        [logits] = run(torch.tensor([ids[lo : lo + width]]), slots, PAGE_SIZE + slots)
+        found.append(logits[0])
+    return torch.cat(found)
+
+
+def error(got_TV: Tensor, wanted_TV: Tensor) -> float:
+    """Of the median place."""
+    return float(((got_TV - wanted_TV).square().mean(-1).sqrt() / wanted_TV.std(-1)).median())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", ["native", "plain"])
+def test_bf16_logits_keep_a_bound_that_a_stale_entry_breaks(kernels: str, ids: list[int]) -> None:
+    exact = load(Path(TINY_MODEL), "model.kernels=plain", "model.dtype=float32")
+    rounded = load(Path(TINY_MODEL), f"model.kernels={kernels}", "model.dtype=bfloat16")
+    wanted_TV = prompt_logits(exact, ids, NUM_ALL)
+    seen = {chunk: prompt_logits(rounded, ids, chunk) for chunk in (NUM_ALL, 32)}
+    if kernels == "native":
+        assert torch.equal(*seen.values()), "chunks change no bit"
+    for got_TV in seen.values():
+        assert error(got_TV, wanted_TV) < BOUND
+    for width in (1, 4):
+        for recorded in {False, kernels == "native"}:
+            got_TV = text_logits(rounded, ids, width, recorded)
+            assert error(got_TV, wanted_TV[NUM_PROMPT:]) < BOUND
+    for stale in (NUM_PROMPT + 3, NUM_PROMPT + 12):
+        got_TV = text_logits(rounded, ids, 1, recorded=False, stale=stale)
+        assert error(got_TV[stale + 1 - NUM_PROMPT :], wanted_TV[stale + 1 :]) > BOUND
