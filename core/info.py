@@ -33,7 +33,7 @@ class NodeStatus:
     ``kind`` is prefill, decode or colocated. Pages that only the prefix cache holds count as free.
     Of a rank of a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed,
     and ``balance_ratio`` is how evenly those of its gang are spread (core/balance.py).
-    ``kernels`` names what computes its steps (model/kernels).
+    ``kernels`` names what computes its steps (model/kernels), and for decode steps in which form.
     ``step_s`` is the time of all decode steps, ``program_s`` that of their tensor programs.
     """
 

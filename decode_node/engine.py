@@ -225,8 +225,9 @@ class DecodeEngine:
         counts = sequence.counts if told else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
-            assert step.logprobs is not None, "somebody asked for log probabilities"
-            logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
+            rows = step.result.logprobs
+            assert rows is not None, "somebody asked for log probabilities"
+            logprobs = rows.of_row(row, len(kept), request.sampling.logprobs)
         return SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
 
     def _grant(self) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor
 from decode_node.buckets import Buckets
 from decode_node.clock import Moment, now, wait
 from decode_node.plan import PLAIN, Report, StepKey, extras_of, report_of
-from decode_node.program import StepProgram, What
+from decode_node.program import StepProgram, StepResult, What
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
 from kv_transfer.pages import PagePool
-from model.acceptance.base import Verdict
 from model.loaded import LoadedModel
-from model.logprobs import LogprobRows
 from model.tensors import download
 
 
@@ -37,25 +35,24 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step; the first rows are those of ``sequences``, the others are padding. Its
-    tensors are on the host, and complete once the device has ended."""
+    """A launched step; the first rows are those of ``sequences``, the others are padding. The
+    tensors of its ``result`` are on the host, and complete once the device has ended."""
 
     sequences: tuple[Sequence, ...]
     key: StepKey
-    verdict: Verdict
-    logprobs: LogprobRows | None
-    is_usual: bool
+    result: StepResult
     began: Moment
     ended: Moment
 
     def collect(self) -> tuple[list[tuple[int, ...]], Report]:
         """Wait for the step and read it: what it gave each sequence, and what to tell of it."""
         program_s, num = wait(self.began, self.ended), len(self.sequences)
-        tokens = self.verdict.tokens_BN1[:num].tolist()
-        accepted = self.verdict.num_accepted_B[:num].tolist()
+        verdict = self.result.verdict
+        tokens = verdict.tokens_BN1[:num].tolist()
+        accepted = verdict.num_accepted_B[:num].tolist()
         limits = [sequence.limit for sequence in self.sequences]
         rows = list(zip(limits, accepted, strict=True))
-        report = report_of(self.key, program_s, rows, self.is_usual)
+        report = report_of(self.key, program_s, rows, not self.result.is_made)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
 
@@ -83,13 +80,11 @@ class Launcher:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
         began = now(self.loaded.device)
         self.loaded.dispatch.counts = not step.key.trial
-        result = self.program.run(step.what, step.read_B, step.write_B)
-        verdict, logprobs = download(result.verdict), download(result.logprobs)
+        result = download(self.program.run(step.what, step.read_B, step.write_B))
         ended = now(self.loaded.device)
         for sequence in step.sequences:
             sequence.num_last_drafts = step.key.num_drafts
-        is_usual = not result.is_made
-        return InFlight(step.sequences, step.key, verdict, logprobs, is_usual, began, ended)
+        return InFlight(step.sequences, step.key, result, began, ended)
 
     def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where each width

@@ -1,5 +1,6 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from model.layers import adopt
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main
 
+log = logging.getLogger(__name__)
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
 
@@ -52,9 +54,8 @@ class LoadedModel:
 
     @property
     def form(self) -> str:
-        """What computes its decode steps, in words."""
-        how = f"eager: {self.why_eager}" if self.why_eager else self.kernels.form
-        return f"{self.dtype_name}, {self.kernels.name}, {how}"
+        """In which its decode steps are computed, and if eagerly, why."""
+        return f"eager: {self.why_eager}" if self.why_eager else self.kernels.form
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -102,6 +103,7 @@ def load_model(
         drafter = create_drafter(name, checkpoint, network)
         holds_mtp = has_mtp(files, model)
     kernels = create_kernels(config.model.kernels, model, device)
+    log.info("weights and cache are %s, kernels %s", dtype, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)
     on_loaded(1.0)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from core.config import TandemConfig
-from core.info import ModelInfo, NodeStatus
+from core.info import PREFILL, ModelInfo, NodeStatus
 from core.membership import Meeting, NodeInfo, RankSpec
 from core.placement import Placement
 from core.tasks import in_thread
@@ -81,6 +81,9 @@ class RankParts:
         spec, pool = self.spec, self.pool
         computed = self.loaded.dispatch.computed
         num_free, rows = await self.loop.call(lambda: (pool.num_available, computed()))
+        kernels = self.loaded.kernels.name
+        if spec.kind != PREFILL:
+            kernels += f", {self.loaded.form}"
         return NodeStatus(
             spec.label,
             spec.kind,
@@ -88,7 +91,7 @@ class RankParts:
             num_free_pages=num_free,
             num_pages=pool.num_pages,
             rows_by_layer=tuple(rows),
-            kernels=self.loaded.form,
+            kernels=kernels,
         )
 
 

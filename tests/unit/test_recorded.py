@@ -151,7 +151,7 @@ def run(loaded: LoadedModel, loop: str, num_drafts: int) -> tuple[list, list[Ten
 def test_recorded_steps_are_eager_ones_to_the_last_bit(
     loaded: LoadedModel, loop: str, num_drafts: int
 ) -> None:
-    assert loaded.form == "float32, native, recorded"
+    assert loaded.form == "recorded"
     kernels = type(loaded.kernels)
     told, caches, bench = run(loaded, loop, num_drafts)
     played = [one for one in bench.decode._launcher.program._kept.values() if one.operators]

@@ -99,7 +99,10 @@ def main() -> None:
         f"speculation.num_tokens={job.num_drafts}",
     )
     versions = {"tandem": version("tandem"), "torch": torch.__version__}
-    say("ready", versions=versions, num_threads=torch.get_num_threads())
+    form = f"{loaded.kernels.name}, {loaded.form}"
+    if loaded.form == "eager":
+        raise ValueError(f"kernels are {form}: install g++, these figures are of native ones")
+    say("ready", versions=versions, num_threads=torch.get_num_threads(), form=form)
     serial = count()
     with torch.inference_mode():
         for trial in job.trials:

@@ -15,6 +15,8 @@ from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from cluster.client.client import AsyncClient
 
 PAGE_SIZE = 64
+CHUNK = 256
+"""Tokens of a prefill step where prompts arrive one by one, so that pulls go on between them."""
 
 
 def settings(job: Job) -> list[str]:
@@ -33,6 +35,7 @@ def settings(job: Job) -> list[str]:
         f"kv.page_size={PAGE_SIZE}",
         f"kv.num_pages={pages}",
         *([f"prefill.num_threads={len(prefill_cores)}"] if is_split else []),
+        *([f"prefill.max_batch_tokens={CHUNK}"] if any(t.arrivals_s for t in job.trials) else []),
     ]
 
 
