@@ -1,4 +1,4 @@
-"""Time of a decode step with each kind of kernels, by rows and drafts.
+"""Time of a decode step with each kind of kernels and in each form, by rows and drafts.
 
     python -m benchmarks.decode_step [--rows 1,8,32] [--drafts 0,3] [--num-threads 2] [--json]
 
@@ -21,10 +21,12 @@ from benchmarks.accepted_length import TINY
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 
+EAGER = "eager bf16"
 ARMS = {
     "plain fp32": ("model.kernels=plain", "model.dtype=float32"),
-    "native fp32": ("model.kernels=native", "model.dtype=float32"),
-    "native bf16": ("model.kernels=native", "model.dtype=bfloat16"),
+    EAGER: ("model.kernels=native", "model.dtype=bfloat16"),
+    "recorded fp32": ("model.kernels=native", "model.dtype=float32"),
+    "recorded bf16": ("model.kernels=native", "model.dtype=bfloat16"),
 }
 NUM_STEPS = 20
 """Of each arm in a turn, after two that do not count."""
@@ -33,16 +35,14 @@ Times = dict[tuple[int, int], dict[str, list[float]]]
 
 
 def benches(path: Path, num_drafts: int, num_threads: int, max_rows: int) -> dict[str, Bench]:
-    threads = f"decode.num_threads={num_threads}"
+    more = f"decode.num_threads={num_threads}", f"speculation.num_tokens={num_drafts}"
+    loaded = {name: load(path, *sets, *more) for name, sets in ARMS.items()}
+    loaded[EAGER].dispatch.why_eager = "to be compared"
     return {
         name: Bench(
-            load(path, *sets, threads, f"speculation.num_tokens={num_drafts}"),
-            num_drafts=num_drafts,
-            max_rows=max_rows,
-            num_pages=1 + 8 * max_rows,
-            page_size=64,
+            one, num_drafts=num_drafts, max_rows=max_rows, num_pages=1 + 8 * max_rows, page_size=64
         )
-        for name, sets in ARMS.items()
+        for name, one in loaded.items()
     }
 
 

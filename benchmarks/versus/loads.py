@@ -45,7 +45,7 @@ class Load:
         return list(accumulate(gaps, initial=0.0))
 
     def _prompts(self, checkpoint: Checkpoint, batch: int) -> list[list[int]]:
-        seed = 1000 * (batch + 1) + self.num_sequences
+        seed = 1000 * (batch + 1) + self.num_sequences + round(1e6 * self.rate_per_s)
         return checkpoint.prompts(self.num_sequences, self.prompt_tokens, seed)
 
 
