@@ -51,7 +51,8 @@ def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[
     for checkpoint in dict.fromkeys(r.checkpoint for r in results):
         everything = [r for r in results if r.checkpoint == checkpoint]
         found = limits.of(everything)
-        if found and (lines := by_arm(everything, found)):
+        lines = by_arm(everything, found) if found else {}
+        if found and any(len(line) > 1 for line in lines.values()):
             path = folder / f"goodput-{checkpoint}.png"
             _save_goodput(path, checkpoint, lines, found)
             paths.append(path)

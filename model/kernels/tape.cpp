@@ -87,10 +87,14 @@ class Tape : public torch::CustomClassHolder {
       stack = call.arguments;
       for (const Place& place : call.places) {
         IValue& argument = stack[place.argument];
-        if (argument.isList())
-          argument.toList().set(place.item, values[place.value]);
-        else
+        if (argument.isList()) {
+          // A copy, or the recorded list would keep this play's tensors until the next one.
+          auto items = argument.toList().copy();
+          items.set(place.item, values[place.value]);
+          argument = items;
+        } else {
           argument = values[place.value];
+        }
       }
       call.op.callBoxed(&stack);
       for (const Place& place : call.results) {

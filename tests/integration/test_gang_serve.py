@@ -51,7 +51,9 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
     nodes = told(server)
     assert sorted(nodes) == ["decode-0.0", "decode-0.1", "prefill-0.0", "prefill-0.1"]
     assert all(0.4 < node["balance_ratio"] <= 1.0 for node in nodes.values())
-    assert nodes["decode-0.0"]["num_steps"] == nodes["decode-0.1"]["num_steps"] > 0
+    # They tell it a moment apart, and may still be measuring steps.
+    steps = [nodes[name]["num_steps"] for name in ("decode-0.0", "decode-0.1")]
+    assert min(steps) > 0 and abs(steps[0] - steps[1]) <= 1
     table = tandem("status", "--address", server.address).stdout
     assert "decode-0.1" in table and "balance" in table
 
