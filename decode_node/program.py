@@ -40,23 +40,24 @@ class StepProgram:
         self._kept: OrderedDict[What, Function] = OrderedDict()
 
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
-        is_made = not self._loaded.why_eager and what not in self._kept
-        tokens_BN1, num_accepted_B, *logprobs = self._function(what)(read_B, write_B)
+        """A program that fails while it is made is made anew when it is asked for again."""
+        function = self._kept.pop(what, None)
+        is_made = function is None and not self._loaded.is_eager
+        if function is None:
+            function = self._new(what)
+        tokens_BN1, num_accepted_B, *logprobs = function(read_B, write_B)
+        if not self._loaded.is_eager:
+            self._kept[what] = function
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
         verdict = Verdict(tokens_BN1, num_accepted_B)
         return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
 
-    def _function(self, what: What) -> Function:
+    def _new(self, what: What) -> Function:
         def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
             return self._compute(what, read_B, write_B)
 
-        if self._loaded.why_eager:
-            return function
-        if what not in self._kept:
-            self._kept[what] = self._loaded.kernels.repeated(function)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(what)
-        return self._kept[what]
+        return function if self._loaded.is_eager else self._loaded.kernels.repeated(function)
 
     def _compute(self, what: What, read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
         (key, extras, num_pages), loaded = what, self._loaded

@@ -49,9 +49,9 @@ class Rows:
     """Owner of the row tensors; used on the engine thread only.
 
     Two rows more than there are slots fill batches up: every padding row is read from one and
-    written to the other, so padding is the same in every step. As many again are made up for
-    trials: computed like real rows and, as their tokens are, spread over experts. None of these
-    owns a page: what they write lands on the dummy page.
+    written to the other, so padding is the same in every step. Behind these are as many as there
+    are slots, made up for trials: computed like real rows and, as their tokens are, spread over
+    experts. None of either owns a page: what they write lands on the dummy page.
     """
 
     def __init__(

@@ -20,14 +20,13 @@ class Segments:
     """Sequences packed one after the other into one row of tokens, without padding between them.
 
     Segment g has ``lengths[g]`` tokens, the last of the ``contexts[g]`` that its sequence has by
-    then; each attends to those up to itself, never to another segment. ``contexts_G`` are the same
-    on the device, and ``ends_G`` the rows behind each one's last.
+    then; each attends to those up to itself, never to another segment. ``ends_G`` are the rows
+    behind each one's last.
     """
 
     lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     ends_G: Tensor
-    contexts_G: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,5 @@ def pack(
 
 def _segments(segments: Sequence[Segment], device: torch.device) -> Segments:
     lengths = tuple(len(one.token_ids) for one in segments)
-    contexts = tuple(one.context for one in segments)
-    columns = [list(accumulate(lengths)), list(contexts)]
-    ends_G, contexts_G = torch.tensor(columns, dtype=torch.int64).to(device)
-    return Segments(lengths, contexts, ends_G, contexts_G)
+    ends_G = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=device)
+    return Segments(lengths, tuple(one.context for one in segments), ends_G)

@@ -17,7 +17,7 @@ from model.drafters import NONE, create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
-from model.kernels.base import Kernels
+from model.kernels.base import EAGER, Kernels
 from model.layers import adopt
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main
@@ -48,14 +48,15 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def why_eager(self) -> str:
-        """Why steps are called in Python each time instead of Kernels.repeated, if so."""
-        return self.dispatch.why_eager or self.drafter.why_eager
+    def is_eager(self) -> bool:
+        """Whether steps are called in Python each time."""
+        return self.form.startswith(EAGER)
 
     @property
     def form(self) -> str:
-        """In which its decode steps are computed, and if eagerly, why."""
-        return f"eager: {self.why_eager}" if self.why_eager else self.kernels.form
+        """In which its decode steps are computed, and if the kernels could do better, why not."""
+        why = self.dispatch.why_eager or self.drafter.why_eager
+        return f"{EAGER}: {why}" if why and self.kernels.form != EAGER else self.kernels.form
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:

@@ -72,6 +72,6 @@ class MLA(Part):
             lens_BQ = batch.context_lens_BQ
             out_XHV = kernels.mla_attend(q_XHK, self._up_k, self._up_v, *how, lens_BQ, scale)
         else:
-            kv_b, num_values = self._kv_b, config.v_head_dim
-            out_XHV = kernels.mla_prefill(q_XHK, kv_b, *how, batch.segments, num_values, scale)
+            sizes = batch.segments.lengths, batch.segments.contexts, config.v_head_dim
+            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, *how, *sizes, scale)
         return self.o_proj(out_XHV.flatten(1))

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from model.batch import Segments, gather_pages, visible_slots
+from model.batch import gather_pages, visible_slots
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors, on a way that depends on nothing but their shapes; others it may change in place."""
+
+
+EAGER = "eager"
 
 
 class Routing(NamedTuple):
@@ -41,7 +44,7 @@ class Kernels:
     """Those of torch. Weights stay as they are."""
 
     name = "plain"
-    form = "eager"
+    form = EAGER
     """In which functions are called again and again."""
 
     reads_pages = False
@@ -134,7 +137,8 @@ class Kernels:
         is_interleaved: bool,
         cache: Tensor,
         page_table_1P: Tensor,
-        segments: Segments,
+        lengths: tuple[int, ...],
+        contexts: tuple[int, ...],
         num_values: int,
         scale: float,
     ) -> Tensor:
@@ -152,7 +156,7 @@ class Kernels:
         k_HSK = torch.cat((k_HSN, k_pe_SR.expand(num_heads, -1, -1)), -1)
         v_HSK = F.pad(v_HSV, (0, max(0, k_HSK.shape[2] - num_values)))
         out_HTV, row, slot = q_HTK.new_zeros(*q_HTK.shape[:2], num_values), 0, 0
-        for num, context in zip(segments.lengths, segments.contexts, strict=True):
+        for num, context in zip(lengths, contexts, strict=True):
             rows, slots = slice(row, row + num), slice(slot, slot + context)
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
             seen = causal_lower_right(num, context)

@@ -16,6 +16,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 log = logging.getLogger(__name__)
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "tape.cpp"))
+# NDEBUG as torch itself was built: classes of its headers are laid out by it.
 FLAGS = (
     "-O3",
     "-DNDEBUG",

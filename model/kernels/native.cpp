@@ -677,19 +677,20 @@ void turned(const T* q, int64_t ld, int64_t num, const float* cos, const float* 
 
 template <class T>
 void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const Tensor& sin,
-                  bool interleaved, const Tensor& cache, const Tensor& pages, const Tensor& ends,
-                  const Tensor& contexts, const Widths& of, float scale, Tensor& out) {
-  int64_t num_segments = ends.size(0), num_heads = q.size(1), page_size = cache.size(1);
+                  bool interleaved, const Tensor& cache, const Tensor& pages,
+                  at::IntArrayRef lengths, at::IntArrayRef contexts, const Widths& of, float scale,
+                  Tensor& out) {
+  int64_t num_segments = lengths.size(), num_heads = q.size(1), page_size = cache.size(1), row = 0;
   std::vector<std::vector<const T*>> entries(num_segments);
   std::vector<Segment<T>> segments;
-  const int64_t *page = pages.const_data_ptr<int64_t>(), *end = ends.const_data_ptr<int64_t>();
+  const int64_t* page = pages.const_data_ptr<int64_t>();
   for (int64_t g = 0; g < num_segments; g++) {
-    int64_t row = g ? end[g - 1] : 0, context = contexts.const_data_ptr<int64_t>()[g];
-    for (int64_t s = 0; s < context; s++)
+    for (int64_t s = 0; s < contexts[g]; s++)
       entries[g].push_back(cache.const_data_ptr<T>() +
                            (page[s / page_size] * page_size + s % page_size) * of.entry);
-    segments.push_back({entries[g].data(), row, end[g] - row, context});
-    page += (context + page_size - 1) / page_size;
+    segments.push_back({entries[g].data(), row, lengths[g], contexts[g]});
+    row += lengths[g];
+    page += (contexts[g] + page_size - 1) / page_size;
   }
   // Rows of a head are only split, and its keys rebuilt for each part, if threads had no work.
   int64_t num_tasks = std::max<int64_t>(1, num_segments * num_heads);
@@ -713,16 +714,17 @@ void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const 
 }
 
 Tensor mla_prefill(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const Tensor& sin,
-                   bool interleaved, const Tensor& cache, const Tensor& pages, const Tensor& ends,
-                   const Tensor& contexts, int64_t num_values, double scale) {
+                   bool interleaved, const Tensor& cache, const Tensor& pages,
+                   at::IntArrayRef lengths, at::IntArrayRef contexts, int64_t num_values,
+                   double scale) {
   int64_t latent = kv_b.size(2), width = cache.size(2), rope = width - latent;
   Widths of{latent, rope, q.size(2) - rope, num_values, width};
   TORCH_CHECK(cache.is_contiguous() && pages.is_contiguous() && num_values % kBlock == 0 &&
               q.stride(2) == 1 && cos.is_contiguous() && sin.is_contiguous());
   Tensor out = at::zeros({q.size(0), q.size(1), num_values}, q.options());
   with_type(q, [&](auto zero) {
-    prefill_rows<decltype(zero)>(q, kv_b, cos, sin, interleaved, cache, pages, ends, contexts, of,
-                                 scale, out);
+    prefill_rows<decltype(zero)>(q, kv_b, cos, sin, interleaved, cache, pages, lengths, contexts,
+                                 of, scale, out);
   });
   return out;
 }
@@ -908,7 +910,7 @@ TORCH_LIBRARY(tandem, m) {
       "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
   m.def(
       "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
-      "Tensor pages, Tensor ends, Tensor contexts, int num_values, float scale) -> Tensor");
+      "Tensor pages, int[] lengths, int[] contexts, int num_values, float scale) -> Tensor");
   m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down) -> Tensor");
   m.def(
       "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "

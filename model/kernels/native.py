@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.batch import Segments
 from model.config import ModelConfig
 from model.kernels.base import Function, Kernels, Routing
 from model.kernels.recorded import Recorded
 
 BLOCK = 16
 """Outputs that lie side by side in packed weights, as in native.cpp."""
-OPS = ("linear", "rms_norm", "add_rms_norm", "mla_entry", "mla_attend", "experts", "combine")
+OPS = "linear rms_norm add_rms_norm mla_entry mla_attend mla_prefill experts combine".split()
 """Of native.cpp, called as they are."""
 
 
@@ -51,24 +50,6 @@ class Native(Kernels):
         gate, up = map(self.pack, gate_up.chunk(2, 1))
         down = F.pad(down, (0, -down.shape[2] % BLOCK))
         return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
-
-    def mla_prefill(
-        self,
-        q_THK: Tensor,
-        kv_b: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        cache: Tensor,
-        page_table_1P: Tensor,
-        segments: Segments,
-        num_values: int,
-        scale: float,
-    ) -> Tensor:
-        where = cache, page_table_1P, segments.ends_G, segments.contexts_G
-        rows = q_THK, kv_b, cos, sin, is_interleaved, *where, num_values, scale
-        attended: Tensor = torch.ops.tandem.mla_prefill.default(*rows)
-        return attended
 
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing

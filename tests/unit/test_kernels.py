@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.config import TINY_MODEL
-from model.batch import Batch, Segments
+from model.batch import Batch
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Kernels, Routing
@@ -195,11 +195,9 @@ class Packed:
         rows = [torch.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
         index = torch.cat((*rows, torch.arange(starts[-1], len(self.q_THK))))
         contexts = tuple(PACKED[g][1] for g in chosen)
-        columns = torch.tensor([list(accumulate(lengths)), list(contexts)])
-        segments = Segments(tuple(lengths), contexts, *columns)
         cos, sin = (angle[index] for angle in self.angles)
         table = torch.cat([self.pages[g] for g in chosen])[None]
-        told = cos, sin, True, self.cache, table, segments, VALUE, 0.2
+        told = cos, sin, True, self.cache, table, tuple(lengths), contexts, VALUE, 0.2
         out = kernels.mla_prefill(self.q_THK[index], kernels.pack(self.kv_b), *told)
         *parts, padding = out.split([*lengths, len(index) - sum(lengths)])
         assert not padding.any()

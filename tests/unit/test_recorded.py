@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node import program as program_module
+from decode_node.draft_length import no_costs
+from decode_node.draft_length import recorded as recorded_costs
+from decode_node.plan import Report, StepKey
 from model.kernels.recorded import Recorded
 from model.loaded import LoadedModel
 from tests.kernels import native
@@ -161,6 +165,42 @@ def test_recorded_steps_are_eager_ones_to_the_last_bit(
         eager, eager_caches, _ = run(loaded, loop, num_drafts)
     assert told == eager
     assert all(map(torch.equal, caches, eager_caches))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails: bool) -> None:
+    """One that failed while it was recorded is recorded again, and does not count either."""
+    bench = Bench(loaded, num_drafts=0)
+    bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
+    if fails:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program_module, "decode_step", Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                bench.decode.step()
+    usual = []
+    for _ in range(3):
+        bench.decode.step()
+        report = bench.decode._report
+        assert report is not None
+        usual.append(report.is_usual)
+    assert usual == [False, True, True]
+    costs = recorded_costs(no_costs(3), [report_at(1.0, is_usual=False)])
+    assert costs.of_size(1).num_tries == (0, 0, 0, 0) and costs.tried[0] > 1
+    assert recorded_costs(costs, [report_at(1.0, is_usual=True)]).of_size(1).num_tries[2] == 1
+
+
+def report_at(program_s: float, is_usual: bool) -> Report:
+    return Report(StepKey(1, 2, 3), program_s, (1, 1), (1, 0), is_usual)
+
+
+def test_kernels_of_torch_are_called_eagerly_and_every_step_of_theirs_counts() -> None:
+    plain = load(TINY_MODEL, "model.kernels=plain")
+    assert plain.is_eager and plain.form == "eager"
+    bench = Bench(plain, num_drafts=1)
+    bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
+    bench.decode.step()
+    assert bench.decode._report is not None and bench.decode._report.is_usual
+    assert not bench.decode._launcher.program._kept
 
 
 def test_a_program_that_was_dropped_is_recorded_again(

@@ -100,7 +100,7 @@ def main() -> None:
     )
     versions = {"tandem": version("tandem"), "torch": torch.__version__}
     form = f"{loaded.kernels.name}, {loaded.form}"
-    if loaded.form == "eager":
+    if loaded.is_eager:
         raise ValueError(f"kernels are {form}: install g++, these figures are of native ones")
     say("ready", versions=versions, num_threads=torch.get_num_threads(), form=form)
     serial = count()
