@@ -15,7 +15,16 @@ from model.kernels.recorded import Recorded
 
 BLOCK = 16
 """Outputs that lie side by side in packed weights, as in native.cpp."""
-OPS = "linear rms_norm add_rms_norm mla_entry mla_attend mla_prefill experts combine".split()
+OPS = [
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "mla_entry",
+    "mla_attend",
+    "mla_prefill",
+    "experts",
+    "combine",
+]
 """Of native.cpp, called as they are."""
 
 

@@ -26,7 +26,7 @@ EVERYTHING = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sampling")
-    tiny.write_tiny(folder, seed=22)
+    tiny.write_tiny(folder, seed=24)
     return folder
 
 
@@ -60,7 +60,7 @@ def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
             right = obvious(row, prompt, tokens[:place], sampling)
             assert right[token] > right.max() - MARGIN, (request.request_id, place)
             num_plain_differs += int(row.argmax()) != token
-    assert num_plain_differs > 50, "the rules must have changed something"
+    assert num_plain_differs > 100, "the rules must have changed something"
     assert sum(update.counts.num_accepted for update in bench.updates() if update.counts) > 0
     bench.check_empty()
 
