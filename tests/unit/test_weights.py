@@ -339,3 +339,23 @@ def test_experts_that_ranks_cannot_share_evenly_are_refused(folder: Path) -> Non
     config = load_config(None, [f"model.path={folder}", "decode.dp_size=3"])
     with pytest.raises(ValueError, match=r"dp_size=3 has to divide .* = 8 \+ 0; set num_redundant"):
         load_model(config, DECODE)
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "auto", torch.bfloat16),
+        ({"torch_dtype": "float32"}, "auto", torch.float32),
+        ({"torch_dtype": None, "dtype": "float32"}, "auto", torch.float32),
+        ({"torch_dtype": None}, "auto", torch.bfloat16),
+        ({"torch_dtype": "bfloat16"}, "float32", torch.float32),
+    ],
+)
+def test_auto_is_the_checkpoints_own_dtype(
+    told: dict[str, str | None], asked: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny.write_tiny(tmp_path, seed=3, **told)
+    config = load_config(None, [f"model.path={tmp_path}", f"model.dtype={asked}"])
+    loaded = load_model(config, DECODE)
+    assert loaded.dtype == dtype == loaded.allocate(2, 8)["main"][0].dtype
+    assert loaded.network.model.embed_tokens.weight.dtype == dtype
