@@ -17,13 +17,14 @@ NGRAM = 8
 @dataclass(frozen=True)
 class Measures:
     """Of one batch. ``tpot_ms`` is None where no sequence had a second token in the steady part;
-    ``prefill_ms`` is the time until every sequence has its first token. ``itl`` are the times
+    ``prefill_ms`` is the time until every sequence has its first token. Neither is told of
+    sequences that arrived at their own times: there is no steady part. ``itl`` are the times
     between two pieces of an answer: in the steady part if all were sent at once, else all.
     ``requests`` has each one's TTFT and p99 of its own ITL, in the order sent, and ``span_s`` is
     from the first to be sent to the last token."""
 
     ttft_ms: float
-    prefill_ms: float
+    prefill_ms: float | None
     tpot_ms: float | None
     tokens_per_s: float
     accepted_length: float | None
@@ -41,15 +42,16 @@ def measure(events: Sequence[Event], arrivals_s: Sequence[float]) -> Measures:
     if missing := sorted(set(range(num_sequences)) - set(of)):
         raise ValueError(f"sequences {missing} of {num_sequences} have no token")
     firsts = [of[i][0].at_s - arrival for i, arrival in enumerate(arrivals_s)]
-    window = (0.0, math.inf) if any(arrivals_s) else steady_window(list(of.values()))
+    arrived = any(arrivals_s)
+    window = (0.0, math.inf) if arrived else steady_window(list(of.values()))
     gaps = [gap for own in of.values() for gap in itl_s(own, *window)]
     own_p99 = [quantile(list(itl_s(of[i])), 0.99) or 0.0 for i in range(num_sequences)]
     num_tokens = sum(len(event.token_ids) for event in events)
     answers = [[t for event in own for t in event.token_ids] for own in of.values()]
     return Measures(
         ttft_ms=1e3 * statistics.fmean(firsts),
-        prefill_ms=1e3 * max(firsts),
-        tpot_ms=_ms(steady_tpot_s(list(of.values()))),
+        prefill_ms=None if arrived else 1e3 * max(firsts),
+        tpot_ms=None if arrived else _ms(steady_tpot_s(list(of.values()))),
         tokens_per_s=num_tokens / max(event.at_s for event in events),
         accepted_length=accepted_length(of.values()),
         repeated_ngrams=repeated_ngrams(answers),

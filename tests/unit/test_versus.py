@@ -69,6 +69,7 @@ def test_times_count_from_each_arrival_and_all_gaps_do_where_sequences_arrive() 
     assert found.ttft_ms == pytest.approx(375) and found.span_s == pytest.approx(2.5)
     assert (found.itl_p50_ms, found.itl_p99_ms) == (1000.0, 1000.0)
     assert found.requests == [(500.0, 1000.0), (250.0, 250.0)]
+    assert found.tpot_ms is None and found.prefill_ms is None
 
 
 def test_goodput_is_of_requests_that_keep_both_limits() -> None:
