@@ -4,7 +4,7 @@
 
 All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
 "by_load" spends on trying other lengths while it serves is in its figure; what it measures while
-idle before is not.
+idle before is not, nor is every arm's first turn, in which programs are met for the first time.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from benchmarks.driven.engines import Bench, load
 from core.request import Request
 from model.cache import Caches
 from model.drafters.base import Drafter, Drafts, DraftState
+from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
 MAX_DRAFTS = 3
@@ -51,6 +52,8 @@ class Arm:
 
     def __init__(self, name: str, loaded: LoadedModel, batch_size: int) -> None:
         is_fixed = name != BY_LOAD
+        if name == "0":
+            loaded = replace(loaded, drafter=NoDrafter())
         self.num_tokens, self.seconds = 0, 0.0
         self._bench = Bench(
             loaded,
@@ -63,15 +66,16 @@ class Arm:
         )
         self._finish()
 
-    def turn(self, asked: list[Request]) -> None:
+    def turn(self, asked: list[Request], counts: bool) -> None:
         """Decode one full batch to its end; prefill does not count."""
         for request in asked:
             self._bench.start(request)
         self._bench.frames.clear()
         began_at = time.perf_counter()
         self._finish()
-        self.seconds += time.perf_counter() - began_at
-        self.num_tokens += sum(len(update.token_ids) for update in self._bench.updates())
+        if counts:
+            self.seconds += time.perf_counter() - began_at
+            self.num_tokens += sum(len(update.token_ids) for update in self._bench.updates())
         self._bench.check_empty()
 
     def _finish(self) -> None:
@@ -88,11 +92,11 @@ def measure(
 ) -> dict[str, float]:
     """Tokens per second of each arm."""
     arms = {name: Arm(name, loaded, batch_size) for name in ARMS}
-    task = bar.add_task(f"batch of {batch_size}", total=num_rounds * len(arms))
-    for i in range(num_rounds):
+    task = bar.add_task(f"batch of {batch_size}", total=(num_rounds + 1) * len(arms))
+    for i in range(num_rounds + 1):
         batch = list(islice(asked, batch_size))
         for name in ARMS[:: -1 if i % 2 else 1]:
-            arms[name].turn(batch)
+            arms[name].turn(batch, counts=i > 0)
             bar.advance(task)
     return {name: arm.tokens_per_s for name, arm in arms.items()}
 
@@ -130,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm, behind one")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
@@ -144,7 +148,7 @@ def main() -> None:
     if args.wrong:
         wrong: Any = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
-    asked = iter(requests(args.path, args.rounds * sum(sizes), args.max_tokens))
+    asked = iter(requests(args.path, (args.rounds + 1) * sum(sizes), args.max_tokens))
     with Progress(console=Console(stderr=True)) as bar:
         results = {size: measure(loaded, asked, size, args.rounds, bar) for size in sizes}
     if args.plot is not None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.verify_cost [--rows 1,8,32] [--num-threads 2] [--json]
 
+A draft's cost is that of one more: a pass over a token each, the head, and the choice.
 All are parts of one step over the same rows of held-out prompts of 128 tokens, in the form that
 serves; they take turns. n drafts pay if the tokens they bring are worth more than v + n c.
 """
@@ -23,8 +24,6 @@ from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from decode_node.step import draft_state, verify
 from model.drafters.base import Drafts
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import later_pass
 
 MAX_DRAFTS = 3
 Part = Callable[[Tensor], tuple[Tensor]]
@@ -33,8 +32,6 @@ Part = Callable[[Tensor], tuple[Tensor]]
 def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
     """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
     loaded, rows = bench.loaded, bench.decode._rows
-    drafter = loaded.drafter
-    assert isinstance(drafter, MtpDrafter)
 
     def verified(num_drafts: int) -> Part:
         drafts = Drafts(torch.arange(num_rows * num_drafts).view(num_rows, num_drafts) + 50)
@@ -45,16 +42,15 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
 
         return part
 
-    def drafted(read_B: Tensor) -> tuple[Tensor]:
-        """A pass over one token each, the head, and the choice."""
-        state = draft_state(rows.select(read_B, None), 1)
-        slots = later_pass(state.num_known_B, 2)
-        hidden_B1D = drafter._pass(state.tokens_BM, state.hidden_BMD, slots, state, bench.caches)
-        logits_BV = loaded.network.logits(hidden_B1D.squeeze(1))
-        return (state.pick(logits_BV, state.tokens_BM[:, :0])[0],)
+    def drafted(num_drafts: int) -> Part:
+        def part(read_B: Tensor) -> tuple[Tensor]:
+            state = draft_state(rows.select(read_B, None), 1)
+            return (loaded.drafter.draft(state, num_drafts, bench.caches).tokens_BN,)
+
+        return part
 
     parts = {f"verify {n}": verified(n) for n in range(MAX_DRAFTS + 1)}
-    return parts | {"draft": drafted}
+    return parts | {f"draft {n}": drafted(n) for n in (1, MAX_DRAFTS)}
 
 
 @torch.inference_mode()
@@ -72,7 +68,9 @@ def measure(num_rows: int, num_threads: int, num_rounds: int) -> dict[str, float
             began_at = time.perf_counter()
             part(read_B)
             times[name].append(1e3 * (time.perf_counter() - began_at))
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+    found = {name: statistics.median(values[2:]) for name, values in times.items()}
+    first, all_drafts = found.pop("draft 1"), found.pop(f"draft {MAX_DRAFTS}")
+    return found | {"draft": (all_drafts - first) / (MAX_DRAFTS - 1)}
 
 
 def main() -> None:

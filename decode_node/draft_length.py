@@ -12,21 +12,31 @@ functions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from decode_node.plan import Report
 
 EXPLORE_EVERY = 32
 """Steps between tries of a length that was not tried NUM_TRIES times yet."""
 PROBE_EVERY = 64
-"""Steps between tries of a neighbour of the length in use; of the longest if that is 0."""
-NUM_TRIES = 2
-"""A first time is slow for other reasons."""
-GAIN = 1.03
+"""Steps between tries of a neighbour of the length in use."""
+PROBE_EVERY_AT_ZERO = 192
+"""Steps between tries of 1 and of the longest, two at once: the first has to catch up."""
+NUM_TRIES = 5
+"""Of which the first does not count: it is slow for other reasons."""
+GAIN = 1.02
 """Another length must promise so much more."""
-WEIGHT = 0.15
-"""Of a new time in the running mean."""
-MEMORY = 400
-"""Rows after which a share has forgotten."""
+WEIGHT, PROBE_WEIGHT = 0.15, 0.4
+"""Of a new time in the running mean, once there are as many: of the length in use, and of others,
+which are timed seldom."""
+OUTLIER = 1.5
+"""A time counts as no more than so many times the mean."""
+MEMORY = 2000
+"""Rows after which a share has forgotten, whether they had drafts or not."""
+FEWEST = 1e-3
+"""A share forgets no further."""
+PRIOR = 16.0
+"""Accepted drafts that are made up at the start, or the first few would decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ step and the costs after it. Ranks may have read different steps last."""
 
 
 def no_costs(max_drafts: int) -> Costs:
-    return Costs((1.0,) * max_drafts, (1.0,) * max_drafts)
+    return Costs((PRIOR,) * max_drafts, (PRIOR,) * max_drafts)
 
 
 def most_wanted(
@@ -108,16 +118,19 @@ def all_recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
 
 
 def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
-    """With a step added that these ranks report; it took as long as on the slowest."""
+    """With a step added that these ranks report; it took as long as on the slowest. One that had to
+    catch up tells nothing of the next of its length."""
     key = reports[0].key
     tried, accepted = list(costs.tried), list(costs.accepted)
+    share_kept = (1 - 1 / MEMORY) ** key.num_rows
+    for k in range(len(tried)):
+        kept = share_kept if tried[k] > FEWEST else 1
+        tried[k], accepted[k] = tried[k] * kept, accepted[k] * kept
     for k in range(key.num_drafts):
-        num_tried = sum(report.tried[k] for report in reports)
-        kept = (1 - 1 / MEMORY) ** num_tried
-        tried[k] = tried[k] * kept + num_tried
-        accepted[k] = accepted[k] * kept + sum(report.accepted[k] for report in reports)
+        tried[k] += sum(report.tried[k] for report in reports)
+        accepted[k] += sum(report.accepted[k] for report in reports)
     costs = replace(costs, tried=tuple(tried), accepted=tuple(accepted))
-    if not all(report.is_usual for report in reports):
+    if key.width > key.num_drafts + 1 or not all(report.is_usual for report in reports):
         return costs
     step_s = max(report.program_s for report in reports)
     size = _timed(costs.of_size(key.num_rows), key.num_drafts, step_s)
@@ -125,17 +138,27 @@ def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
 
 
 def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
+    """Rows, contexts and the machine change all lengths alike, but only the one in use is timed
+    at every step: how its mean moves, the others' do."""
+    mean, num_known = size.step_s[num_drafts], size.num_tries[num_drafts] - 1
+    is_current = num_drafts == size.current
+    if num_known > 0:
+        weight = max(WEIGHT if is_current else PROBE_WEIGHT, 1 / (num_known + 1))
+        step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
     means, num_tries = list(size.step_s), list(size.num_tries)
+    if is_current and num_known >= NUM_TRIES:
+        means = [one * step_s / mean for one in means]
+    means[num_drafts] = step_s
     num_tries[num_drafts] += 1
-    weight = 1.0 if num_tries[num_drafts] <= NUM_TRIES else WEIGHT
-    means[num_drafts] += weight * (step_s - means[num_drafts])
     return replace(size, step_s=tuple(means), num_tries=tuple(num_tries))
 
 
 def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int] | None:
     """A row bucket and a number of drafts that were not measured yet, of the smallest such size
-    first; sizes that share what is known count once, as the largest of them."""
-    for num_rows in {size.bit_length(): size for size in sizes}.values():
+    first; sizes that share what is known count once, as the middle one."""
+    for _, shared in groupby(sizes, int.bit_length):
+        alike = list(shared)
+        num_rows = alike[len(alike) // 2]
         if left := _untried(costs.of_size(num_rows), len(costs.tried)):
             return num_rows, left[0]
     return None
@@ -148,13 +171,14 @@ def _trial(size: SizeCosts, most: int) -> int | None:
         return most
     if left and size.num_planned % EXPLORE_EVERY == 0:
         return left[0]
-    if size.num_planned % PROBE_EVERY:
-        return None
     current = min(size.current, most)
+    every, num_at_once = (PROBE_EVERY, 1) if current else (PROBE_EVERY_AT_ZERO, 2)
+    number, step = divmod(size.num_planned, every)
+    if step >= num_at_once:
+        return None
     if current == 0:
-        return most
-    is_odd = size.num_planned // PROBE_EVERY % 2
-    return current - 1 if is_odd or current == most else current + 1
+        return most if number % 2 else min(1, most)
+    return current - 1 if number % 2 or current == most else current + 1
 
 
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:

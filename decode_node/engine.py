@@ -17,7 +17,7 @@ from core.stopping import cut
 from decode_node.buckets import Buckets
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
-from decode_node.plan import Proposal, Report, StepKey, propose
+from decode_node.plan import Proposal, Report, StepKey, propose, row_width
 from decode_node.planner import StepPlanner
 from decode_node.program import StepProgram
 from decode_node.rows import Rows
@@ -54,7 +54,7 @@ class DecodeEngine:
         eos_ids = loaded.config.eos_token_ids
         self.scheduler = Scheduler(pool, max_rows, self._max_drafts, loaded.max_model_len, eos_ids)
         num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self._max_drafts + 1))
-        self._rows = Rows(loaded, max_rows, self._max_drafts + 1, num_pages)
+        self._rows = Rows(loaded, max_rows, row_width(self._max_drafts), num_pages)
         buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
         program = StepProgram(loaded, parts.caches, self._rows)
         self._launcher = Launcher(loaded, program, self._rows, pool, buckets)

@@ -83,7 +83,7 @@ class Launcher:
         result = download(self.program.run(step.what, step.read_B, step.write_B))
         ended = now(self.loaded.device)
         for sequence in step.sequences:
-            sequence.num_last_drafts = step.key.num_drafts
+            sequence.launched(step.key.num_drafts, catches_up=step.key.width > 0)
         return InFlight(step.sequences, step.key, result, began, ended)
 
     def _num_pages(self, sequences: list[Sequence], key: StepKey) -> int | None:

@@ -13,9 +13,10 @@ from decode_node.sequence import Sequence
 class StepKey:
     """What fixes every shape of a step's program that ranks share.
 
-    ``num_rows`` is the bucket, padding included; ``width`` how many tokens a row of pass 1
-    catches up with. In a ``plain`` step no row of any rank asks for Extras. A ``trial`` is of
-    nobody's rows: all ranks run made-up ones, to learn what such a step costs.
+    ``num_rows`` is the bucket, padding included; ``width`` how many tokens of a row the drafter's
+    pass 1 catches up with, 0 if that is put off. In a ``plain`` step no row of any rank asks for
+    Extras. A ``trial`` is of nobody's rows: all ranks run made-up ones, to learn what such a step
+    costs.
     """
 
     num_rows: int
@@ -23,6 +24,24 @@ class StepKey:
     width: int
     plain: bool = False
     trial: bool = False
+
+
+MOST_PENDING = 16
+"""Tokens of a row that a drafter can catch up with at once: a pass over that many costs little more
+than one over a few."""
+
+
+def row_width(max_drafts: int) -> int:
+    """How many tokens of a row can be pending."""
+    return max(max_drafts + 1, MOST_PENDING) if max_drafts else 1
+
+
+def pass_width(num_drafts: int, num_pending: int, max_drafts: int) -> int:
+    """Of a step's pass 1. Without drafts it waits until no more can be pending."""
+    widest = row_width(max_drafts)
+    if num_drafts == 0 and num_pending < widest:
+        return 0
+    return next(w for w in (num_drafts + 1, max_drafts + 1, widest) if num_pending <= w)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +77,11 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a rank wants of the next step. ``num_rows_by_limit[k]`` of its rows use at most k
-    drafts, up to n_max; ``num_emitted_most`` bounds what a row emitted last round. ``report`` is
-    of the step read last, None if it was told already."""
+    drafts, up to n_max; no row has more than ``num_pending_most`` tokens that are new to the
+    drafter. ``report`` is of the step read last, None if it was told already."""
 
     num_rows_by_limit: tuple[int, ...]
-    num_emitted_most: int
+    num_pending_most: int
     plain: bool
     report: Report | None = None
 
@@ -78,7 +97,7 @@ def propose(sequences: Items[Sequence], max_drafts: int, report: Report | None) 
         num_rows_by_limit[sequence.limit] += 1
     return Proposal(
         num_rows_by_limit=tuple(num_rows_by_limit),
-        num_emitted_most=1 + max((s.num_last_drafts for s in sequences), default=0),
+        num_pending_most=max((one.num_pending_most for one in sequences), default=1),
         plain=extras_of(sequences) == PLAIN,
         report=report,
     )

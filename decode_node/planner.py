@@ -13,7 +13,7 @@ from decode_node.draft_length import (
     no_costs,
     untried,
 )
-from decode_node.plan import Proposal, Report, StepKey
+from decode_node.plan import Proposal, Report, StepKey, pass_width
 
 
 class StepPlanner:
@@ -38,10 +38,7 @@ class StepPlanner:
 def plan_step(
     proposals: Sequence[Proposal], costs: Costs, buckets: Buckets, length: DraftLength
 ) -> tuple[StepKey | None, Costs]:
-    """The step that suits all ranks, None if none has work; and the costs as known by now.
-
-    Pass 1 is as wide as the drafts, or takes all n_max + 1 tokens after drafts fell.
-    """
+    """The step that suits all ranks, None if none has work; and the costs as known by now."""
     most = max(proposal.num_rows for proposal in proposals)
     if most == 0:
         return None, costs
@@ -49,9 +46,8 @@ def plan_step(
     wanted = tuple(map(sum, columns))
     num_rows = buckets.rows(most)
     num_drafts, costs = length(costs, _reports(proposals), num_rows, wanted)
-    width = num_drafts + 1
-    if max(proposal.num_emitted_most for proposal in proposals) > width:
-        width = len(wanted)
+    num_pending = max(proposal.num_pending_most for proposal in proposals)
+    width = pass_width(num_drafts, num_pending, len(wanted) - 1)
     plain = all(proposal.plain for proposal in proposals)
     return StepKey(num_rows, num_drafts, width, plain), costs
 
@@ -65,7 +61,8 @@ def plan_trial(
     if missing is None:
         return None, costs
     num_rows, num_drafts = missing
-    return StepKey(num_rows, num_drafts, num_drafts + 1, plain=True, trial=True), costs
+    width = pass_width(num_drafts, 1, len(proposals[0].num_rows_by_limit) - 1)
+    return StepKey(num_rows, num_drafts, width, plain=True, trial=True), costs
 
 
 def _reports(proposals: Sequence[Proposal]) -> list[Report]:

@@ -10,7 +10,7 @@ from decode_node.rows import Rows
 from decode_node.step import decode_step
 from model.acceptance.base import Verdict
 from model.cache import Caches
-from model.kernels.base import Function
+from model.kernels.base import Eager, Repeated
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
 
@@ -23,8 +23,8 @@ page tables."""
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What verification found; the tensors are their holder's. Steps in which a program ``is_made``
-    take longer than others."""
+    """What verification found; the next step may overwrite it, in the order of the device. Steps in
+    which a program ``is_made`` take longer than others."""
 
     verdict: Verdict
     logprobs: LogprobRows | None
@@ -37,27 +37,24 @@ class StepProgram:
 
     def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
         self._loaded, self._caches, self._rows = loaded, caches, rows
-        self._kept: OrderedDict[What, Function] = OrderedDict()
+        self._kept: OrderedDict[What, Repeated] = OrderedDict()
 
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
         """A program that fails while it is made is made anew when it is asked for again."""
-        function = self._kept.pop(what, None)
-        is_made = function is None and not self._loaded.is_eager
-        if function is None:
-            function = self._new(what)
+        function = self._kept.pop(what, None) or self._new(what)
+        is_made = not function.is_ready
         tokens_BN1, num_accepted_B, *logprobs = function(read_B, write_B)
-        if not self._loaded.is_eager:
-            self._kept[what] = function
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+        self._kept[what] = function
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
         verdict = Verdict(tokens_BN1, num_accepted_B)
         return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
 
-    def _new(self, what: What) -> Function:
+    def _new(self, what: What) -> Repeated:
         def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
             return self._compute(what, read_B, write_B)
 
-        return function if self._loaded.is_eager else self._loaded.kernels.repeated(function)
+        return Eager(function) if self._loaded.is_eager else self._loaded.kernels.repeated(function)
 
     def _compute(self, what: What, read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
         (key, extras, num_pages), loaded = what, self._loaded
@@ -70,6 +67,6 @@ class StepProgram:
             extras,
             loaded.think_ids,
         )
-        self._rows.store(write_B, output.state, extras)
+        self._rows.store(write_B, output.state, output.verdict, extras)
         logprobs = () if output.logprobs is None else output.logprobs.tensors
         return output.verdict.tokens_BN1, output.verdict.num_accepted_B, *logprobs

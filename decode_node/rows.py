@@ -1,6 +1,7 @@
 """The row slots of one decode rank as tensors; every running sequence owns one row.
 
-Shape legend: R row slots, B active rows, M = n_max + 1, D hidden, P pages of a row's table.
+Shape legend: R row slots, B active rows, M tokens pending at most, D hidden, P pages of a row's
+table.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from core.request import Request, SamplingParams
 from decode_node.plan import PLAIN, Extras
 from decode_node.sequence import Sequence
 from model.acceptance import KIND_NUMBERS
-from model.acceptance.base import AcceptanceRows
+from model.acceptance.base import AcceptanceRows, Verdict
 from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.loaded import LoadedModel
 from model.sampling import SamplingRows
@@ -27,7 +28,7 @@ class RowState:
 
     tokens_BM: Tensor
     hidden_BMD: Tensor
-    num_emitted_B: Tensor
+    num_pending_B: Tensor
     num_known_B: Tensor
     num_output_B: Tensor
     first_B: Tensor
@@ -127,12 +128,15 @@ class Rows:
         sampling = replace(rows.sampling, all_greedy=extras.all_greedy, rules=rules)
         return replace(rows, sampling=sampling)
 
-    def store(self, write_B: Tensor, new: RowState, extras: Extras = PLAIN) -> None:
+    def store(
+        self, write_B: Tensor, new: RowState, verdict: Verdict, extras: Extras = PLAIN
+    ) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
-            count_emitted(self._rules, write_B, new.tokens_BM, new.num_emitted_B)
+            num_B = verdict.num_accepted_B + 1
+            count_emitted(self._rules, write_B, verdict.tokens_BN1, num_B)
 
     def _make_up(self, first: int) -> None:
         """The rows of trials."""
@@ -168,7 +172,7 @@ def _one_row(
         state=RowState(
             tokens_BM=tokens_1M,
             hidden_BMD=hidden_1MD,
-            num_emitted_B=torch.tensor([1]),
+            num_pending_B=torch.tensor([1]),
             num_known_B=torch.tensor([len(request.prompt_ids) + num_output]),
             num_output_B=torch.tensor([num_output]),
             first_B=torch.tensor([is_first]),

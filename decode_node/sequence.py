@@ -18,8 +18,9 @@ class Sequence:
     ``num_most_pages`` is what the whole answer may need. ``num_output`` counts every token
     emitted so far, resumed ones too, as far as steps have been read. ``row`` and ``pages`` are
     owned from the grant until the sequence has ended and no step on its way (``num_in_flight``)
-    may touch them. ``num_last_drafts`` are those of the step launched last. ``steps`` counts those
-    of (drafts, accepted drafts). ``num_alone`` of its next steps it shares with nobody.
+    may touch them. ``num_last_drafts`` are those of the step launched last, and behind it at most
+    ``num_pending_most`` tokens are new to the drafter. ``steps`` counts those of (drafts, accepted
+    drafts). ``num_alone`` of its next steps it shares with nobody.
     """
 
     identity: Identity
@@ -37,6 +38,7 @@ class Sequence:
     ended: bool = False
     num_in_flight: int = 0
     num_last_drafts: int = 0
+    num_pending_most: int = 1
     num_alone: int = 0
     first_accepted: int = 0
     steps: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -62,6 +64,11 @@ class Sequence:
         """Tokens of prompt and answer, at most, once every step on its way is through."""
         num_coming = self.num_in_flight * (self.num_last_drafts + 1)
         return self.num_prompt + self.num_output + num_coming
+
+    def launched(self, num_drafts: int, catches_up: bool) -> None:
+        """In a step that all its pending tokens are part of, or none."""
+        self.num_last_drafts = num_drafts
+        self.num_pending_most = num_drafts + 1 + (0 if catches_up else self.num_pending_most)
 
     def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to

@@ -1,7 +1,7 @@
 """One decode step as a program over tensors: draft, verify, accept, commit (design.md).
 
 Shapes depend only on (rows, drafts, pages) and nothing inside waits for the host.
-Shape legend: B rows, N drafts, M = n_max + 1, D hidden, V vocabulary.
+Shape legend: B rows, N drafts, M tokens pending at most, D hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -43,14 +43,20 @@ def decode_step(
 ) -> StepOutput:
     """Advance every row by its accepted drafts plus one token of the main model's own."""
     assert (rows.sampling.rules is not None) == extras.has_rules, "rules come if a row has some"
-    state = draft_state(rows, key.width, extras.kinds)
-    drafts = drafter.draft(state, key.num_drafts, caches)
+    drafts = Drafts(rows.state.tokens_BM[:, :0])
+    if key.width:
+        state = draft_state(rows, key.width, extras.kinds)
+        drafts = drafter.draft(state, key.num_drafts, caches)
     hidden_BND, logits_BNV = verify(network, caches, rows, drafts)
     verdict = judge(extras.kinds, gather_evidence(rows, drafts, logits_BNV, think_ids))
     logprobs = None
     if extras.num_logprobs is not None:
         logprobs = raw_logprobs(logits_BNV, verdict.tokens_BN1, extras.num_logprobs)
-    return StepOutput(verdict, commit(rows.state, verdict, hidden_BND, think_ids), logprobs)
+    phase_B = phase_after(
+        rows.state.thinking_B, verdict.tokens_BN1, verdict.num_accepted_B + 1, think_ids
+    )
+    follow = commit if key.width else put_off
+    return StepOutput(verdict, follow(rows.state, verdict, hidden_BND, phase_B), logprobs)
 
 
 def draft_state(rows: RowTensors, width: int, kinds: tuple[str, ...] = PLAIN.kinds) -> DraftState:
@@ -59,7 +65,7 @@ def draft_state(rows: RowTensors, width: int, kinds: tuple[str, ...] = PLAIN.kin
     return DraftState(
         tokens_BM=state.tokens_BM[:, :width],
         hidden_BMD=state.hidden_BMD[:, :width],
-        num_emitted_B=state.num_emitted_B,
+        num_pending_B=state.num_pending_B,
         num_known_B=state.num_known_B,
         first_B=state.first_B,
         page_table_BP=rows.page_table_BP,
@@ -75,14 +81,13 @@ def verify(
 ) -> tuple[Tensor, Tensor]:
     """Main model over [last token, drafts]: hidden [B, N+1, D] and logits [B, N+1, V]."""
     state = rows.state
-    last_B1 = state.tokens_BM.gather(1, (state.num_emitted_B - 1).unsqueeze(1))
+    last_B1 = state.tokens_BM.gather(1, (state.num_pending_B - 1).unsqueeze(1))
     slots = verify_slots(state.num_known_B, drafts.tokens_BN.shape[1])
     page_size = caches[MAIN][0].shape[1]
-    keep = torch.ones_like(slots, dtype=torch.bool)
     batch = Batch(
         token_ids_BQ=torch.cat((last_B1, drafts.tokens_BN), 1),
         positions_BQ=slots,
-        write_slots_BQ=physical_slots(rows.page_table_BP, slots, keep, page_size),
+        write_slots_BQ=physical_slots(rows.page_table_BP, slots, None, page_size),
         context_lens_BQ=slots + 1,
         page_table_BP=rows.page_table_BP,
         real_BQ=rows.real_B.unsqueeze(1).expand_as(slots),
@@ -116,9 +121,7 @@ def gather_evidence(
     )
 
 
-def commit(
-    state: RowState, verdict: Verdict, hidden_BND: Tensor, think_ids: ThinkIds | None
-) -> RowState:
+def commit(state: RowState, verdict: Verdict, hidden_BND: Tensor, thinking_B: Tensor) -> RowState:
     """Lengths advance by what was emitted; the hidden states of the accepted rows stay for the
     next pass 1. Cache slots past the new length are simply written again later."""
     num_emitted_B = verdict.num_accepted_B + 1
@@ -126,9 +129,25 @@ def commit(
     return RowState(
         tokens_BM=F.pad(verdict.tokens_BN1, (0, padding)),
         hidden_BMD=F.pad(hidden_BND, (0, 0, 0, padding)),
-        num_emitted_B=num_emitted_B,
+        num_pending_B=num_emitted_B,
         num_known_B=state.num_known_B + num_emitted_B,
         num_output_B=state.num_output_B + num_emitted_B,
         first_B=torch.zeros_like(state.first_B),
-        thinking_B=phase_after(state.thinking_B, verdict.tokens_BN1, num_emitted_B, think_ids),
+        thinking_B=thinking_B,
+    )
+
+
+def put_off(state: RowState, verdict: Verdict, hidden_B1D: Tensor, thinking_B: Tensor) -> RowState:
+    """``commit`` of a step without drafts that the drafter has no part in: what was emitted is
+    added to what is pending."""
+    at_B1 = state.num_pending_B.unsqueeze(1)
+    at_B1D = at_B1.unsqueeze(2).expand_as(hidden_B1D)
+    return RowState(
+        tokens_BM=state.tokens_BM.scatter(1, at_B1, verdict.tokens_BN1),
+        hidden_BMD=state.hidden_BMD.scatter(1, at_B1D, hidden_B1D),
+        num_pending_B=state.num_pending_B + 1,
+        num_known_B=state.num_known_B + 1,
+        num_output_B=state.num_output_B + 1,
+        first_B=state.first_B,
+        thinking_B=thinking_B,
     )

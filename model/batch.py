@@ -62,17 +62,19 @@ def visible_slots(context_lens_BQ: Tensor, num_slots: int) -> Tensor:
 
 
 def physical_slots(
-    page_table_BP: Tensor, slots_BQ: Tensor, keep_BQ: Tensor, page_size: int
+    page_table_BP: Tensor, slots_BQ: Tensor, keep_BQ: Tensor | None, page_size: int
 ) -> Tensor:
     """Physical slots [B, Q] of sequence slots; the dummy page's where ``keep_BQ`` is False.
 
     Slots beyond the page table land on the dummy page too: a draft may reach past
     ``max_model_len``, where nothing it writes is ever read.
     """
-    pages_BQ = slots_BQ.clamp(min=0) // page_size
-    keep_BQ = keep_BQ & (pages_BQ < page_table_BP.shape[1])
-    page_ids_BQ = page_table_BP.gather(1, pages_BQ.clamp(max=page_table_BP.shape[1] - 1))
-    return page_ids_BQ.where(keep_BQ, DUMMY_PAGE) * page_size + slots_BQ.clamp(min=0) % page_size
+    slots_BQ = slots_BQ.clamp(min=0)
+    pages_BQ, last = slots_BQ // page_size, page_table_BP.shape[1] - 1
+    is_inside_BQ = pages_BQ <= last
+    keep_BQ = is_inside_BQ if keep_BQ is None else keep_BQ & is_inside_BQ
+    page_ids_BQ = page_table_BP.gather(1, pages_BQ.clamp(max=last))
+    return page_ids_BQ.where(keep_BQ, DUMMY_PAGE) * page_size + slots_BQ % page_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,28 @@
-"""The kernels of this machine's processor; the first use compiles them."""
+"""The kernels that a test is about: this machine's own, or with TRITON_INTERPRET=1, in a process of
+its own, those for GPUs, without one."""
 
+import os
 from functools import cache
 
-from model.kernels.build import built
-from model.kernels.native import Native
+import pytest
+import torch
+
+from model.kernels.base import Kernels
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TYPES = [torch.float32, torch.float16 if IS_INTERPRETED else torch.bfloat16]
+"""Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
+native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
 
 
 @cache
-def native() -> Native:
+def ours() -> Kernels:
+    """The first use compiles native ones."""
+    if IS_INTERPRETED:
+        from model.kernels.gpu.kernels import Triton
+
+        return Triton(num_processors=16)
+    from model.kernels.build import built
+    from model.kernels.native import Native
+
     return Native(built())

@@ -1,7 +1,7 @@
 """The drafter seam: how any method proposes tokens for verification.
 
-Shape legend: B rows, M tokens that the last step can have emitted at most, N drafts this step,
-D hidden, P pages; in prefill T packed tokens, G segments.
+Shape legend: B rows, M tokens of a row that can be pending, N drafts this step, D hidden, P pages;
+in prefill T packed tokens, G segments.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,20 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What the last round left behind, for B rows.
+    """What the rounds before left behind, for B rows.
 
-    ``tokens_BM[b, :m]`` are the m = ``num_emitted_B[b]`` tokens emitted last, and
-    ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
-    ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B``
-    is True the hidden state was not shipped (zeros): pass 1 of that row leaves no trace in
-    the cache. ``real_B`` is False for rows that only fill the batch up, None if there are none.
-    ``pick(logits_BV, drafts_BN)`` chooses the draft
-    after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was drawn
-    from if its request's acceptance needs them.
+    ``tokens_BM[b, :m]`` are the m = ``num_pending_B[b]`` tokens emitted since the drafter was
+    called last, and ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
+    ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B`` is True
+    that of the first token was not shipped (zeros): its row of pass 1 leaves no trace in the cache.
+    ``real_B`` is False for rows that only fill the batch up, None if there are none.
+    ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
+    tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
     """
 
     tokens_BM: Tensor
     hidden_BMD: Tensor
-    num_emitted_B: Tensor
+    num_pending_B: Tensor
     num_known_B: Tensor
     first_B: Tensor
     page_table_BP: Tensor

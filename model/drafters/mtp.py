@@ -1,6 +1,6 @@
 """DeepSeek's multi-token-prediction layer as a drafter, reused over its own output (spec §5).
 
-Shape legend: B rows, M tokens emitted last round at most, N drafts, D hidden, P pages; in prefill
+Shape legend: B rows, M tokens pending at most, N drafts, D hidden, P pages; in prefill
 T packed tokens, G segments.
 """
 
@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.deepseek import DecoderLayer, DeepseekV3
 from model.dispatch.base import Dispatch
 from model.drafters.base import UNKNOWN, Drafts, DraftState
-from model.drafters.mtp_rows import PassRows, first_pass, later_pass
+from model.drafters.mtp_rows import PassRows, first_pass, later_slots
 from model.kernels.base import Angles, Kernels
 from model.layers import Linear, RMSNorm, adopt
 from model.weights import Checkpoint, load_mtp
@@ -43,7 +43,7 @@ class MtpLayer(DecoderLayer):
 
 
 class MtpDrafter:
-    """Pass 1 rewrites last round's rows from their true hidden states and yields draft 1;
+    """Pass 1 writes the rows of pending tokens from their true hidden states and yields draft 1;
     passes 2..n are the head row alone, fed with the MTP layer's own normed output.
 
     Embedding, head and rotary tables are the main model's.
@@ -69,11 +69,15 @@ class MtpDrafter:
     def adopt(self, kernels: Kernels) -> None:
         adopt(self._layer, kernels)
 
-    def forward(self, batch: Batch, hidden_BQD: Tensor, caches: Caches) -> Tensor:
+    def forward(
+        self, batch: Batch, hidden_BQD: Tensor, caches: Caches, angles: Angles | None = None
+    ) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [B, Q, D]."""
         embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
-        angles, cache = self._network.rope.at(batch.positions_BQ.flatten()), caches[MTP][0]
-        out_XD = self._layer.predict(embedding_XD, hidden_BQD.flatten(0, 1), batch, cache, angles)
+        if angles is None:
+            angles = self._network.rope.at(batch.positions_BQ.flatten())
+        hidden_XD, cache = hidden_BQD.flatten(0, 1), caches[MTP][0]
+        out_XD = self._layer.predict(embedding_XD, hidden_XD, batch, cache, angles)
         return out_XD.view_as(hidden_BQD)
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
@@ -82,10 +86,11 @@ class MtpDrafter:
         self.forward(shifted(batch, next_G), hidden_1TD, caches)
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        width = state.tokens_BM.shape[1]
-        rows = first_pass(state.num_known_B, state.num_emitted_B, state.first_B, width)
-        hidden_BMD = self._pass(state.tokens_BM, state.hidden_BMD, rows, state, caches)
+        width, page_size = state.tokens_BM.shape[1], caches[MTP][0].shape[1]
+        rows = first_pass(state.num_known_B, state.num_pending_B, state.first_B, width)
+        hidden_BMD = self.forward(first_batch(state, rows, page_size), state.hidden_BMD, caches)
         head_BD = hidden_BMD[torch.arange(len(hidden_BMD), device=hidden_BMD.device), rows.head_B]
+        later = iter(self._later(state, num_drafts - 1, page_size) if num_drafts > 1 else ())
         drafts_BN = state.tokens_BM[:, :0]
         drawn_from: list[Tensor] = []
         for i in range(num_drafts):
@@ -95,35 +100,49 @@ class MtpDrafter:
             if q_BV is not None:
                 drawn_from.append(q_BV)
             if i + 1 < num_drafts:
-                rows = later_pass(state.num_known_B, i + 2)
-                head_BD = self._pass(next_B1, head_BD.unsqueeze(1), rows, state, caches).squeeze(1)
+                batch, angles = next(later)
+                batch, hidden_B1D = replace(batch, token_ids_BQ=next_B1), head_BD.unsqueeze(1)
+                head_BD = self.forward(batch, hidden_B1D, caches, angles).squeeze(1)
         q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
         return Drafts(drafts_BN, q_BNV)
 
-    def _pass(
-        self,
-        token_ids_BQ: Tensor,
-        hidden_BQD: Tensor,
-        rows: PassRows,
-        state: DraftState,
-        caches: Caches,
-    ) -> Tensor:
-        """A row attends to slots up to its own; padding rows see slot 0 only, so that they stay
-        finite, and their output is never used."""
-        page_size, positions_BQ = caches[MTP][0].shape[1], rows.slots_BQ + 1
-        page_table_BP = state.page_table_BP
-        real_BQ = rows.real_BQ
-        if state.real_B is not None:
-            real_BQ = real_BQ & state.real_B.unsqueeze(1)
-        batch = Batch(
-            token_ids_BQ=token_ids_BQ,
-            positions_BQ=positions_BQ,
-            write_slots_BQ=physical_slots(page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
-            context_lens_BQ=torch.where(rows.real_BQ, positions_BQ, 1),
-            page_table_BP=page_table_BP,
-            real_BQ=real_BQ,
+    def _later(
+        self, state: DraftState, num_passes: int, page_size: int
+    ) -> list[tuple[Batch, Angles]]:
+        """All passes after the first, but for their tokens: nothing else of them depends on what
+        was drafted."""
+        slots_NB = later_slots(state.num_known_B, num_passes)
+        places_BN = physical_slots(state.page_table_BP, slots_NB.t(), None, page_size)
+        places_NB1 = places_BN.t().contiguous().unsqueeze(2)
+        positions_NB1 = (slots_NB + 1).unsqueeze(2)
+        cos, sin = self._network.rope.at(positions_NB1.flatten())
+        passes = zip(
+            *(tensor.unbind(0) for tensor in (positions_NB1, places_NB1)),
+            *(tensor.chunk(num_passes) for tensor in (cos, sin)),
+            strict=True,
         )
-        return self.forward(batch, hidden_BQD, caches)
+        real_B1 = None if state.real_B is None else state.real_B.unsqueeze(1)
+        table_BP = state.page_table_BP
+        return [
+            (Batch(at, at, places, at, table_BP, real_BQ=real_B1), (cos, sin))
+            for at, places, cos, sin in passes
+        ]
+
+
+def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
+    """A row attends to slots up to its own; padding rows see slot 0 only, so that they stay
+    finite, and their output is never used."""
+    positions_BQ, real_BQ = rows.slots_BQ + 1, rows.real_BQ
+    if state.real_B is not None:
+        real_BQ = real_BQ & state.real_B.unsqueeze(1)
+    return Batch(
+        token_ids_BQ=state.tokens_BM,
+        positions_BQ=positions_BQ,
+        write_slots_BQ=physical_slots(state.page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
+        context_lens_BQ=torch.where(rows.real_BQ, positions_BQ, 1),
+        page_table_BP=state.page_table_BP,
+        real_BQ=real_BQ,
+    )
 
 
 def shifted(batch: Batch, next_G: Tensor) -> Batch:

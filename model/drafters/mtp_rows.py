@@ -1,10 +1,11 @@
 """Which rows the passes of an MTP round read and write: pure index functions.
 
 The rules and a worked example are spec §5 and mtp_tables.json. L is the number of known
-tokens, m how many of them the last round emitted. MTP row i pairs (token i + 1, hidden i) and
-lives in draft slot i; its position is its token's own place in the text, i + 1.
+tokens, m how many of them are pending: emitted since the last pass 1. MTP row i pairs
+(token i + 1, hidden i) and lives in draft slot i; its position is its token's own place in the
+text, i + 1.
 
-Shape legend: B rows, M tokens emitted last round at most, Q query rows of a pass.
+Shape legend: B rows, M tokens pending at most, Q query rows of a pass, N passes.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """Slots [B, Q] of one pass; a row's position is its slot + 1.
+    """Slots [B, Q] of pass 1; a row's position is its slot + 1.
 
     Where ``real_BQ`` is False the row is padding, and where ``keep_BQ`` is False it writes to the
     dummy page. ``head_B`` is the row that yields the draft.
@@ -27,31 +28,25 @@ class PassRows:
     head_B: Tensor
 
 
-def first_pass(num_known_B: Tensor, num_emitted_B: Tensor, first_B: Tensor, width: int) -> PassRows:
-    """Pass 1: the tokens emitted last round at slots L-1-m .. L-2, padded to ``width`` = M.
+def first_pass(num_known_B: Tensor, num_pending_B: Tensor, first_B: Tensor, width: int) -> PassRows:
+    """Pass 1: the pending tokens at slots L-1-m .. L-2, padded to ``width`` = M.
 
-    ``first_B`` rows (hidden state not shipped) still read their pulled entries but write
-    nothing: the entry at slot L-2 is right as the prefill rank wrote it.
+    The first one of ``first_B`` rows (its hidden state was not shipped) still reads the pulled
+    entries but writes nothing: its own is right as the prefill rank wrote it.
     """
     row_Q = torch.arange(width, device=num_known_B.device)
-    slots_BQ = (num_known_B - 1 - num_emitted_B).unsqueeze(1) + row_Q
-    real_BQ = row_Q < num_emitted_B.unsqueeze(1)
+    slots_BQ = (num_known_B - 1 - num_pending_B).unsqueeze(1) + row_Q
+    real_BQ = row_Q < num_pending_B.unsqueeze(1)
     return PassRows(
         slots_BQ=slots_BQ,
         real_BQ=real_BQ,
-        keep_BQ=real_BQ & ~first_B.unsqueeze(1),
-        head_B=num_emitted_B - 1,
+        keep_BQ=real_BQ & ~(first_B.unsqueeze(1) & (row_Q == 0)),
+        head_B=num_pending_B - 1,
     )
 
 
-def later_pass(num_known_B: Tensor, pass_number: int) -> PassRows:
-    """Pass k >= 2: the head row alone, (draft k-1, MTP output) at slot L-3+k, provisional."""
-    assert pass_number >= 2, f"pass {pass_number} is not a later pass"
-    slots_BQ = (num_known_B - 3 + pass_number).unsqueeze(1)
-    all_BQ = torch.ones_like(slots_BQ, dtype=torch.bool)
-    return PassRows(
-        slots_BQ=slots_BQ,
-        real_BQ=all_BQ,
-        keep_BQ=all_BQ,
-        head_B=torch.zeros_like(num_known_B),
-    )
+def later_slots(num_known_B: Tensor, num_passes: int) -> Tensor:
+    """Passes 2, 3, ... [N, B]: the head row alone, which in pass k is (draft k-1, MTP output) at
+    slot L-3+k, provisional."""
+    offsets_N = torch.arange(num_passes, device=num_known_B.device)
+    return offsets_N.unsqueeze(1) + (num_known_B - 1)

@@ -9,7 +9,7 @@ P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts,
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,25 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 EAGER = "eager"
+
+
+class Repeated(Protocol):
+    """A Function that is called again and again. Before it ``is_ready``, calls take longer."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class Eager:
+    is_ready = True
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self._function(*inputs)
 
 
 class Routing(NamedTuple):
@@ -50,9 +69,10 @@ class Kernels:
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
-    def repeated(self, function: Function) -> Function:
-        """``function`` in that form, for inputs of the shapes that it meets first."""
-        return function
+    def repeated(self, function: Function) -> Repeated:
+        """``function`` in that form, for inputs of the shapes that it meets first. What it returns
+        may be overwritten by the next call of any, in the order of the device."""
+        return Eager(function)
 
     def pack(self, weight: Tensor) -> Tensor:
         """Matrices [..., M, K] as ``linear`` and others read them."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kernels.base import Function, Kernels, Routing
+from model.kernels.base import Function, Kernels, Repeated, Routing
 from model.kernels.recorded import Recorded
 
 BLOCK = 16
@@ -46,7 +46,7 @@ class Native(Kernels):
         for name in OPS:
             setattr(self, name, getattr(torch.ops.tandem, name).default)
 
-    def repeated(self, function: Function) -> Function:
+    def repeated(self, function: Function) -> Repeated:
         return Recorded(function)
 
     def pack(self, weight: Tensor) -> Tensor:

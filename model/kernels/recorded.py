@@ -28,6 +28,10 @@ class Recorded:
         return tuple(self._tape.play(list(inputs)))
 
     @property
+    def is_ready(self) -> bool:
+        return self._tape is not None
+
+    @property
     def operators(self) -> list[str]:
         """The names of those that a play calls, in order."""
         return [] if self._tape is None else list(self._tape.names())

@@ -25,7 +25,7 @@ from model.batch import Batch
 from model.cache import MAIN, MTP
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import first_pass, later_pass
+from model.drafters.mtp_rows import first_pass, later_slots
 from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
 from runtime.parts import RankParts
@@ -70,7 +70,7 @@ class Recorder:
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
     model = SimpleNamespace(embed_tokens=lambda ids: ids)
-    rope = SimpleNamespace(at=lambda positions: None)
+    rope = SimpleNamespace(at=lambda positions: (positions, positions))
 
     def __init__(self, draft_tokens: list[str], target_tokens: list[str]) -> None:
         self.mtp_passes: list[tuple[Batch, torch.Tensor]] = []
@@ -143,7 +143,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
         state.tokens_BM[0, i] = token_id(token)
         state.hidden_BMD[0, i] = tag(name)
-    state.num_emitted_B[0] = len(emitted)
+    state.num_pending_B[0] = len(emitted)
     state.first_B[0] = first
     drafter = MtpDrafter(network, network)
     output = decode_step(network, drafter, caches(), chosen, StepKey(1, 2, 3))
@@ -189,7 +189,7 @@ def test_decode_rows(name: str) -> None:
 
 def check_commit(case: dict, output: object) -> None:
     rows, num_emitted = output.state, len(case["emitted"])
-    assert int(rows.num_emitted_B[0]) == num_emitted
+    assert int(rows.num_pending_B[0]) == num_emitted
     assert int(rows.num_known_B[0]) == case["L"] + num_emitted
     emitted = [token_name(t) for t in rows.tokens_BM[0, :num_emitted].tolist()]
     assert emitted == case["emitted"]
@@ -262,8 +262,6 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     assert rows.keep_BQ.tolist() == [[False] * 3, [True, False, False], [True] * 3]
     assert rows.real_BQ.tolist() == [[True, False, False]] * 2 + [[True] * 3]
     assert rows.head_B.tolist() == [0, 0, 2]
-    for n in (2, 3):
-        later = later_pass(num_known, n)
-        assert later.slots_BQ[:, 0].tolist() == [x - 3 + n for x in num_known.tolist()]
-        assert (later.slots_BQ <= (num_known - 1 + n).unsqueeze(1)).all()
+    for n, slots_B in enumerate(later_slots(num_known, 2), 2):
+        assert slots_B.tolist() == [x - 3 + n for x in num_known.tolist()]
     assert verify_slots(num_known, 2).tolist() == [[4, 5, 6], [5, 6, 7], [8, 9, 10]]

@@ -93,9 +93,9 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
         batches.append(batch)
         return forward(network, batch, caches)
 
-    def recording_pass(drafter: object, batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
+    def recording_pass(drafter: object, batch: Batch, *rest: object) -> Tensor:
         passes.append(batch)
-        return forward_pass(drafter, batch, hidden, caches)
+        return forward_pass(drafter, batch, *rest)
 
     monkeypatch.setattr(type(loaded.network), "forward", recording)
     monkeypatch.setattr(MtpDrafter, "forward", recording_pass)

@@ -14,8 +14,8 @@ BUCKETS = Buckets((1, 2, 4, 8))
 IDLE = propose([], 3, None)
 
 
-def rows(*limits: int, num_emitted_most: int = 1, plain: bool = True) -> Proposal:
-    return Proposal(tuple(limits.count(k) for k in range(4)), num_emitted_most, plain)
+def rows(*limits: int, num_pending_most: int = 1, plain: bool = True) -> Proposal:
+    return Proposal(tuple(limits.count(k) for k in range(4)), num_pending_most, plain)
 
 
 def planned(*proposals: Proposal) -> StepKey | None:
@@ -33,13 +33,24 @@ def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "num_emitted_most", "width"),
-    [(3, 1, 4), (3, 4, 4), (2, 3, 3), (2, 4, 4), (1, 3, 4), (0, 1, 1), (0, 2, 4)],
+    ("limit", "num_pending_most", "width"),
+    [
+        (3, 1, 4),
+        (3, 4, 4),
+        (3, 5, 16),
+        (2, 3, 3),
+        (2, 4, 4),
+        (1, 3, 4),
+        (1, 16, 16),
+        (0, 1, 0),
+        (0, 15, 0),
+        (0, 16, 16),
+    ],
 )
-def test_pass_one_is_as_wide_as_the_drafts_or_takes_all_after_they_fell(
-    limit: int, num_emitted_most: int, width: int
+def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
+    limit: int, num_pending_most: int, width: int
 ) -> None:
-    key = planned(IDLE, rows(limit, num_emitted_most=num_emitted_most))
+    key = planned(IDLE, rows(limit, num_pending_most=num_pending_most))
     assert key is not None and (key.num_drafts, key.width) == (limit, width)
 
 

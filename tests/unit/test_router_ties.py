@@ -10,7 +10,7 @@ from benchmarks.driven import tiny
 from model.config import ModelConfig
 from model.kernels.base import PLAIN, Kernels
 from model.moe import Gate
-from tests.kernels import native
+from tests.kernels import ours
 
 NUM_EXPERTS, NUM_GROUPS, NUM_KEPT, NUM_CHOSEN, NUM_TOKENS, NUM_SCORES = 24, 6, 3, 5, 40, 3
 
@@ -35,7 +35,7 @@ def expected(method: str, scores: list[float], bias: list[float]) -> list[int]:
     return best(candidates, NUM_CHOSEN)
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, native()], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("kernels", [PLAIN, ours()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
 def test_the_lowest_ids_win_among_equals(method: str, kernels: Kernels, tmp_path: Path) -> None:
     shape = {
