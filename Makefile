@@ -3,6 +3,8 @@
 # make test   lint, types and the whole CPU test suite
 # make soak   the slow tests, which make test leaves out
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
+# Of kernels for GPUs, in a process of their own, without one.
+INTERPRETED := tests/unit/test_kernels.py tests/unit/test_router_ties.py
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -29,9 +31,11 @@ lint: $(READY)
 
 test: lint
 	$(PY) -m pytest -n 3 --dist loadfile
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED)
 
 soak: $(READY)
 	$(PY) -m pytest -m slow
+	TRITON_INTERPRET=1 $(PY) -m pytest -m slow tests/unit/test_gpu_engine.py
 
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/proto/tandem.proto

@@ -15,15 +15,17 @@ class Buckets:
     @classmethod
     def of(cls, asked: tuple[int, ...] | None, max_rows: int, device_type: str) -> "Buckets":
         """The ``asked`` sizes, or those that suit the device: every size on a CPU, where padding
-        costs time and saves nothing; 1, 2, 4, then multiples of 8 elsewhere.
+        costs time and saves nothing; elsewhere 1, 2, 4, 8, then powers of two and what lies
+        halfway.
 
         Raises ValueError if a size is out of range.
         """
         if asked is None:
             if device_type == "cpu":
                 return cls(tuple(range(1, max_rows + 1)))
-            asked = (1, 2, 4, *range(8, max_rows, 8))
-            asked = tuple(size for size in asked if size <= max_rows)
+            powers = [1 << i for i in range(max_rows.bit_length())]
+            halfway = [size + size // 2 for size in powers if size >= 16]
+            asked = tuple(size for size in powers + halfway if size <= max_rows)
         wrong = [size for size in asked if not 1 <= size <= max_rows]
         if wrong:
             raise ValueError(

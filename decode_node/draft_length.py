@@ -23,12 +23,12 @@ PROBE_EVERY = 64
 PROBE_EVERY_AT_ZERO = 192
 """Steps between tries of 1 and of the longest, two at once: the first has to catch up."""
 NUM_TRIES = 5
-"""Of which the first does not count: it is slow for other reasons."""
+"""The least time of as many is a length's at first: a machine's other work only adds to it."""
 GAIN = 1.02
 """Another length must promise so much more."""
 WEIGHT, PROBE_WEIGHT = 0.15, 0.4
-"""Of a new time in the running mean, once there are as many: of the length in use, and of others,
-which are timed seldom."""
+"""Of a new time in the running mean after these: of the length in use, and of others, which are
+timed seldom."""
 OUTLIER = 1.5
 """A time counts as no more than so many times the mean."""
 MEMORY = 2000
@@ -140,14 +140,16 @@ def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
 def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
     """Rows, contexts and the machine change all lengths alike, but only the one in use is timed
     at every step: how its mean moves, the others' do."""
-    mean, num_known = size.step_s[num_drafts], size.num_tries[num_drafts] - 1
-    is_current = num_drafts == size.current
-    if num_known > 0:
-        weight = max(WEIGHT if is_current else PROBE_WEIGHT, 1 / (num_known + 1))
-        step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
+    mean, num_known = size.step_s[num_drafts], size.num_tries[num_drafts]
     means, num_tries = list(size.step_s), list(size.num_tries)
-    if is_current and num_known >= NUM_TRIES:
-        means = [one * step_s / mean for one in means]
+    if 0 < num_known < NUM_TRIES:
+        step_s = min(step_s, mean)
+    elif num_known:
+        is_current = num_drafts == size.current
+        weight = WEIGHT if is_current else PROBE_WEIGHT
+        step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
+        if is_current:
+            means = [one * step_s / mean for one in means]
     means[num_drafts] = step_s
     num_tries[num_drafts] += 1
     return replace(size, step_s=tuple(means), num_tries=tuple(num_tries))
@@ -155,12 +157,13 @@ def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
 
 def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int] | None:
     """A row bucket and a number of drafts that were not measured yet, of the smallest such size
-    first; sizes that share what is known count once, as the middle one."""
+    first and its lengths in turns; sizes that share what is known count once, as the middle one."""
     for _, shared in groupby(sizes, int.bit_length):
         alike = list(shared)
         num_rows = alike[len(alike) // 2]
-        if left := _untried(costs.of_size(num_rows), len(costs.tried)):
-            return num_rows, left[0]
+        size = costs.of_size(num_rows)
+        if left := _untried(size, len(costs.tried)):
+            return num_rows, min(left, key=size.num_tries.__getitem__)
     return None
 
 
@@ -184,10 +187,11 @@ def _trial(size: SizeCosts, most: int) -> int | None:
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:
     """The length in use, unless another of 0 .. most promises clearly more."""
     most = len(tokens) - 1
-    left, current = _untried(size, most), min(size.current, most)
-    worth = {n: tokens[n] / size.step_s[n] for n in range(most + 1) if n not in left}
-    best = max(worth, key=worth.__getitem__)
-    return best if current in left or worth[best] > worth[current] * GAIN else current
+    current = min(size.current, most)
+    known = [n for n in range(most + 1) if size.num_tries[n] > 1]
+    worth = {n: tokens[n] / size.step_s[n] for n in known}
+    best = max(known, key=worth.__getitem__)
+    return best if current not in known or worth[best] > worth[current] * GAIN else current
 
 
 def _untried(size: SizeCosts, most: int) -> list[int]:
@@ -199,4 +203,5 @@ def _tokens(costs: Costs, num_drafts: int, wanted: Sequence[int]) -> float:
     return sum(num * costs.expected_tokens(min(num_drafts, limit)) for limit, num in limits)
 
 
-LENGTHS: dict[str, DraftLength] = {"by_load": by_load, "fixed": most_wanted}
+FIXED = "fixed"
+LENGTHS: dict[str, DraftLength] = {"by_load": by_load, FIXED: most_wanted}

@@ -15,9 +15,18 @@ from core.request import ERROR, PREEMPTED, SequenceUpdate, TokenLogprobs
 from core.schema import failure_of
 from core.stopping import cut
 from decode_node.buckets import Buckets
+from decode_node.draft_length import FIXED
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
-from decode_node.plan import Proposal, Report, StepKey, propose, row_width
+from decode_node.plan import (
+    Extras,
+    Proposal,
+    Report,
+    StepKey,
+    propose,
+    row_width,
+    usual_programs,
+)
 from decode_node.planner import StepPlanner
 from decode_node.program import StepProgram
 from decode_node.rows import Rows
@@ -65,6 +74,10 @@ class DecodeEngine:
         schema = Proposal, StepKey
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._may_measure = decide.measures
+        self._to_make: deque[tuple[StepKey, Extras]] = deque()
+        if loaded.kernels.makes_ahead and not loaded.is_eager:
+            is_fixed = lengths.draft_length == FIXED
+            self._to_make.extend(usual_programs(buckets.sizes, self._max_drafts, is_fixed))
         self._report: Report | None = None
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
@@ -101,7 +114,7 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         active = (one.active for one in self.scheduler.sequences.values())
-        is_wanted = self._planner.is_asked or self._may_measure
+        is_wanted = self._planner.is_asked or self._may_measure or bool(self._to_make)
         return bool(self._in_flight) or any(active) or is_wanted
 
     @torch.inference_mode()
@@ -118,6 +131,7 @@ class DecodeEngine:
         """Whoever was in the step that raised this, or in one on its way, is given up and told.
         What was to be measured is learnt while serving then."""
         self._may_measure = False
+        self._to_make.clear()
         for step in self._in_flight:
             self.scheduler.landed(step.sequences)
             self._note(step.sequences)
@@ -146,7 +160,9 @@ class DecodeEngine:
         self._make_room()
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
         key = None
-        if sequences or self._planner.is_asked or self._may_measure:
+        if not sequences and self._to_make:
+            self._launcher.make(*self._to_make.popleft())
+        elif sequences or self._planner.is_asked or self._may_measure:
             key = self._plan(sequences).key
             self._may_measure &= key is not None
         if key is not None:

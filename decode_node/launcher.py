@@ -4,13 +4,13 @@ Nothing here waits for the device but ``collect``, so a step may be launched bef
 before it is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from decode_node.buckets import Buckets
 from decode_node.clock import Moment, now, wait
-from decode_node.plan import PLAIN, Report, StepKey, extras_of, report_of
+from decode_node.plan import PLAIN, Extras, Report, StepKey, extras_of, report_of
 from decode_node.program import StepProgram, StepResult, What
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
@@ -21,16 +21,14 @@ from model.tensors import download
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a step's program needs; the first rows are those of ``sequences``."""
+    """All that a step's program needs; the first rows are those of ``sequences``. Programs are the
+    same in trials."""
 
     sequences: tuple[Sequence, ...]
+    key: StepKey
     what: What
     read_B: Tensor
     write_B: Tensor
-
-    @property
-    def key(self) -> StepKey:
-        return self.what[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,16 @@ class Launcher:
         for sequence in sequences:
             self.rows.grow(sequence)
         extras = PLAIN if key.plain else extras_of(sequences)
-        what = key, extras, self._num_pages(sequences, key)
+        what = replace(key, trial=False), extras, self._num_pages(sequences, key)
         rows = [sequence.row for sequence in sequences]
-        return Prepared(tuple(sequences), what, *self.rows.index(rows, key.num_rows, key.trial))
+        index = self.rows.index(rows, key.num_rows, key.trial)
+        return Prepared(tuple(sequences), key, what, *index)
+
+    def make(self, key: StepKey, extras: Extras) -> None:
+        """Get the program of such steps ready."""
+        what = key, extras, self._num_pages([], key)
+        self.loaded.dispatch.counts = False
+        self.program.make(what, *self.rows.index([], key.num_rows, is_trial=True))
 
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""

@@ -3,7 +3,7 @@ one Plan, and what a rank then launches derives from the plan alone (design.md, 
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.request import STRICT
 from decode_node.sequence import Sequence
@@ -59,6 +59,21 @@ class Extras:
 
 
 PLAIN = Extras()
+
+
+def usual_programs(
+    sizes: Items[int], max_drafts: int, is_fixed: bool
+) -> list[tuple[StepKey, Extras]]:
+    """Of steps with nothing but greedy rows and of those with sampled ones, the largest first;
+    ``is_fixed``: always with as many drafts."""
+    widest, found = row_width(max_drafts), []
+    for num_rows in sorted(sizes, reverse=True):
+        for n in [max_drafts] if is_fixed else range(max_drafts + 1):
+            for num_pending in (1,) if n else (1, widest):
+                width = pass_width(n, num_pending, max_drafts)
+                found.append((StepKey(num_rows, n, width, plain=True), PLAIN))
+                found.append((StepKey(num_rows, n, width), replace(PLAIN, all_greedy=False)))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,21 +40,36 @@ class StepProgram:
         self._kept: OrderedDict[What, Repeated] = OrderedDict()
 
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
-        """A program that fails while it is made is made anew when it is asked for again."""
-        function = self._kept.pop(what, None) or self._new(what)
+        """A program that fails while it is made is made anew when it is asked for again. Those that
+        are made ahead, and this one was not, are run eagerly."""
+        makes_now = not self._loaded.kernels.makes_ahead
+        function = self._kept.pop(what, None) or self._new(what, makes_now)
         is_made = not function.is_ready
         tokens_BN1, num_accepted_B, *logprobs = function(read_B, write_B)
-        self._kept[what] = function
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        self._keep(what, function)
         verdict = Verdict(tokens_BN1, num_accepted_B)
         return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
 
-    def _new(self, what: What) -> Repeated:
+    def make(self, what: What, read_B: Tensor, write_B: Tensor) -> None:
+        """Get a program ready, on rows that are nobody's."""
+        function = self._new(what)
+        while not function.is_ready:
+            function(read_B, write_B)
+        self._keep(what, function)
+
+    def _keep(self, what: What, function: Repeated) -> None:
+        if not isinstance(function, Eager):
+            self._kept[what] = function
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def _new(self, what: What, is_repeated: bool = True) -> Repeated:
         def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
             return self._compute(what, read_B, write_B)
 
-        return Eager(function) if self._loaded.is_eager else self._loaded.kernels.repeated(function)
+        if self._loaded.is_eager or not is_repeated:
+            return Eager(function)
+        return self._loaded.kernels.repeated(function)
 
     def _compute(self, what: What, read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
         (key, extras, num_pages), loaded = what, self._loaded

@@ -21,7 +21,7 @@ def ours() -> Kernels:
     if IS_INTERPRETED:
         from model.kernels.gpu.kernels import Triton
 
-        return Triton(num_processors=16)
+        return Triton(num_processors=8)
     from model.kernels.build import built
     from model.kernels.native import Native
 

@@ -51,12 +51,20 @@ def all_arms() -> list[Arm]:
 
 
 def _tandem(n: int) -> list[Arm]:
+    """``relaxed`` are prompts of a model that thinks, with TensorRT-LLM's settings for DeepSeek-R1:
+    another text, so that its drafts are no measure of the others'."""
     served = ENGINES + "tandem_served"
     modes = (("colocated", SERVED), ("split", SPLIT))
-    return [Arm(f"tandem-n{n}", TANDEM, OFFLINE, ENGINES + "tandem_offline", n)] + [
+    alone = ENGINES + "tandem_offline"
+    arms = [Arm(f"tandem-n{n}", TANDEM, OFFLINE, alone, n)] + [
         Arm(f"tandem-{mode}-n{n}", TANDEM, setting, served, n, options={"mode": mode})
         for mode, setting in modes
     ]
+    if n:
+        told = {"relaxed_top_n": 10, "relaxed_delta": 0.6}
+        relaxed = Arm(f"tandem-relaxed-n{n}", TANDEM, OFFLINE, alone, n, {}, told, samples=False)
+        arms.append(relaxed)
+    return arms
 
 
 def _vllm(n: int) -> list[Arm]:

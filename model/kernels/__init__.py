@@ -12,31 +12,37 @@ log = logging.getLogger(__name__)
 
 
 def create_kernels(name: str, config: ModelConfig, device: torch.device) -> Kernels:
-    """Those called ``name``; auto is native on CPUs that can have them, else plain.
+    """Those called ``name``; auto is what was written for the device if it can be had, else plain.
 
-    Raises ValueError if native ones are asked for by name and cannot be had.
+    Raises ValueError if others are asked for by name and cannot be had.
     """
     if name == PLAIN.name:
         return PLAIN
-    missing = _why_not_native(config, device)
-    if not missing:
-        from model.kernels.build import built
-        from model.kernels.native import Native
-
-        try:
-            return Native(built())
-        except (OSError, ValueError) as error:
-            missing = str(error)
-    if name != AUTO:
-        raise ValueError(f"model.kernels: {name!r} cannot be had: {missing}; use auto or plain")
-    if device.type == "cpu":
-        log.warning("steps are slower than they could be, without native kernels: %s", missing)
+    own, make = ("native", _native) if device.type == "cpu" else ("triton", _triton)
+    if name not in (AUTO, own):
+        raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use auto or {own}")
+    try:
+        return make(config, device)
+    except (OSError, ValueError, ImportError) as error:
+        if name != AUTO:
+            raise ValueError(
+                f"model.kernels: {name!r} cannot be had: {error}; use auto or plain"
+            ) from error
+        log.warning("steps are slower than they could be, without %s kernels: %s", own, error)
     return PLAIN
 
 
-def _why_not_native(config: ModelConfig, device: torch.device) -> str:
-    from model.kernels.native import fits
+def _native(config: ModelConfig, device: torch.device) -> Kernels:
+    from model.kernels.native import Native, fits
 
-    if device.type != "cpu":
-        return f"they are for CPUs, not {device.type}"
-    return "" if fits(config) else "they need heads and latents of a multiple of 16 values"
+    if not fits(config):
+        raise ValueError("they need heads and latents of a multiple of 16 values")
+    from model.kernels.build import built
+
+    return Native(built())
+
+
+def _triton(config: ModelConfig, device: torch.device) -> Kernels:
+    from model.kernels.gpu.kernels import Triton
+
+    return Triton(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -66,6 +66,9 @@ class Kernels:
     form = EAGER
     """In which functions are called again and again."""
 
+    makes_ahead = False
+    """A repeated function takes so long to get ready that nobody shall wait for it."""
+
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 

@@ -16,7 +16,7 @@ from model.batch import Batch
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Kernels, Routing
-from tests.kernels import TYPES, native_only, ours
+from tests.kernels import IS_INTERPRETED, TYPES, native_only, ours
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Of a result, relative to the largest."""
@@ -86,6 +86,8 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(ours().rms_norm(apart, weight, 1e-6), ours().rms_norm(x, weight, 1e-6))
 
 
+CONTEXTS = [1, 5, 31, 32, 33, 130] if IS_INTERPRETED else [1, 5, 256, 257, 300, 700]
+"""Around the sizes of tiles."""
 HEADS, NOPE, ROPE, LATENT, VALUE = 5, 24, 16, 32, 48
 
 
@@ -104,8 +106,8 @@ class Pages:
 
     @classmethod
     def make(cls, num_seqs: int, num_q: int, dtype: torch.dtype, page_size: int = 16) -> "Pages":
-        lengths = torch.tensor([1, 5, 256, 257, 300, 700])[:num_seqs]
-        width, num = -(-700 // page_size), num_seqs * num_q
+        lengths = torch.tensor(CONTEXTS)[:num_seqs]
+        width, num = -(-max(CONTEXTS) // page_size), num_seqs * num_q
         table = torch.randperm(num_seqs * width).view(num_seqs, width) + 1
         lens_BQ = (lengths[:, None] - torch.arange(num_q).flip(0)).clamp(min=1)
         cache = draw(1 + num_seqs * width, page_size, LATENT + ROPE, seed=2, dtype=dtype)
@@ -159,6 +161,13 @@ def test_latent_attention_reads_pages_in_place(
     # Queries in latent space and what was attended to are rounded on their way.
     error = (got.double() - told.wanted()).abs().max() / told.wanted().abs().max()
     assert error < 3 * ROUNDING[dtype], float(error)
+
+
+def test_a_short_context_in_many_parts() -> None:
+    """Most see nothing."""
+    told = Pages.make(2, 3, torch.float32)
+    got, wanted = told.attend(), told.wanted()
+    assert (got.double() - wanted).abs().max() / wanted.abs().max() < 3 * ROUNDING[torch.float32]
 
 
 PACKED = ((1, 1), (7, 7), (60, 60), (100, 700), (3, 513), (1, 512), (130, 1030))

@@ -214,6 +214,29 @@ def test_a_program_that_was_dropped_is_recorded_again(
     assert len(bench.decode._launcher.program._kept) == 1
 
 
+def test_programs_that_are_made_ahead_serve_and_others_are_eager(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As captured ones are: while nobody has work, on rows that are nobody's."""
+    asked = everything()
+    answers = Bench(loaded, max_rows=6).generate(*asked)
+    monkeypatch.setattr(type(loaded.kernels), "makes_ahead", True)
+    bench = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
+    made = bench.decode._launcher.program._kept
+    caches = [cache.clone() for cache in bench.all_caches()]
+    while bench.decode.has_work():
+        bench.decode.step()
+    assert len(made) == 3 * 5 * 2 and all(function.is_ready for function in made.values())
+    for cache, clean in zip(bench.all_caches(), caches, strict=True):
+        assert torch.equal(cache[1:], clean[1:]), "only the dummy page may be written"
+    known = list(made)
+    plain = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
+    plain.decode._to_make.clear()
+    assert bench.generate(*asked) == plain.generate(*asked) == answers
+    assert set(made) == set(known), "nobody waited for a program"
+    bench.check_empty()
+
+
 class Counts(TorchDispatchMode):
     """Operators called, tensors allocated, and bytes that these hold."""
 

@@ -3,15 +3,17 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.driven.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
-from core.request import Request, SamplingParams
+from core.request import RELAXED, Request, SamplingParams, Speculation
 from model.loaded import LoadedModel
 from prefill_node.engine import Progress
 
@@ -58,9 +60,16 @@ def new_bench(loaded: LoadedModel, job: Job, trial: Trial) -> TimedBench:
 
 
 def run_batch(
-    bench: TimedBench, trial: Trial, prompts: Sequence[list[int]], serial: "count[int]"
+    bench: TimedBench,
+    trial: Trial,
+    prompts: Sequence[list[int]],
+    serial: "count[int]",
+    relaxed: dict[str, Any],
 ) -> Timeline:
     asked = [new_request(f"r{next(serial)}", p, i, trial) for i, p in enumerate(prompts)]
+    if relaxed:
+        assert bench.loaded.think_ids is not None, "this checkpoint does not think"
+        asked = [thinking(request, bench.loaded.think_ids[0], relaxed) for request in asked]
     order = {request.request_id: i for i, request in enumerate(asked)}
     timeline, stamped = Timeline(len(asked)), bench.progress
     assert isinstance(stamped, Stamped)
@@ -90,6 +99,13 @@ def new_request(name: str, prompt: list[int], seed: int, trial: Trial) -> Reques
     return Request(name, tuple(prompt), sampling=sampling)
 
 
+def thinking(request: Request, think_id: int, relaxed: dict[str, Any]) -> Request:
+    """A prompt as long, which begins to think."""
+    prompt_ids = (request.prompt_ids[0], think_id, *request.prompt_ids[2:])
+    speculation = Speculation(acceptance=RELAXED, **relaxed)
+    return replace(request, prompt_ids=prompt_ids, speculation=speculation)
+
+
 def main() -> None:
     job = read_job(Path(sys.argv[1]))
     loaded = load(
@@ -107,9 +123,9 @@ def main() -> None:
     with torch.inference_mode():
         for trial in job.trials:
             bench = new_bench(loaded, job, trial)
-            run_batch(bench, trial.warming(), trial.warm_up, serial)
+            run_batch(bench, trial.warming(), trial.warm_up, serial, job.options)
             for prompts in trial.batches:
-                say_batch(trial, run_batch(bench, trial, prompts, serial))
+                say_batch(trial, run_batch(bench, trial, prompts, serial, job.options))
     say("end")
 
 

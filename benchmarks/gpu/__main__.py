@@ -1,0 +1,109 @@
+"""One GPU's turn: what is right, and how far each part is from the least it can take.
+
+    python -m benchmarks.gpu                          every section that has no results yet
+    python -m benchmarks.gpu --sections kernels,steps --again
+    python -m benchmarks.gpu --rehearse --out /tmp/x  the same on a CPU, small: is the script whole?
+    python -m benchmarks.gpu --table                  of what was measured before
+
+Sections run one after the other, each in a process of its own with a limit of its own; what one has
+measured is kept when it is ended. Lines go to OUT/results.jsonl. Weights are random and made on the
+device, but for the shipped checkpoint's. Nothing is tuned while it runs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.say import OUT, Say, lines, results_file
+
+SECTIONS = {
+    "ceilings": 30,
+    "exact": 150,
+    "kernels": 120,
+    "steps": 200,
+    "costs": 60,
+    "prefill": 60,
+    "handover": 30,
+}
+"""Seconds that each may take."""
+
+
+def main() -> None:
+    args = _arguments()
+    if args.out:
+        os.environ[OUT] = str(args.out)
+    results_file().parent.mkdir(parents=True, exist_ok=True)
+    if args.section:
+        import_module(f"benchmarks.gpu.{args.section}").run(
+            Device(args.rehearse), Say(args.section)
+        )
+        return
+    failed = [] if args.table else _run_all(args)
+    Console(width=150).print(_table())
+    if failed:
+        raise SystemExit(f"not whole: {', '.join(failed)}")
+
+
+def _run_all(args: argparse.Namespace) -> list[str]:
+    """The names of sections that failed or ran out of time."""
+    done, failed = {line["section"] for line in lines() if line["what"] == "took"}, []
+    ends_at = time.monotonic() + args.minutes * 60
+    for name in args.sections.split(","):
+        if name not in SECTIONS:
+            raise SystemExit(f"--sections {name}: known are {', '.join(SECTIONS)}")
+        if name in done and not args.again:
+            continue
+        left = min(SECTIONS[name], ends_at - time.monotonic())
+        if not _run_one(name, left, args.rehearse):
+            failed.append(name)
+    return failed
+
+
+def _run_one(name: str, limit_s: float, is_rehearsal: bool) -> bool:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--section", name]
+    began_at = time.monotonic()
+    try:
+        subprocess.run(command + ["--rehearse"] * is_rehearsal, check=True, timeout=limit_s)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"{name}: {error}", flush=True)
+        return False
+    Say(name)("took", s=time.monotonic() - began_at)
+    return True
+
+
+def _table() -> Table:
+    """The latest of each line."""
+    table = Table(title=str(results_file()))
+    for column in ("section", "what", "figures"):
+        table.add_column(column)
+    for (section, what), line in {(one["section"], one["what"]): one for one in lines()}.items():
+        figures = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items())
+        told = [one for one in figures if not one.startswith(("section ", "what "))]
+        table.add_row(section, what, ", ".join(told))
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", default=",".join(SECTIONS), metavar="NAME,..", help="[all]")
+    parser.add_argument("--again", action="store_true", help="also those that have results")
+    parser.add_argument("--minutes", type=float, default=8, help="for all of them together [8]")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small sizes")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--out", type=Path, help="folder [build/gpu]")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

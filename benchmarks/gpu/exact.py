@@ -1,0 +1,92 @@
+"""The same tokens as on a CPU, the same bits in both forms, and no wait of the host in a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.driven.held_out import held_out
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.say import Say
+from core.config import TINY_MODEL
+from core.request import Request
+from model.loaded import LoadedModel
+
+NUM_TOKENS = 60
+
+
+def run(device: Device, say: Say) -> None:
+    sets = [] if device.is_rehearsal else ["decode.device=cuda", "model.kernels=triton"]
+    reference = load(TINY_MODEL, "model.kernels=plain")
+    asked = requests(4 if device.is_rehearsal else 12)
+    wanted = Bench(reference, num_drafts=0, max_rows=len(asked), page_size=64).generate(*asked)
+    for dtype in ("float32", "bfloat16"):
+        loaded = load(TINY_MODEL, f"model.dtype={dtype}", *sets)
+        for n in range(4):
+            eager, eager_bits = answers(loaded, asked, n, is_captured=False)
+            captured, captured_bits = answers(loaded, asked, n, is_captured=True)
+            again, again_bits = answers(loaded, asked, n, is_captured=True)
+            say(
+                f"{dtype}, n = {n}",
+                as_on_a_cpu=sum(a == b for a, b in zip(eager, wanted, strict=True)) / len(asked),
+                forms_equal=eager == captured and same(eager_bits, captured_bits),
+                runs_equal=captured == again and same(captured_bits, again_bits),
+                form=loaded.form,
+            )
+    say("waits of the host", found=waits(load(TINY_MODEL, "model.dtype=bfloat16", *sets), device))
+
+
+def requests(num: int) -> list[Request]:
+    lengths = held_out(num, 20, 200, seed=5)
+    return [greedy(f"r{i}", ids, NUM_TOKENS, ignore_eos=True) for i, ids in enumerate(lengths)]
+
+
+def answers(
+    loaded: LoadedModel, asked: list[Request], num_drafts: int, is_captured: bool
+) -> tuple[list[tuple[list[int], str]], list[torch.Tensor]]:
+    bench = Bench(loaded, num_drafts=num_drafts, max_rows=len(asked), page_size=64, num_pages=400)
+    if is_captured:
+        while bench.decode.has_work():
+            bench.decode.step()
+    bench.decode._to_make.clear()
+    told = bench.generate(*asked)
+    bench.check_empty()
+    return told, bench.all_caches()
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """But for the dummy page, which is anybody's."""
+    return all(torch.equal(a[1:], b[1:]) for a, b in zip(some, others, strict=True))
+
+
+def waits(loaded: LoadedModel, device: Device) -> str:
+    """What torch says of the first wait in a step of each form; nothing if there is none."""
+    for is_captured in (False, True):
+        bench = Bench(loaded, num_drafts=3, max_rows=4, page_size=64)
+        if is_captured:
+            while bench.decode.has_work():
+                bench.decode.step()
+        bench.decode._to_make.clear()
+        for request in requests(4):
+            bench.start(request)
+        bench.decode.step()
+        try:
+            with no_waits(device):
+                for _ in range(5):
+                    bench.decode.step()
+        except RuntimeError as error:
+            return f"{'captured' if is_captured else 'eager'}: {error}"
+    return ""
+
+
+@contextmanager
+def no_waits(device: Device) -> Iterator[None]:
+    if device.is_rehearsal:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,143 @@
+"""Each kernel against fp64 of the same inputs, and its time beside its floor."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import floors
+from benchmarks.gpu.ceilings import rates
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.floors import Work
+from benchmarks.gpu.say import Say
+from benchmarks.gpu.shapes import SHAPES
+from model.config import ModelConfig
+from model.kernels import create_kernels
+from model.kernels.base import PLAIN, Kernels
+from model.moe import routing
+
+PAGE_SIZE = 64
+BF16 = torch.bfloat16
+
+
+def run(device: Device, say: Say) -> None:
+    names = ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]
+    for name in names:
+        config = ModelConfig.from_dict(SHAPES[name])
+        kernels = create_kernels("auto", config, device.kind)
+        for num_rows, num_q, context in ((1, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)):
+            size = (2, num_q, 100) if device.is_rehearsal else (num_rows, num_q, context)
+            _attention(device, say, name, config, kernels, *size)
+        for num_tokens in (1, 4, 32, 128, 512):
+            _experts(device, say, name, config, kernels, num_tokens)
+            _routing(device, say, name, config, kernels, num_tokens)
+            _rows(device, say, name, config, kernels, num_tokens)
+
+
+def draw(device: Device, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=device.kind) * scale).to(BF16)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """Relative, in the norm; not a number if one of them is."""
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _tell(
+    device: Device, say: Say, what: str, run: Callable[[], object], work: Work, wrong: float
+) -> None:
+    took, floor = device.time_s(run), work.floor_s(rates())
+    say(what, error=wrong, us=1e6 * took, of_floor=floor / took)
+
+
+def _attention(
+    device: Device,
+    say: Say,
+    name: str,
+    config: ModelConfig,
+    kernels: Kernels,
+    num_rows: int,
+    num_q: int,
+    context: int,
+) -> None:
+    c, heads = config, config.num_attention_heads
+    per_row = -(-context // PAGE_SIZE)
+    cache = draw(device, 1 + num_rows * per_row, PAGE_SIZE, c.latent_dim)
+    table = torch.randperm(num_rows * per_row, device=device.kind).view(num_rows, -1) + 1
+    lens = torch.arange(context - num_q + 1, context + 1, device=device.kind)
+    lens = lens.expand(num_rows, -1).contiguous()
+    q = draw(device, num_rows * num_q, heads, c.qk_head_dim)
+    up_k = draw(device, heads, c.kv_lora_rank, c.qk_nope_head_dim, scale=c.kv_lora_rank**-0.5)
+    up_v = draw(device, heads, c.v_head_dim, c.kv_lora_rank, scale=c.kv_lora_rank**-0.5)
+    angle = torch.rand(num_rows * num_q, c.qk_rope_head_dim // 2, device=device.kind)
+
+    def attend(kernels: Kernels, rows: slice, kind: torch.dtype) -> Tensor:
+        flat = slice(rows.start * num_q, rows.stop * num_q)
+        angles, where = (angle[flat].cos(), angle[flat].sin()), (table[rows], lens[rows])
+        ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
+        return kernels.mla_attend(
+            q[flat].to(kind), *ups, *angles, True, cache.to(kind), *where, c.softmax_scale
+        )
+
+    wanted = attend(PLAIN, slice(0, 1), torch.float64)
+    wrong = error(attend(kernels, slice(0, num_rows), BF16)[:num_q], wanted)
+    work = floors.attention(c, num_rows, num_q, context)
+    work += floors.product(up_k.numel() + up_v.numel(), num_rows * num_q)
+    what = f"{name}, attention, {num_rows} rows x {num_q} of {context}"
+    _tell(device, say, what, lambda: attend(kernels, slice(0, num_rows), BF16), work, wrong)
+
+
+def _experts(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+) -> None:
+    c, num_slots = config, config.n_routed_experts
+    w1 = draw(device, num_slots, 2 * c.moe_intermediate_size, c.hidden_size, scale=0.02)
+    w2 = draw(device, num_slots, c.hidden_size, c.moe_intermediate_size, scale=0.02)
+    x = draw(device, num_tokens, c.hidden_size)
+    chosen = torch.rand(num_tokens, num_slots, device=device.kind).topk(c.num_experts_per_tok)
+    slots = chosen.indices.flatten()
+    packed = kernels.pack_experts(w1, w2)
+    got = kernels.experts(x, None, slots, *packed)
+    some = [0, len(slots) // 2, len(slots) - 1]
+    wanted = torch.stack([_one(x[i // c.num_experts_per_tok], w1, w2, slots[i]) for i in some])
+    expert = 3 * c.hidden_size * c.moe_intermediate_size
+    work = Work(2 * expert * len(slots.unique()), 2 * expert * len(slots))
+    what = f"{name}, experts, {num_tokens} tokens"
+    wrong = error(got[some], wanted)
+    _tell(device, say, what, lambda: kernels.experts(x, None, slots, *packed), work, wrong)
+
+
+def _one(x_D: Tensor, w1: Tensor, w2: Tensor, slot: Tensor) -> Tensor:
+    gate, up = (w1[slot].double() @ x_D.double()).chunk(2)
+    return w2[slot].double() @ (torch.nn.functional.silu(gate) * up)
+
+
+def _routing(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+) -> None:
+    x = draw(device, num_tokens, config.hidden_size)
+    weight = draw(device, config.n_routed_experts, config.hidden_size, scale=0.05)
+    bias = torch.rand(config.n_routed_experts, device=device.kind) * 0.1
+    told = bias if config.topk_method == "noaux_tc" else None, routing(config)
+    packed = kernels.pack(weight)
+    ids, weights = kernels.route(x, packed, *told)
+    wanted_ids, wanted = PLAIN.route(x.double(), weight.double(), *told)
+    same = float((ids == wanted_ids).float().mean())
+    work = floors.product(weight.numel(), num_tokens)
+    what = f"{name}, routing, {num_tokens} tokens, {same:.4f} chosen alike"
+    took = lambda: kernels.route(x, packed, *told)  # noqa: E731
+    _tell(device, say, what, took, work, error(weights, wanted))
+
+
+def _rows(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+) -> None:
+    x, more = (draw(device, num_tokens, config.hidden_size) for _ in range(2))
+    weight = draw(device, config.hidden_size)
+    got = kernels.add_rms_norm(x, more, weight, 1e-6)[1]
+    total = (x + more).double()
+    wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    work = Work(4 * 2 * x.numel(), 0)
+    what = f"{name}, sum and norm, {num_tokens} rows"
+    run = lambda: kernels.add_rms_norm(x, more, weight, 1e-6)  # noqa: E731
+    _tell(device, say, what, run, work, error(got, wanted))

@@ -1,0 +1,42 @@
+"""Prompts read in one forward beside their floors; the checkpoint is random."""
+
+import torch
+
+from benchmarks.gpu import floors
+from benchmarks.gpu.ceilings import rates
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.say import Say
+from benchmarks.gpu.shapes import random_model
+from model.batch import Batch, Segment, pack
+from model.cache import Caches
+
+PAGE_SIZE = 64
+
+
+def run(device: Device, say: Say) -> None:
+    for name in ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]:
+        _of(device, say, name)
+        device.free()
+
+
+def _of(device: Device, say: Say, name: str) -> None:
+    loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=False)
+    for num_tokens in (100,) if device.is_rehearsal else (1024, 4096, 16384):
+        num_pages = -(-num_tokens // PAGE_SIZE)
+        caches = loaded.allocate(1 + num_pages, PAGE_SIZE)
+        ids = torch.randint(3, loaded.config.vocab_size, (num_tokens,)).tolist()
+        batch = pack([Segment(ids, 0, range(1, num_pages + 1))], PAGE_SIZE, device.kind)
+
+        def read(batch: Batch = batch, caches: Caches = caches) -> None:
+            loaded.network.logits(loaded.network(batch, caches)[:, -1])
+
+        with torch.inference_mode():
+            took = device.time_s(read, 5, 2)
+        work = floors.prefill(loaded.config, num_tokens)
+        say(
+            f"{name}, {num_tokens} tokens",
+            ms=1e3 * took,
+            floor_ms=1e3 * work.floor_s(rates()),
+            of_floor=work.floor_s(rates()) / took,
+            of_matrix_rate=work.num_flops / took / rates().flops_per_s,
+        )

@@ -1,0 +1,94 @@
+"""Published dimensions with random weights, made where they are used."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.deepseek import DeepseekV3
+from model.dispatch.local import Local
+from model.drafters.mtp import MtpDrafter, MtpLayer
+from model.drafters.none import NoDrafter
+from model.kernels import create_kernels
+from model.layers import adopt
+from model.loaded import LoadedModel
+
+YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+YARN |= {"original_max_position_embeddings": 4096}
+HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": YARN, "eos_token_id": 1}
+COMMON |= {"max_position_embeddings": 163840, "num_nextn_predict_layers": 1} | HEADS
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # deepseek-ai/DeepSeek-V2-Lite, config.json; an MTP layer is appended.
+    "v2-lite": COMMON
+    | {"model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048}
+    | {"intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
+    | {"num_attention_heads": 16, "q_lora_rank": None, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+    | {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+    | {"routed_scaling_factor": 1.0},
+    # deepseek-ai/DeepSeek-V3, config.json: 4 of its 61 layers and a quarter of their experts, as a
+    # rank of a gang holds them.
+    "v3-slice": COMMON
+    | {"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168}
+    | {"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 4}
+    | {"num_attention_heads": 128, "q_lora_rank": 1536, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8}
+    | {"n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    | {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    # For rehearsals on a CPU.
+    "small": COMMON
+    | {"model_type": "deepseek_v2", "vocab_size": 256, "hidden_size": 64}
+    | {"intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    | {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+    | {"routed_scaling_factor": 1.0, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    | {"qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+
+
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool, kernels: str = "auto"
+) -> LoadedModel:
+    config = ModelConfig.from_dict(SHAPES[name])
+    dispatch = Local(config.n_routed_experts)
+    with torch.device("meta"):
+        network = DeepseekV3(config, dispatch)
+        layer = MtpLayer(config, dispatch)
+    generator = torch.Generator(device).manual_seed(1)
+    network.rope.to(device)
+    parts = [network, layer] if with_mtp else [network]
+    for part in parts:
+        _fill(part, device, dtype, generator)
+    chosen = create_kernels(kernels, config, device)
+    drafter = MtpDrafter(network, layer.eval()) if with_mtp else NoDrafter()
+    adopt(network.eval(), chosen)
+    drafter.adopt(chosen)
+    kind = (dtype, device, config.max_position_embeddings, with_mtp, None)
+    return LoadedModel(config, network, drafter, dispatch, chosen, *kind)
+
+
+def _fill(part: nn.Module, device: torch.device, dtype: torch.dtype, made: Any) -> None:
+    """Weights of the size that keeps activations alive; norms around 1."""
+    for owner in part.modules():
+        for name, tensor in list(owner.named_parameters(recurse=False)):
+            value = _random(tensor, device, dtype, made)
+            setattr(owner, name, nn.Parameter(value, requires_grad=False))
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(owner, name, 0.1 * torch.randn(buffer.shape, device=device, generator=made))
+
+
+def _random(like: Tensor, device: torch.device, dtype: torch.dtype, made: Any) -> Tensor:
+    """In slices, so that fp32 numbers never take much beside what is kept."""
+    out = torch.empty(like.shape, dtype=dtype, device=device)
+    if like.dim() == 1:
+        return out.copy_(0.5 + torch.rand(like.shape, device=device, generator=made))
+    rows = out.view(-1, like.shape[-1])
+    for part in rows.split(1 << 16):
+        numbers = torch.randn(part.shape, device=device, generator=made)
+        part.copy_(numbers * like.shape[-1] ** -0.5)
+    return out

@@ -1,0 +1,116 @@
+"""Decode steps of published dimensions beside their floors, eager and captured."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.driven.engines import greedy
+from benchmarks.gpu import floors
+from benchmarks.gpu.ceilings import rates
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.say import Say
+from benchmarks.gpu.shapes import random_model
+from core.identity import Identity
+from decode_node.plan import PLAIN, StepKey, pass_width, row_width
+from decode_node.program import StepProgram
+from decode_node.rows import Rows
+from decode_node.sequence import Sequence
+from model.loaded import LoadedModel
+
+PAGE_SIZE = 64
+ROOM = 1024
+"""Tokens that a row may emit while it is timed."""
+MOST_TOKENS = 32 * 32768
+NUM_DRAFTS = 3
+
+
+def run(device: Device, say: Say) -> None:
+    names = ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]
+    for name in names:
+        loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=True)
+        for num_rows in (1, 2) if device.is_rehearsal else (1, 8, 32, 64, 128):
+            for context in (100,) if device.is_rehearsal else (1024, 4096, 32768):
+                if num_rows * context <= MOST_TOKENS:
+                    with torch.inference_mode():
+                        _at(device, say, name, loaded, num_rows, context)
+        del loaded
+        device.free()
+
+
+def _at(
+    device: Device, say: Say, name: str, loaded: LoadedModel, num_rows: int, context: int
+) -> None:
+    for n in (0, NUM_DRAFTS):
+        batch = Steps(loaded, num_rows, context, n)
+        with experts_hit(loaded) as hit:
+            batch.step()
+        eager = device.time_s(batch.step, 5)
+        host_eager = device.host_s(batch.step, 5)
+        batch.capture()
+        captured, host = device.time_s(batch.step), device.host_s(batch.step)
+        verify, draft = (hit[: loaded.config.num_moe_layers], hit[loaded.config.num_moe_layers :])
+        means = [sum(one) / max(1, len(one)) for one in (verify, draft or verify)]
+        floor = floors.decode_step(loaded.config, num_rows, n, context, *means).floor_s(rates())
+        say(
+            f"{name}, {num_rows} rows of {context}, n = {n}",
+            ms=1e3 * captured,
+            floor_ms=1e3 * floor,
+            of_floor=floor / captured,
+            eager_ms=1e3 * eager,
+            host_ms=1e3 * host,
+            host_eager_ms=1e3 * host_eager,
+            experts_hit=means[0],
+        )
+        del batch
+        device.free()
+
+
+class Steps:
+    """Rows of equal contexts on pages of their own, whose latents are random."""
+
+    def __init__(self, loaded: LoadedModel, num_rows: int, context: int, num_drafts: int) -> None:
+        per_row = -(-(context + ROOM) // PAGE_SIZE)
+        self.caches = loaded.allocate(1 + num_rows * per_row, PAGE_SIZE)
+        for cache in (one for group in self.caches.values() for one in group):
+            cache.normal_()
+        self.rows = Rows(loaded, num_rows, row_width(num_drafts), per_row)
+        request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
+        for i in range(num_rows):
+            pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
+            one = Sequence(Identity(f"r{i}"), i, pages, per_row, context, 0, ROOM)
+            one.begin(request, frozenset(), num_drafts)
+            hidden = torch.randn(loaded.config.hidden_size, device=loaded.device)
+            self.rows.begin(one, 7 + i, hidden.to(loaded.dtype))
+        self._program = StepProgram(loaded, self.caches, self.rows)
+        width = pass_width(num_drafts, 1, num_drafts)
+        self._what = StepKey(num_rows, num_drafts, width, plain=True), PLAIN, None
+        self._index = self.rows.index(list(range(num_rows)), num_rows)
+
+    def step(self) -> Any:
+        return self._program.run(self._what, *self._index)
+
+    def capture(self) -> None:
+        num_rows = self._what[0].num_rows
+        self._program.make(self._what, *self.rows.index([], num_rows, is_trial=True))
+
+
+@contextmanager
+def experts_hit(loaded: LoadedModel) -> Iterator[list[int]]:
+    """How many different experts each MoE layer of what runs inside chooses."""
+    found: list[int] = []
+    route = loaded.kernels.route
+
+    def counting(*told: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = route(*told)
+        found.append(len(ids.unique()))
+        return ids, weights
+
+    kernels: Any = loaded.kernels
+    kernels.route = counting
+    try:
+        yield found
+    finally:
+        del kernels.route

@@ -1,0 +1,49 @@
+"""Functions of tensors as CUDA graphs: what is launched once is launched again as a whole."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.kernels.base import Function
+
+
+class Captured:
+    """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
+    call; what it returns is overwritten by the next, in the order of the device.
+
+    The first call is an eager one, in which kernels are compiled and libraries take what they
+    need; the second captures. Graphs of one ``pool`` share memory, and never run side by side.
+    Other threads may use the device meanwhile. RuntimeError if the host waits for the device.
+    """
+
+    def __init__(self, function: Function, pool: Any) -> None:
+        self._function, self._pool = function, pool
+        self._has_run = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._outputs: tuple[Tensor, ...] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if not self._has_run:
+            outputs = self._function(*inputs)
+            self._has_run = True
+            return outputs
+        if self._graph is None:
+            self._capture(inputs)
+        assert self._graph is not None
+        for held, new in zip(self._inputs, inputs, strict=True):
+            held.copy_(new)
+        self._graph.replay()
+        return self._outputs
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [one.clone() for one in inputs]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._outputs = self._function(*self._inputs)
+        self._graph = graph

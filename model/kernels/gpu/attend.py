@@ -1,0 +1,187 @@
+"""Attention of decode steps over a paged latent cache: flash decoding (Dao et al. 2023) in MLA's
+absorbed form (spec §3).
+
+All heads and query rows of a sequence share its latents, so a program takes a block of (query,
+head) pairs and a part of the context, and reads each slot once, as key and as value. Page tables
+and lengths are read on the device; parts are merged by their log-sum-exp.
+
+Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, C latent width, R rotary
+width, M pairs of a program, S slots of a tile, P parts of the context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.gpu.rotary import rotated
+
+MAX_PARTS = 32
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def attend(
+    q_XHC: Tensor,
+    pe_XHR: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    is_interleaved: bool,
+    cache: Tensor,
+    page_table_BP: Tensor,
+    context_lens_BQ: Tensor,
+    scale: float,
+    num_processors: int,
+) -> Tensor:
+    """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
+    until ``num_processors`` have work, into as many parts whatever they are."""
+    num_rows, num_heads, width = q_XHC.shape
+    (num_seqs, num_q), num_pe = context_lens_BQ.shape, pe_XHR.shape[2]
+    is_exact = q_XHC.dtype == torch.float32
+    block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
+    num_blocks = triton.cdiv(num_q * num_heads, block_m)
+    wanted = 2 * num_processors // (num_seqs * num_blocks)
+    num_parts = min(MAX_PARTS, triton.next_power_of_2(max(1, wanted)))
+    part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
+    lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
+    _attend[(num_blocks, num_seqs, num_parts)](
+        q_XHC,
+        pe_XHR,
+        cos,
+        sin,
+        cache,
+        page_table_BP,
+        context_lens_BQ,
+        part,
+        lse,
+        scale,
+        *q_XHC.stride()[:2],
+        *pe_XHR.stride()[:2],
+        page_table_BP.stride(0),
+        num_q,
+        NUM_HEADS=num_heads,
+        C=width,
+        R=num_pe,
+        PAGE_SIZE=cache.shape[1],
+        NUM_PARTS=num_parts,
+        IS_INTERLEAVED=is_interleaved,
+        BLOCK_M=block_m,
+        BLOCK_S=16 if is_exact else 32,
+        BLOCK_C=triton.next_power_of_2(width),
+        BLOCK_R=max(16, triton.next_power_of_2(num_pe)),
+        num_warps=4 if block_m == 16 else 8,
+        num_stages=3,
+    )
+    out_XHC = torch.empty(num_rows, num_heads, width, dtype=q_XHC.dtype, device=q_XHC.device)
+    block_c = min(128, triton.next_power_of_2(width))
+    _merge[(num_rows * num_heads, triton.cdiv(width, block_c))](
+        part,
+        lse,
+        out_XHC,
+        C=width,
+        NUM_PARTS=num_parts,
+        BLOCK_P=triton.next_power_of_2(num_parts),
+        BLOCK_C=block_c,
+    )
+    return out_XHC
+
+
+@triton.jit
+def _attend(
+    q,
+    pe,
+    cos,
+    sin,
+    cache,
+    table,
+    lens,
+    part,
+    lse,
+    scale,
+    q_row,
+    q_head,
+    pe_row,
+    pe_head,
+    table_row,
+    num_q,
+    NUM_HEADS: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    seq, of = tl.program_id(1), tl.program_id(2)
+    pair_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_pair_M = pair_M < num_q * NUM_HEADS
+    head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
+    len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
+    longest = tl.max(len_M, 0)
+    num_slots = tl.cdiv(tl.cdiv(longest, NUM_PARTS), BLOCK_S) * BLOCK_S
+    first = of * num_slots
+    end = tl.minimum(first + num_slots, longest)
+
+    c_C, r_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    is_c, is_r, is_m = (c_C < C)[None, :], (r_R < R)[None, :], is_pair_M[:, None]
+    at_M = row_M * q_row + head_M * q_head
+    q_MC = tl.load(q + at_M[:, None] + c_C[None, :], mask=is_m & is_c, other=0.0)
+    at_M = row_M * pe_row + head_M * pe_head
+    q_MR = rotated(pe, at_M, cos, sin, row_M, r_R, is_m & is_r, R, IS_INTERLEAVED)
+    q_MR = q_MR.to(q_MC.dtype)
+
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    out_MC = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(first, end, BLOCK_S):
+        slot_S = start + tl.arange(0, BLOCK_S)
+        is_slot_S = slot_S < end
+        page_S = tl.load(table + seq * table_row + slot_S // PAGE_SIZE, mask=is_slot_S, other=0)
+        at_S = cache + (page_S * PAGE_SIZE + slot_S % PAGE_SIZE).to(tl.int64) * (C + R)
+        k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_slot_S[:, None] & is_c, other=0.0)
+        k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
+        score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
+        score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee")
+        is_seen_MS = (slot_S[None, :] < len_M[:, None]) & is_slot_S[None, :]
+        score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
+        new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
+        # A query that has seen nothing yet must not subtract infinities.
+        safe_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+        p_MS, kept_M = tl.exp2(score_MS - safe_M[:, None]), tl.exp2(top_M - safe_M)
+        sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
+        out_MC = tl.dot(p_MS.to(k_SC.dtype), k_SC, out_MC * kept_M[:, None], input_precision="ieee")
+        top_M = new_top_M
+
+    at_M = (row_M * NUM_HEADS + head_M) * NUM_PARTS + of
+    is_seen_M = sum_M > 0
+    safe_M = tl.where(is_seen_M, sum_M, 1.0)
+    lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
+    tl.store(lse + at_M, lse_M, mask=is_pair_M)
+    where_MC = part + at_M.to(tl.int64)[:, None] * C + c_C[None, :]
+    tl.store(where_MC, out_MC / safe_M[:, None], mask=is_m & is_c & is_seen_M[:, None])
+
+
+@triton.jit
+def _merge(
+    part,
+    lse,
+    out,
+    C: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    p_P, c_C = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    at_P = pair * NUM_PARTS + p_P
+    lse_P = tl.load(lse + at_P, mask=p_P < NUM_PARTS, other=float("-inf"))
+    is_seen_P = lse_P > float("-inf")
+    top = tl.max(lse_P, 0)
+    weight_P = tl.where(is_seen_P, tl.exp2(lse_P - top), 0.0)
+    # Parts that saw nothing were not written.
+    is_there_PC = is_seen_P[:, None] & (c_C < C)[None, :]
+    part_PC = tl.load(part + at_P[:, None] * C + c_C[None, :], mask=is_there_PC, other=0.0)
+    out_C = tl.sum(part_PC * weight_P[:, None], 0) / tl.sum(weight_P, 0)
+    tl.store(out + pair * C + c_C, out_C.to(out.dtype.element_ty), mask=c_C < C)

@@ -1,0 +1,233 @@
+"""Routed experts: pairs of (token, expert) sorted by expert, two grouped products, and the sum.
+
+A program has one expert and a block of its outputs, and goes over the expert's pairs: in a decode
+step they are few, and weights are read once. Nothing is padded, nothing waits for the routing.
+
+Shape legend: N tokens, P (token, expert) pairs, S slots of experts, D hidden, F their width,
+T tokens, K experts of a token, M pairs of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ALIGN_BLOCK = 1024
+
+
+def experts(
+    x_ND: Tensor,
+    tokens_P: Tensor | None,
+    slots_P: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+) -> Tensor:
+    """See Kernels.experts: [P, D], undefined where the slot is S."""
+    num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
+    width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
+    order_P, starts_S = by_slot(slots_P, num_slots)
+    per_slot = triton.cdiv(num_pairs, num_slots)
+    is_exact = dtype == torch.float32
+    block_m = 16 if per_slot <= 16 or is_exact else 32 if per_slot <= 32 else 64
+    hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
+    block_f, block_k = 32, 32 if is_exact else 128
+    _gate_up[(num_slots, triton.cdiv(width, block_f))](
+        x_ND,
+        gate_up,
+        order_P if tokens_P is None else tokens_P,
+        order_P,
+        starts_S,
+        hidden_PF,
+        x_ND.stride(0),
+        num_pairs // len(x_ND),
+        D=dim,
+        F=width,
+        HAS_TOKENS=tokens_P is not None,
+        BLOCK_M=block_m,
+        BLOCK_F=block_f,
+        BLOCK_K=block_k,
+        num_stages=3,
+    )
+    out_PD = torch.empty(num_pairs, dim, dtype=dtype, device=device)
+    block_d = 64
+    _down[(num_slots, triton.cdiv(dim, block_d))](
+        hidden_PF,
+        down,
+        order_P,
+        starts_S,
+        out_PD,
+        D=dim,
+        F=width,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        BLOCK_K=block_k,
+        num_stages=3,
+    )
+    return out_PD
+
+
+def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their slots, and where each slot's begin [S + 1]; those of slot S,
+    which are elsewhere, are left out."""
+    order_P = torch.empty_like(slots_P, dtype=torch.int32)
+    starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
+    _by_slot[(num_slots + 1,)](
+        slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=ALIGN_BLOCK
+    )
+    return order_P, starts_S
+
+
+def silu_mul(gate_up_NF: Tensor) -> Tensor:
+    """silu(gate) * up of rows [gate, up]: [N, F]."""
+    num_rows, width = len(gate_up_NF), gate_up_NF.shape[1] // 2
+    out_NF = torch.empty(num_rows, width, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
+    _silu_mul[(num_rows, triton.cdiv(width, 1024))](gate_up_NF, out_NF, F=width, BLOCK_F=1024)
+    return out_NF
+
+
+def combine(out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tensor:
+    """See Kernels.combine."""
+    num_tokens, num_chosen, dim = out_TKD.shape
+    y_TD = torch.empty(num_tokens, dim, dtype=out_TKD.dtype, device=out_TKD.device)
+    _combine[(num_tokens, triton.cdiv(dim, 1024))](
+        out_TKD,
+        weights_TK,
+        out_TKD if more_TD is None else more_TD,
+        y_TD,
+        K=num_chosen,
+        D=dim,
+        HAS_MORE=more_TD is not None,
+        BLOCK_D=1024,
+    )
+    return y_TD
+
+
+@triton.jit
+def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
+    slot, p_P = tl.program_id(0), tl.arange(0, BLOCK)
+    num_before_P = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        is_pair_P = start + p_P < num_pairs
+        slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
+        num_before_P += (is_pair_P & (slot_P < slot)).to(tl.int32)
+    place = tl.sum(num_before_P, 0)
+    tl.store(starts + slot, place)
+    if slot < num_slots:
+        for start in range(0, num_pairs, BLOCK):
+            is_pair_P = start + p_P < num_pairs
+            slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
+            is_mine_P = (is_pair_P & (slot_P == slot)).to(tl.int32)
+            place_P = place + tl.cumsum(is_mine_P, 0) - 1
+            tl.store(order + place_P, start + p_P, mask=is_mine_P > 0)
+            place += tl.sum(is_mine_P, 0)
+
+
+@triton.jit
+def _gate_up(
+    x,
+    w,
+    tokens,
+    order,
+    starts,
+    hidden,
+    x_row,
+    per_token,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    first, end = tl.load(starts + slot), tl.load(starts + slot + 1)
+    f_F, k_K = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
+    is_f = (f_F < F)[:, None]
+    gate = w + slot.to(tl.int64) * 2 * F * D + f_F[:, None] * D + k_K[None, :]
+    for begin in range(first, end, BLOCK_M):
+        place_M = begin + tl.arange(0, BLOCK_M)
+        is_m = (place_M < end)[:, None]
+        pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
+        if HAS_TOKENS:
+            token_M = tl.load(tokens + pair_M, mask=place_M < end, other=0)
+        else:
+            token_M = pair_M // per_token
+        row_MK = x + token_M.to(tl.int64)[:, None] * x_row + k_K[None, :]
+        gate_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+        up_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+        for k in range(0, D, BLOCK_K):
+            is_k = (k + k_K < D)[None, :]
+            x_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
+            gate_FK = tl.load(gate + k, mask=is_f & is_k, other=0.0)
+            up_FK = tl.load(gate + F * D + k, mask=is_f & is_k, other=0.0)
+            gate_MF = tl.dot(x_MK, tl.trans(gate_FK), gate_MF, input_precision="ieee")
+            up_MF = tl.dot(x_MK, tl.trans(up_FK), up_MF, input_precision="ieee")
+        h_MF = gate_MF * tl.sigmoid(gate_MF) * up_MF
+        where_MF = hidden + place_M.to(tl.int64)[:, None] * F + f_F[None, :]
+        tl.store(where_MF, h_MF.to(hidden.dtype.element_ty), mask=is_m & (f_F < F)[None, :])
+
+
+@triton.jit
+def _down(
+    hidden,
+    w,
+    order,
+    starts,
+    out,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    first, end = tl.load(starts + slot), tl.load(starts + slot + 1)
+    d_D, k_K = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
+    for begin in range(first, end, BLOCK_M):
+        place_M = begin + tl.arange(0, BLOCK_M)
+        is_m = (place_M < end)[:, None]
+        row_MK = hidden + place_M.to(tl.int64)[:, None] * F + k_K[None, :]
+        out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for k in range(0, F, BLOCK_K):
+            is_k = (k + k_K < F)[None, :]
+            h_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
+            w_DK = tl.load(row_DK + k, mask=(d_D < D)[:, None] & is_k, other=0.0)
+            out_MD = tl.dot(h_MK, tl.trans(w_DK), out_MD, input_precision="ieee")
+        pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
+        where_MD = out + pair_M.to(tl.int64)[:, None] * D + d_D[None, :]
+        tl.store(where_MD, out_MD.to(out.dtype.element_ty), mask=is_m & (d_D < D)[None, :])
+
+
+@triton.jit
+def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK_F: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    gate = tl.load(gate_up + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out + row * F + f, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _combine(
+    out,
+    weights,
+    more,
+    y,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    y_D = tl.zeros([BLOCK_D], tl.float32)
+    for k in tl.static_range(K):
+        weight = tl.load(weights + token * K + k)
+        out_D = tl.load(out + (token * K + k) * D + d, mask=d < D, other=0.0)
+        y_D += out_D.to(tl.float32) * weight
+    y_D = y_D.to(y.dtype.element_ty)
+    if HAS_MORE:
+        more_D = tl.load(more + token * D + d, mask=d < D, other=0.0)
+        y_D = (y_D.to(tl.float32) + more_D.to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(y + token * D + d, y_D, mask=d < D)

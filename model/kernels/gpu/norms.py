@@ -1,0 +1,126 @@
+"""Norms, and what of attention depends on nothing but its own row.
+
+Shape legend: X rows, D hidden, C latent width, R rotary width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.gpu.rotary import rotated
+
+
+def rms_norm(
+    x_XD: Tensor, more_XD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of both, and its norm. Rows may lie apart."""
+    num_rows, dim = x_XD.shape
+    y_XD = torch.empty(num_rows, dim, dtype=x_XD.dtype, device=x_XD.device)
+    sum_XD = x_XD if more_XD is None else torch.empty_like(y_XD)
+    block = triton.next_power_of_2(dim)
+    _rms_norm[(num_rows,)](
+        x_XD,
+        x_XD if more_XD is None else more_XD,
+        weight_D,
+        sum_XD,
+        y_XD,
+        eps,
+        x_XD.stride(0),
+        0 if more_XD is None else more_XD.stride(0),
+        D=dim,
+        HAS_MORE=more_XD is not None,
+        BLOCK_D=block,
+        num_warps=8 if block >= 4096 else 4,
+    )
+    return sum_XD, y_XD
+
+
+def mla_entry(
+    kv_XL: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    is_interleaved: bool,
+    slots_X: Tensor,
+    cache: Tensor,
+) -> None:
+    """See Kernels.mla_entry."""
+    width = len(weight_C)
+    num_pe = kv_XL.shape[1] - width
+    _entry[(len(kv_XL),)](
+        kv_XL,
+        weight_C,
+        cos,
+        sin,
+        slots_X,
+        cache,
+        eps,
+        kv_XL.stride(0),
+        C=width,
+        R=num_pe,
+        IS_INTERLEAVED=is_interleaved,
+        BLOCK_C=triton.next_power_of_2(width),
+        BLOCK_R=triton.next_power_of_2(num_pe),
+    )
+
+
+@triton.jit
+def normed(x_D, weight_D, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Cast before it is scaled, as everywhere (Kernels.rms_norm)."""
+    scale = 1 / tl.sqrt(tl.sum(x_D * x_D, 0) / D + eps)
+    return ((x_D * scale).to(dtype).to(tl.float32) * weight_D).to(dtype)
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    more,
+    weight,
+    total,
+    y,
+    eps,
+    x_row,
+    more_row,
+    D: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    is_d = d < D
+    x_D = tl.load(x + row * x_row + d, mask=is_d, other=0.0).to(tl.float32)
+    if HAS_MORE:
+        x_D += tl.load(more + row * more_row + d, mask=is_d, other=0.0).to(tl.float32)
+        x_D = x_D.to(y.dtype.element_ty)
+        tl.store(total + row * D + d, x_D, mask=is_d)
+        x_D = x_D.to(tl.float32)
+    weight_D = tl.load(weight + d, mask=is_d, other=0.0).to(tl.float32)
+    tl.store(y + row * D + d, normed(x_D, weight_D, eps, D, y.dtype.element_ty), mask=is_d)
+
+
+@triton.jit
+def _entry(
+    kv,
+    weight,
+    cos,
+    sin,
+    slots,
+    cache,
+    eps,
+    kv_row,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    row, c, r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    at = cache + tl.load(slots + row) * (C + R)
+    x_C = tl.load(kv + row * kv_row + c, mask=c < C, other=0.0).to(tl.float32)
+    weight_C = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(at + c, normed(x_C, weight_C, eps, C, cache.dtype.element_ty), mask=c < C)
+    one = row + tl.zeros([1], tl.int64)
+    is_r = (r < R)[None, :]
+    pe = rotated(kv, one * kv_row + C, cos, sin, one, r, is_r, R, IS_INTERLEAVED)
+    tl.store(at + C + r[None, :], pe.to(cache.dtype.element_ty), mask=is_r)

@@ -1,0 +1,106 @@
+"""A gate's choice from its logits (spec §4).
+
+Shape legend: T tokens, E experts, G groups, N experts of a group, K experts chosen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.base import Routing
+
+
+def choose(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+    """Expert ids [T, K] int64, best first and lowest id among equals, and weights fp32."""
+    num_experts, num_groups, num_kept, num_chosen = how.sizes
+    num_tokens, per_group = len(logits_TE), num_experts // num_groups
+    ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
+    _choose[(num_tokens,)](
+        logits_TE,
+        logits_TE if bias_E is None else bias_E,
+        ids_TK,
+        weights_TK,
+        how.filler,
+        how.factor,
+        E=num_experts,
+        G=num_groups,
+        NUM_KEPT=num_kept,
+        K=num_chosen,
+        SIGMOID=how.sigmoid,
+        BY_TWO=how.by_two and per_group > 1,
+        NORMALISED=how.normalised,
+        HAS_BIAS=bias_E is not None,
+        BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_N=triton.next_power_of_2(per_group),
+        BLOCK_K=triton.next_power_of_2(num_chosen),
+    )
+    return ids_TK, weights_TK
+
+
+@triton.jit
+def _choose(
+    logits,
+    bias,
+    ids,
+    weights,
+    filler,
+    factor,
+    E: tl.constexpr,
+    G: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BY_TWO: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    N: tl.constexpr = E // G
+    NUM_PLACES: tl.constexpr = BLOCK_G * BLOCK_N
+    low = float("-inf")
+    token = tl.program_id(0).to(tl.int64)
+    g_G, n_N = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    id_GN = g_G[:, None] * N + n_N[None, :]
+    is_GN = (g_G < G)[:, None] & (n_N < N)[None, :]
+    logit_GN = tl.load(logits + token * E + id_GN, mask=is_GN, other=low)
+    if SIGMOID:
+        score_GN = tl.sigmoid(logit_GN)
+    else:
+        score_GN = tl.exp(logit_GN - tl.max(tl.max(logit_GN, 1), 0))
+        score_GN = score_GN / tl.sum(tl.sum(score_GN, 1), 0)
+    chosen_GN = score_GN
+    if HAS_BIAS:
+        chosen_GN += tl.load(bias + id_GN, mask=is_GN, other=0.0)
+    # What is not a number is chosen last, and is still one of the experts.
+    chosen_GN = tl.where(chosen_GN == chosen_GN, chosen_GN, -1e30)
+    chosen_GN = tl.where(is_GN, chosen_GN, low)
+    if G > 1:
+        group_G = tl.max(chosen_GN, 1)
+        if BY_TWO:
+            best_G = tl.argmax(chosen_GN, 1)
+            group_G += tl.max(tl.where(n_N[None, :] == best_G[:, None], low, chosen_GN), 1)
+        group_G = tl.where(g_G < G, group_G, low)
+        is_kept_G = g_G < 0
+        for _ in tl.static_range(NUM_KEPT):
+            is_best_G = g_G == tl.argmax(group_G, 0)
+            is_kept_G = is_kept_G | is_best_G
+            group_G = tl.where(is_best_G, low, group_G)
+        chosen_GN = tl.where(is_kept_G[:, None], chosen_GN, filler)
+        chosen_GN = tl.where(is_GN, chosen_GN, low)
+
+    chosen, scores = tl.reshape(chosen_GN, [NUM_PLACES]), tl.reshape(score_GN, [NUM_PLACES])
+    places, k_K = tl.arange(0, NUM_PLACES), tl.arange(0, BLOCK_K)
+    weight_K = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(K):
+        best = tl.argmax(chosen, 0)
+        weight = tl.sum(tl.where(places == best, scores, 0.0), 0)
+        weight_K = tl.where(k_K == k, weight, weight_K)
+        tl.store(ids + token * K + k, (best // BLOCK_N * N + best % BLOCK_N).to(tl.int64))
+        chosen = tl.where(places == best, low, chosen)
+    if NORMALISED:
+        weight_K = weight_K / (tl.sum(weight_K, 0) + 1e-20)
+    tl.store(weights + token * K + k_K, weight_K * factor, mask=k_K < K)

@@ -1,0 +1,108 @@
+"""Every kernel for GPUs compiles for Hopper, at the sizes of DeepSeek-V2-Lite and V3, and keeps its
+values in registers. That takes no GPU; what they compute is tested in test_kernels.py."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.kernels.base import Routing
+from tests.kernels import IS_INTERPRETED
+
+if IS_INTERPRETED:
+    pytest.skip("nothing is compiled", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from model.kernels.gpu import route  # noqa: E402
+from model.kernels.gpu.kernels import Triton  # noqa: E402
+
+MOST_SHARED_BYTES = 227 * 1024
+BF16 = torch.bfloat16
+
+
+class Hopper:
+    """A driver that knows what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that were compiled instead of launched."""
+    names: list[str] = []
+    launch = JITFunction.run
+
+    def run(kernel: JITFunction, *args: object, grid: object, warmup: bool, **rest: object) -> None:
+        made = launch(kernel, *args, grid=grid, warmup=True, **rest)
+        assert made.metadata.shared <= MOST_SHARED_BYTES
+        assert spilled_bytes(made.asm["ptx"]) == 0, kernel.__name__
+        names.append(kernel.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(driver, "_active", Hopper())
+    return names
+
+
+def spilled_bytes(ptx: str) -> int:
+    ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
+    told = subprocess.run(ptxas, input=ptx, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", told)))
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+@pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
+def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
+    num_rows, cache, angles = 8 * num_q, zeros(4, 64, 576), zeros(8 * num_q, 32).float()
+    q, up_k, up_v = (
+        zeros(num_rows, num_heads, 192),
+        zeros(num_heads, 512, 128),
+        zeros(num_heads, 128, 512),
+    )
+    table, lens = torch.zeros(8, 9, dtype=torch.int64), torch.zeros(8, num_q, dtype=torch.int64)
+    told = angles, angles, True, cache, table, lens, 0.1
+    assert Triton(132).mla_attend(q, up_k, up_v, *told).shape == (num_rows, num_heads, 128)
+    assert compiled == ["_attend", "_merge"]
+
+
+@pytest.mark.parametrize("dim", [2048, 7168])
+def test_rows(compiled: list[str], dim: int) -> None:
+    kernels, x, kv, angles = Triton(132), zeros(4, dim), zeros(4, 576), zeros(4, 32).float()
+    kernels.rms_norm(x, x[0], 1e-6)
+    kernels.add_rms_norm(x, x, x[0], 1e-6)
+    slots = torch.zeros(4, dtype=torch.int64)
+    kernels.mla_entry(kv, zeros(512), 1e-6, angles, angles, True, slots, zeros(4, 64, 576))
+    kernels.combine(zeros(4, 8, dim), zeros(4, 8).float(), x)
+    assert compiled == ["_rms_norm", "_rms_norm", "_entry", "_combine"]
+
+
+@pytest.mark.parametrize("num_pairs", [6, 160, 255])
+def test_experts(compiled: list[str], num_pairs: int) -> None:
+    """From few pairs of an expert to many."""
+    w1, w2 = zeros(8, 2816, 2048), zeros(8, 2048, 1408)
+    x, slots = zeros(num_pairs, 2048), torch.zeros(num_pairs, dtype=torch.int64)
+    Triton(132).experts(x, None, slots, w1, w2)
+    assert compiled == ["_by_slot", "_gate_up", "_down"]
+
+
+def test_routing(compiled: list[str]) -> None:
+    how = Routing((256, 8, 4, 8), True, True, True, -float("inf"), 2.5)
+    route.choose(zeros(4, 256).float(), zeros(256).float(), how)
+    route.choose(zeros(4, 64).float(), None, Routing((64, 1, 1, 6), *[False] * 3, 0.0, 1.0))
+    Triton(132).experts(zeros(4, 64), None, None, zeros(1, 64, 64), zeros(1, 64, 32))
+    assert compiled == ["_choose", "_choose", "_silu_mul"]
