@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.kernels.base import Kernels
+from model.kernels.base import Blocks, Kernels
 from model.layers import Part
+
+BLOCK = 128
+"""Rows and columns of a block that kernels can read."""
 
 
 class Experts(Part):
@@ -21,9 +24,26 @@ class Experts(Part):
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, dim), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(num, dim, width), requires_grad=False)
 
+    def keep_blocks(self) -> None:
+        """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
+        num, double_width, dim = self.gate_up_proj.shape
+        blocks, across = [-(-size // BLOCK) for size in (double_width // 2, dim)]
+        for name in ("gate_up_proj", "down_proj"):
+            fp8 = getattr(self, name).to(torch.float8_e4m3fn)
+            setattr(self, name, nn.Parameter(fp8, requires_grad=False))
+        device = self.gate_up_proj.device
+        self.register_buffer("gate_up_scale", torch.empty(num, 2 * blocks, across, device=device))
+        self.register_buffer("down_scale", torch.empty(num, across, blocks, device=device))
+
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        self._packed = kernels.pack_experts(self.gate_up_proj.data, self.down_proj.data)
+        weights = self.gate_up_proj.data, self.down_proj.data
+        if self.gate_up_proj.dtype == torch.float8_e4m3fn:
+            scales = self.get_buffer("gate_up_scale"), self.get_buffer("down_scale")
+            self._packed = kernels.pack_experts(*map(Blocks, weights, scales))
+            del self.gate_up_scale, self.down_scale
+        else:
+            self._packed = kernels.pack_experts(*weights)
         del self.gate_up_proj, self.down_proj
 
     def forward(self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from model.dispatch import create_dispatch
 from model.dispatch.base import Dispatch
 from model.drafters import NONE, create_drafter
 from model.drafters.base import Drafter
+from model.experts import BLOCK
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
 from model.kernels.base import EAGER, Kernels
@@ -96,15 +97,17 @@ def load_model(
     dtype = _dtype(config.model.dtype, model)
     think_ids = read_think_ids(path, config.model.think_tokens)
     dispatch = create_dispatch(model, section, kind, rank, placement)
+    kernels = create_kernels(config.model.kernels, model, device)
+    keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path, on_loaded) as files:
-        checkpoint = Checkpoint(files, model, dtype, device)
+        checkpoint = Checkpoint(files, model, dtype, device, keep_blocks)
         network = load_network(checkpoint, dispatch)
         speculation = config.speculation
         name = speculation.drafter if speculation.num_tokens else NONE
         drafter = create_drafter(name, checkpoint, network)
         holds_mtp = has_mtp(files, model)
-    kernels = create_kernels(config.model.kernels, model, device)
-    log.info("weights and cache are %s, kernels %s", dtype, kernels.name)
+    kept = ", experts FP8" if keep_blocks else ""
+    log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)
     on_loaded(1.0)
@@ -126,6 +129,11 @@ def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
         asked = "float32" if model.dtype == "float32" else "bfloat16"
     dtype: torch.dtype = getattr(torch, asked)
     return dtype
+
+
+def _has_blocks(model: ModelConfig) -> bool:
+    fp8 = model.quantization
+    return fp8 is not None and tuple(fp8.weight_block_size) == (BLOCK, BLOCK)
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:

@@ -26,12 +26,14 @@ _DERIVED = (_SCALE, "rotary_emb.inv_freq")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Open files and what their weights become: parameters of ``dtype`` on ``device``."""
+    """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
+    experts, if those ``keep_blocks`` of FP8."""
 
     files: CheckpointFiles
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    keep_blocks: bool = False
 
 
 def mtp_prefix(config: ModelConfig) -> str:
@@ -73,6 +75,10 @@ def load_weights(
     unreadable.
     """
     files, config = checkpoint.files, checkpoint.config
+    if checkpoint.keep_blocks:
+        for part in module.modules():
+            if isinstance(part, Experts):
+                part.keep_blocks()
     tensors = _materialise(module, checkpoint)
     places: dict[str, list[Tensor]] = defaultdict(list)
     for item in tensors.items():
@@ -101,10 +107,12 @@ def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
     if not isinstance(experts, Experts):
         yield name, tensor
         return
-    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    stem, _, kind = fused.rpartition("_")
+    parts = ("gate_proj", "up_proj") if stem == "gate_up" else (f"{stem}_proj",)
+    suffix = ".weight" if kind == "proj" else ".weight" + _SCALE
     for expert, matrix in zip(experts.held, tensor, strict=True):
         for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
-            yield f"{owner}.{expert}.{part}.weight", place
+            yield f"{owner}.{expert}.{part}{suffix}", place
 
 
 def _is_elsewhere(name: str, config: ModelConfig) -> bool:
@@ -120,7 +128,10 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
             f"{files.where(name)}: {name} has shape {tuple(tensor.shape)}, "
             f"config.json makes it {tuple(places[0].shape)}"
         )
-    tensor = _plain(files, name, tensor, fp8)
+    if places[0].dtype != torch.float8_e4m3fn:
+        tensor = _plain(files, name, tensor, fp8)
+    elif tensor.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{files.where(name)}: {name} is {tensor.dtype}, other experts are FP8")
     for place in places:
         place.copy_(tensor)
 
@@ -155,7 +166,8 @@ def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]
     slots = {}
     for name, meta in [*module.named_parameters(), *module.named_buffers()]:
         if meta.is_meta:
-            dtype = checkpoint.dtype if isinstance(meta, nn.Parameter) else meta.dtype
+            is_usual = isinstance(meta, nn.Parameter) and meta.dtype == torch.float32
+            dtype = checkpoint.dtype if is_usual else meta.dtype
             slots[name] = torch.empty(meta.shape, dtype=dtype, device=checkpoint.device)
             _assign(module, name, slots[name])
     return slots

@@ -9,7 +9,7 @@ P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts,
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,17 @@ class Eager:
         return self._function(*inputs)
 
 
+class Blocks(NamedTuple):
+    """FP8 matrices [S, M, K] with a factor for each 128 x 128 of their values (spec §6): scales
+    [S, ceil(M / 128), ceil(K / 128)], where gate and up rows have blocks of their own."""
+
+    values: Tensor
+    scales: Tensor
+
+
+Weights = Tensor | Blocks
+
+
 class Routing(NamedTuple):
     """How a gate chooses among E experts (spec §4). ``sizes`` are E, groups, groups kept, experts
     chosen. A group scores by its ``by_two`` best experts, or by its best; experts of other groups
@@ -69,6 +80,9 @@ class Kernels:
     makes_ahead = False
     """A repeated function takes so long to get ready that nobody shall wait for it."""
 
+    reads_blocks = False
+    """Experts can stay the FP8 blocks of their checkpoint."""
+
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
@@ -81,8 +95,8 @@ class Kernels:
         """Matrices [..., M, K] as ``linear`` and others read them."""
         return weight
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [S, 2F, D], gate rows first, and [S, D, F]."""
+    def pack_experts(self, gate_up: Any, down: Any) -> tuple[Weights, Weights]:
+        """Of [S, 2F, D], gate rows first, and [S, D, F]; Blocks if these can be read."""
         return gate_up, down
 
     def linear(self, x_XK: Tensor, packed: Tensor, num_out: int, in_fp32: bool = False) -> Tensor:
@@ -189,7 +203,7 @@ class Kernels:
         return out_HTV.transpose(0, 1)
 
     def experts(
-        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Tensor, w2: Tensor
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any
     ) -> Tensor:
         """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``, with packed experts: [P, D],
         undefined where the slot is S. Without tokens every token has as many pairs, one after the

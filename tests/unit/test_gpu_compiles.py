@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.kernels.base import Routing
+from model.kernels.base import Blocks, Routing
 from tests.kernels import IS_INTERPRETED
 
 if IS_INTERPRETED:
@@ -23,7 +23,7 @@ from model.kernels.gpu import route  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
 
 MOST_SHARED_BYTES = 227 * 1024
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class Hopper:
@@ -96,6 +96,15 @@ def test_experts(compiled: list[str], num_pairs: int) -> None:
     """From few pairs of an expert to many."""
     w1, w2 = zeros(8, 2816, 2048), zeros(8, 2048, 1408)
     x, slots = zeros(num_pairs, 2048), torch.zeros(num_pairs, dtype=torch.int64)
+    Triton(132).experts(x, None, slots, w1, w2)
+    assert compiled == ["_by_slot", "_gate_up", "_down"]
+
+
+@pytest.mark.parametrize("num_pairs", [6, 255])
+def test_experts_in_blocks_of_fp8(compiled: list[str], num_pairs: int) -> None:
+    w1 = Blocks(zeros(8, 4096, 7168).to(FP8), zeros(8, 32, 56).float())
+    w2 = Blocks(zeros(8, 7168, 2048).to(FP8), zeros(8, 56, 16).float())
+    x, slots = zeros(num_pairs, 7168), torch.zeros(num_pairs, dtype=torch.int64)
     Triton(132).experts(x, None, slots, w1, w2)
     assert compiled == ["_by_slot", "_gate_up", "_down"]
 

@@ -18,6 +18,8 @@ from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter, MtpLayer
+from model.kernels.base import PLAIN
+from model.layers import adopt
 from model.loaded import LoadedModel, load_model, load_network
 from model.weights import Checkpoint
 
@@ -110,6 +112,44 @@ def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
             scale[i, j] = weight[part].abs().max() / 448
             quantised[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
     return quantised, scale
+
+
+def test_experts_stay_in_blocks_where_kernels_read_them(tmp_path: Path) -> None:
+    """Values and scales as they are in the file, gate rows first; all else is dequantised."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8, moe_intermediate_size=136)
+    stored = {}
+    for name, tensor in tensors(tmp_path).items():
+        if "proj.weight" in name:
+            stored[name], stored[name + "_scale_inv"] = quantise(tensor, 128)
+        else:
+            stored[name] = tensor
+    save_file(stored, tmp_path / "model.safetensors")
+    dispatch = Local(config.n_routed_experts)
+    with CheckpointFiles(tmp_path) as files:
+        kind = torch.float32, torch.device("cpu")
+        model = load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
+    adopt(model, PLAIN)
+    gate_up, down = model.model.layers[1].mlp.experts._packed
+    prefix = "model.layers.1.mlp.experts."
+    for e in range(config.n_routed_experts):
+        for part, suffix in ((0, "proj.weight"), (1, "proj.weight_scale_inv")):
+            both = [stored[f"{prefix}{e}.{one}_{suffix}"] for one in ("gate", "up")]
+            assert torch.equal(gate_up[part][e].float(), torch.cat(both).float())
+            wanted = stored[f"{prefix}{e}.down_{suffix}"]
+            assert torch.equal(down[part][e].float(), wanted.float())
+    assert gate_up.values.dtype == torch.float8_e4m3fn and gate_up.scales.shape == (8, 4, 1)
+    shared = model.model.layers[1].mlp.shared_experts.packed[0]
+    assert shared.dtype == torch.float32
+    name = f"{prefix}2.up_proj.weight"
+    save_file(stored | {name: stored[name].bfloat16()}, tmp_path / "model.safetensors")
+    with (
+        CheckpointFiles(tmp_path) as files,
+        pytest.raises(
+            ValueError, match=r"experts\.2\.up_proj\.weight is torch\.bfloat16, other exp"
+        ),
+    ):
+        load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
 
 
 @pytest.mark.usefixtures("unpacked")

@@ -12,17 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.kernels.base import Blocks, Weights
+
 ALIGN_BLOCK = 1024
+QUANTUM = tl.constexpr(128)
+"""Rows and columns of a block of FP8; those of tiles divide it."""
 
 
 def experts(
     x_ND: Tensor,
     tokens_P: Tensor | None,
     slots_P: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    w1: Weights,
+    w2: Weights,
 ) -> Tensor:
     """See Kernels.experts: [P, D], undefined where the slot is S."""
+    (gate_up, scales1), (down, scales2) = _parts(w1), _parts(w2)
     num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
     width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
     order_P, starts_S = by_slot(slots_P, num_slots)
@@ -34,6 +39,7 @@ def experts(
     _gate_up[(num_slots, triton.cdiv(width, block_f))](
         x_ND,
         gate_up,
+        scales1,
         order_P if tokens_P is None else tokens_P,
         order_P,
         starts_S,
@@ -43,6 +49,7 @@ def experts(
         D=dim,
         F=width,
         HAS_TOKENS=tokens_P is not None,
+        HAS_BLOCKS=isinstance(w1, Blocks),
         BLOCK_M=block_m,
         BLOCK_F=block_f,
         BLOCK_K=block_k,
@@ -53,17 +60,24 @@ def experts(
     _down[(num_slots, triton.cdiv(dim, block_d))](
         hidden_PF,
         down,
+        scales2,
         order_P,
         starts_S,
         out_PD,
         D=dim,
         F=width,
+        HAS_BLOCKS=isinstance(w2, Blocks),
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         BLOCK_K=block_k,
         num_stages=3,
     )
     return out_PD
+
+
+def _parts(weights: Weights) -> tuple[Tensor, Tensor]:
+    """Values and scales; where there are none, the latter are never read."""
+    return weights if isinstance(weights, Blocks) else (weights, weights)
 
 
 def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -123,9 +137,16 @@ def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scaled_dot(x_MK, w_NK, scale):
+    """Times one block of FP8, whose factor is that of the sum (DeepSeek-V3 report, 3.3.2)."""
+    return tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)), input_precision="ieee") * scale
+
+
+@triton.jit
 def _gate_up(
     x,
     w,
+    scales,
     tokens,
     order,
     starts,
@@ -135,6 +156,7 @@ def _gate_up(
     D: tl.constexpr,
     F: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,6 +166,9 @@ def _gate_up(
     f_F, k_K = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
     is_f = (f_F < F)[:, None]
     gate = w + slot.to(tl.int64) * 2 * F * D + f_F[:, None] * D + k_K[None, :]
+    NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
+    NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM
+    scale = scales + (slot * 2 * NUM_F + tl.program_id(1) * BLOCK_F // QUANTUM) * NUM_D
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
@@ -160,8 +185,13 @@ def _gate_up(
             x_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
             gate_FK = tl.load(gate + k, mask=is_f & is_k, other=0.0)
             up_FK = tl.load(gate + F * D + k, mask=is_f & is_k, other=0.0)
-            gate_MF = tl.dot(x_MK, tl.trans(gate_FK), gate_MF, input_precision="ieee")
-            up_MF = tl.dot(x_MK, tl.trans(up_FK), up_MF, input_precision="ieee")
+            if HAS_BLOCKS:
+                at = scale + k // QUANTUM
+                gate_MF += scaled_dot(x_MK, gate_FK, tl.load(at))
+                up_MF += scaled_dot(x_MK, up_FK, tl.load(at + NUM_F * NUM_D))
+            else:
+                gate_MF = tl.dot(x_MK, tl.trans(gate_FK), gate_MF, input_precision="ieee")
+                up_MF = tl.dot(x_MK, tl.trans(up_FK), up_MF, input_precision="ieee")
         h_MF = gate_MF * tl.sigmoid(gate_MF) * up_MF
         where_MF = hidden + place_M.to(tl.int64)[:, None] * F + f_F[None, :]
         tl.store(where_MF, h_MF.to(hidden.dtype.element_ty), mask=is_m & (f_F < F)[None, :])
@@ -171,11 +201,13 @@ def _gate_up(
 def _down(
     hidden,
     w,
+    scales,
     order,
     starts,
     out,
     D: tl.constexpr,
     F: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -184,6 +216,9 @@ def _down(
     first, end = tl.load(starts + slot), tl.load(starts + slot + 1)
     d_D, k_K = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
     row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
+    NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
+    NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM
+    scale = scales + (slot * NUM_D + tl.program_id(1) * BLOCK_D // QUANTUM) * NUM_F
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
@@ -193,7 +228,10 @@ def _down(
             is_k = (k + k_K < F)[None, :]
             h_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
             w_DK = tl.load(row_DK + k, mask=(d_D < D)[:, None] & is_k, other=0.0)
-            out_MD = tl.dot(h_MK, tl.trans(w_DK), out_MD, input_precision="ieee")
+            if HAS_BLOCKS:
+                out_MD += scaled_dot(h_MK, w_DK, tl.load(scale + k // QUANTUM))
+            else:
+                out_MD = tl.dot(h_MK, tl.trans(w_DK), out_MD, input_precision="ieee")
         pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
         where_MD = out + pair_M.to(tl.int64)[:, None] * D + d_D[None, :]
         tl.store(where_MD, out_MD.to(out.dtype.element_ty), mask=is_m & (d_D < D)[None, :])

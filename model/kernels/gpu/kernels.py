@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.kernels.base import Function, Kernels, Repeated, Routing
+from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
 from model.kernels.captured import Captured
 from model.kernels.gpu import norms, route
 from model.kernels.gpu.attend import attend
@@ -27,6 +27,7 @@ class Triton(Kernels):
     name = "triton"
     form = "captured"
     makes_ahead = True
+    reads_blocks = True
     reads_pages = True
 
     def __init__(self, num_processors: int) -> None:
@@ -97,11 +98,12 @@ class Triton(Kernels):
         return out_XHV
 
     def experts(
-        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Tensor, w2: Tensor
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any
     ) -> Tensor:
         if slots_P is None:
             return F.linear(silu_mul(F.linear(x_ND, w1[0])), w2[0])
-        if x_ND.dtype == torch.bfloat16 and len(slots_P) >= MANY_PAIRS * len(w1):
+        can_group = x_ND.dtype == torch.bfloat16 and not isinstance(w1, Blocks)
+        if can_group and len(slots_P) >= MANY_PAIRS * len(w1):
             return super().experts(x_ND, tokens_P, slots_P, w1, w2)
         if not len(slots_P):
             return x_ND.new_empty(0, x_ND.shape[1])
