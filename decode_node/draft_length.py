@@ -19,9 +19,11 @@ from decode_node.plan import Report
 EXPLORE_EVERY = 32
 """Steps between tries of a length that was not tried NUM_TRIES times yet."""
 PROBE_EVERY = 64
-"""Steps between tries of a neighbour of the length in use."""
+"""Steps between tries of the other lengths, in turns."""
 PROBE_EVERY_AT_ZERO = 192
-"""Steps between tries of 1 and of the longest, two at once: the first has to catch up."""
+"""The same while no drafts are made; two at once, since the first has to catch up."""
+EAGER_PROBES = 4
+"""So many times as often at first: what was measured while idle was of made-up rows."""
 NUM_TRIES = 5
 """The least time of as many is a length's at first: a machine's other work only adds to it."""
 GAIN = 1.02
@@ -176,12 +178,11 @@ def _trial(size: SizeCosts, most: int) -> int | None:
         return left[0]
     current = min(size.current, most)
     every, num_at_once = (PROBE_EVERY, 1) if current else (PROBE_EVERY_AT_ZERO, 2)
+    if size.num_planned < EAGER_PROBES * every:
+        every //= EAGER_PROBES
     number, step = divmod(size.num_planned, every)
-    if step >= num_at_once:
-        return None
-    if current == 0:
-        return most if number % 2 else min(1, most)
-    return current - 1 if number % 2 or current == most else current + 1
+    others = [n for n in range(most + 1) if n != current]
+    return others[number % len(others)] if others and step < num_at_once else None
 
 
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:

@@ -46,13 +46,18 @@ class RowTensors:
     acceptance: AcceptanceRows
 
 
+MADE_UP = 512
+"""Tokens of context that rows of trials have: attention is a large part of a step."""
+
+
 class Rows:
     """Owner of the row tensors; used on the engine thread only.
 
     Two rows more than there are slots fill batches up: every padding row is read from one and
     written to the other, so padding is the same in every step. Behind these are as many as there
-    are slots, made up for trials: computed like real rows and, as their tokens are, spread over
-    experts. None of either owns a page: what they write lands on the dummy page.
+    are slots, made up for trials: computed like real rows with a context of MADE_UP tokens and, as
+    these are, spread over experts. None of either owns a page: what they write lands on the
+    dummy page.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class Rows:
         ids = torch.arange(tokens_BM.numel(), device=tokens_BM.device)
         tokens_BM.copy_(ids.view_as(tokens_BM) % self._loaded.config.vocab_size)
         hidden_BMD[first:].normal_()
+        self._table.state.num_known_B[first:] = min(MADE_UP, self._loaded.max_model_len // 2)
         self._table.real_B[first:] = True
 
     def _upload(self, values: list[int] | list[list[int]]) -> Tensor:

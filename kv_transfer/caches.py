@@ -54,7 +54,11 @@ class Caches:
         assert 0 <= lo < hi <= len(pages) * size, f"tokens [{lo}, {hi}) of {len(pages)} pages"
         token_T = torch.arange(lo, hi)
         page_T = torch.tensor(pages, dtype=torch.int64)[token_T // size]
-        return (page_T * size + token_T % size).to(self.device)
+        slots_T = page_T * size + token_T % size
+        if self.device.type == "cpu":
+            return slots_T
+        # From other memory the host would wait for all that was launched before.
+        return slots_T.pin_memory().to(self.device, non_blocking=True)
 
 
 def staged(group: Group, buffer: Buffer, num_tokens: int) -> Tensor:

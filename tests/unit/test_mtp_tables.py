@@ -129,6 +129,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         dtype=torch.float32,
         device=torch.device("cpu"),
         think_ids=None,
+        max_model_len=64,
     )
     rows = Rows(loaded, 1, 3, len(PAGES))
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
