@@ -4,7 +4,7 @@
 
 All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
 "by_load" spends on trying other lengths while it serves is in its figure; what it measures while
-idle before is not, nor is every arm's first turn, in which programs are met for the first time.
+idle before is not, nor are every arm's first turns, in which programs are met for the first time.
 """
 
 import argparse
@@ -88,15 +88,20 @@ class Arm:
 
 
 def measure(
-    loaded: LoadedModel, asked: Iterator[Request], batch_size: int, num_rounds: int, bar: Progress
+    loaded: LoadedModel,
+    asked: Iterator[Request],
+    batch_size: int,
+    num_warm: int,
+    num_rounds: int,
+    bar: Progress,
 ) -> dict[str, float]:
     """Tokens per second of each arm."""
     arms = {name: Arm(name, loaded, batch_size) for name in ARMS}
-    task = bar.add_task(f"batch of {batch_size}", total=(num_rounds + 1) * len(arms))
-    for i in range(num_rounds + 1):
+    task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
+    for i in range(num_warm + num_rounds):
         batch = list(islice(asked, batch_size))
         for name in ARMS[:: -1 if i % 2 else 1]:
-            arms[name].turn(batch, counts=i > 0)
+            arms[name].turn(batch, counts=i >= num_warm)
             bar.advance(task)
     return {name: arm.tokens_per_s for name, arm in arms.items()}
 
@@ -134,7 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm, behind one")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
+    parser.add_argument("--warm-up", type=int, default=1, help="turns before these [1]")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
@@ -148,9 +154,12 @@ def main() -> None:
     if args.wrong:
         wrong: Any = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
-    asked = iter(requests(args.path, (args.rounds + 1) * sum(sizes), args.max_tokens))
+    num_turns = args.warm_up + args.rounds
+    asked = iter(requests(args.path, num_turns * sum(sizes), args.max_tokens))
     with Progress(console=Console(stderr=True)) as bar:
-        results = {size: measure(loaded, asked, size, args.rounds, bar) for size in sizes}
+        results = {
+            size: measure(loaded, asked, size, args.warm_up, args.rounds, bar) for size in sizes
+        }
     if args.plot is not None:
         save_plot(args.plot, results)
     if args.json:
