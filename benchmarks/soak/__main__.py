@@ -94,7 +94,7 @@ def mean_step_ms(status: ServerStatus) -> float:
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
     sets = ["server.address=127.0.0.1:0", "server.max_queued=2000", *args.sets]
-    async with serving(load(None, sets)) as (gateway, client):
+    async with serving(load(None, ["model.dtype=float32", *sets])) as (gateway, client):
         freed = Freed(list(gateway.fleet.ranks.values()))
         began_at = time.monotonic()
         tally = await load_phase(client, freed, args)
