@@ -3,11 +3,12 @@
 # make test   lint, types and the whole CPU test suite
 # make soak   the slow tests, which make test leaves out
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
-# Of kernels for GPUs, in a process of their own, without one.
-INTERPRETED := tests/unit/test_kernels.py tests/unit/test_router_ties.py
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# Kernels for GPUs are tested in a process of their own, without one.
+INTERPRETED := tests/unit/test_kernels.py tests/unit/test_router_ties.py
 
 .PHONY: demo gang test soak lint proto checkpoint clean
 

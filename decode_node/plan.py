@@ -27,8 +27,8 @@ class StepKey:
 
 
 MOST_PENDING = 16
-"""Tokens of a row that a drafter can catch up with at once: a pass over that many costs little more
-than one over a few."""
+"""Tokens of a row that a drafter can catch up with at once. Without drafts it is called every so
+many steps: the more can wait, the less each costs, and the longer is the one that catches up."""
 
 
 def row_width(max_drafts: int) -> int:

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.kernels.base import Blocks, Kernels
+from model.kernels.base import BLOCK, Blocks, Kernels
 from model.layers import Part
-
-BLOCK = 128
-"""Rows and columns of a block that kernels can read."""
 
 
 class Experts(Part):

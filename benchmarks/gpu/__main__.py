@@ -42,9 +42,10 @@ def main() -> None:
         os.environ[OUT] = str(args.out)
     results_file().parent.mkdir(parents=True, exist_ok=True)
     if args.section:
-        import_module(f"benchmarks.gpu.{args.section}").run(
-            Device(args.rehearse), Say(args.section)
-        )
+        say = Say(args.section)
+        import_module(f"benchmarks.gpu.{args.section}").run(Device(args.rehearse), say)
+        if say.wrong:
+            raise SystemExit(f"{args.section}: wrong: {'; '.join(say.wrong)}")
         return
     failed = [] if args.table else _run_all(args)
     Console(width=150).print(_table())

@@ -1,6 +1,7 @@
 """The least that a step can take: bytes it must move and multiplications it must do, at the rates
 that were measured on the same device (ceilings.py)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
@@ -26,24 +27,23 @@ class Work:
         return max(self.num_bytes / rates.copied_bytes_per_s, self.num_flops / rates.flops_per_s)
 
 
-def product(num_weights: float, num_tokens: float, item_bytes: float = 2) -> Work:
+ITEM_BYTES = 2
+
+
+def product(num_weights: float, num_tokens: float) -> Work:
     """Weights are read once; activations are small beside them, or stay on the chip."""
-    return Work(item_bytes * num_weights, 2 * num_weights * num_tokens)
+    return Work(ITEM_BYTES * num_weights, 2 * num_weights * num_tokens)
 
 
-def attention(
-    config: ModelConfig, num_rows: int, num_q: int, context: int, item_bytes: float = 2
-) -> Work:
+def attention(config: ModelConfig, num_rows: int, num_q: int, context: int) -> Work:
     """Over latents, which all heads and query rows of a row share (spec §3, absorbed form)."""
     entries = num_rows * context
     flops = 2 * entries * num_q * config.num_attention_heads
     flops *= config.latent_dim + config.kv_lora_rank
-    return Work(item_bytes * entries * config.latent_dim, flops)
+    return Work(ITEM_BYTES * entries * config.latent_dim, flops)
 
 
-def layer(
-    config: ModelConfig, is_moe: bool, num_tokens: int, num_experts_hit: float, item_bytes: float
-) -> Work:
+def layer(config: ModelConfig, is_moe: bool, num_tokens: int, num_experts_hit: int) -> Work:
     """Products of one layer; ``num_experts_hit`` routed experts are read."""
     c, dim = config, config.hidden_size
     q_dim = c.num_attention_heads * c.qk_head_dim
@@ -52,13 +52,11 @@ def layer(
     weights += c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     weights += dim * q_dim if q_rank is None else dim * q_rank + q_rank * q_dim
     if not is_moe:
-        return product(weights + 3 * dim * c.intermediate_size, num_tokens, item_bytes)
+        return product(weights + 3 * dim * c.intermediate_size, num_tokens)
     expert = 3 * dim * c.moe_intermediate_size
-    work = product(
-        weights + c.n_shared_experts * expert + dim * c.n_routed_experts, num_tokens, item_bytes
-    )
+    work = product(weights + c.n_shared_experts * expert + dim * c.n_routed_experts, num_tokens)
     chosen = 2 * expert * num_tokens * c.num_experts_per_tok
-    return work + Work(item_bytes * expert * num_experts_hit, chosen)
+    return work + Work(ITEM_BYTES * expert * num_experts_hit, chosen)
 
 
 def decode_step(
@@ -66,20 +64,21 @@ def decode_step(
     num_rows: int,
     num_drafts: int,
     context: int,
-    hit_by_verify: float,
-    hit_by_draft: float,
-    item_bytes: float = 2,
+    hit_by_drafts: Sequence[int],
+    hit_by_layers: Sequence[int],
 ) -> Work:
     """Verification of n + 1 tokens a row, and n passes of the MTP layer: the first over so many
-    tokens, the others over one. Experts hit are means over layers."""
-    c, num_tokens = config, num_rows * (num_drafts + 1)
-    work = product(c.vocab_size * c.hidden_size, num_tokens, item_bytes)
+    tokens, the others over one. Experts hit are those of each pass and of each MoE layer."""
+    c, num_tokens, hits = config, num_rows * (num_drafts + 1), iter(hit_by_layers)
+    work = product(c.vocab_size * c.hidden_size, num_tokens)
     for i in range(c.num_hidden_layers):
-        work += layer(c, c.is_moe_layer(i), num_tokens, hit_by_verify, item_bytes)
+        is_moe = c.is_moe_layer(i)
+        work += layer(c, is_moe, num_tokens, next(hits) if is_moe else 0)
         work += attention(c, num_rows, num_drafts + 1, context)
-    for i in range(num_drafts):
+    assert next(hits, None) is None, "one number for each MoE layer"
+    for i, num_hit in enumerate(hit_by_drafts):
         num_q = num_drafts + 1 if i == 0 else 1
-        work += layer(c, True, num_rows * num_q, hit_by_verify if i == 0 else hit_by_draft, 2)
+        work += layer(c, True, num_rows * num_q, num_hit)
         work += attention(c, num_rows, num_q, context)
         work += product(2 * c.hidden_size**2, num_rows * num_q)
         work += product(c.vocab_size * c.hidden_size, num_rows)
@@ -93,6 +92,6 @@ def prefill(config: ModelConfig, num_tokens: int) -> Work:
     per_pair = 2 * c.num_attention_heads * (c.qk_head_dim + c.v_head_dim)
     work = product(c.vocab_size * c.hidden_size, 1)
     for i in range(c.num_hidden_layers):
-        work += layer(c, c.is_moe_layer(i), num_tokens, c.n_routed_experts, 2)
-        work += Work(2 * num_tokens * c.latent_dim, per_pair * pairs)
+        work += layer(c, c.is_moe_layer(i), num_tokens, c.n_routed_experts)
+        work += Work(ITEM_BYTES * num_tokens * c.latent_dim, per_pair * pairs)
     return work

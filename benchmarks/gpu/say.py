@@ -10,13 +10,17 @@ OUT = "TANDEM_GPU_OUT"
 
 
 class Say:
-    """Writes what a section has measured as soon as it is known."""
+    """Writes what a section has measured as soon as it is known; ``wrong`` are the lines of which
+    it says ``is_right=False``."""
 
     def __init__(self, section: str) -> None:
         self._section = section
+        self.wrong: list[str] = []
 
     def __call__(self, what: str, **values: Any) -> None:
         line = {"section": self._section, "what": what, **values}
+        if not values.get("is_right", True):
+            self.wrong.append(what)
         with results_file().open("a") as file:
             file.write(json.dumps(line) + "\n")
         told = ", ".join(f"{name} {_short(value)}" for name, value in values.items())

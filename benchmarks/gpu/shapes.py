@@ -38,20 +38,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8}
     | {"n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     | {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+}
+SHAPES["small"] = SHAPES["v2-lite"] | {
     # For rehearsals on a CPU.
-    "small": COMMON
-    | {"model_type": "deepseek_v2", "vocab_size": 256, "hidden_size": 64}
-    | {"intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    | {"num_attention_heads": 4, "q_lora_rank": None, "first_k_dense_replace": 1}
-    | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
-    | {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
-    | {"routed_scaling_factor": 1.0, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
-    | {"qk_nope_head_dim": 16, "v_head_dim": 16},
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
 }
 
 
 def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool, kernels: str = "auto"
+    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool
 ) -> LoadedModel:
     config = ModelConfig.from_dict(SHAPES[name])
     dispatch = Local(config.n_routed_experts)
@@ -63,7 +70,7 @@ def random_model(
     parts = [network, layer] if with_mtp else [network]
     for part in parts:
         _fill(part, device, dtype, generator)
-    chosen = create_kernels(kernels, config, device)
+    chosen = create_kernels("auto", config, device)
     drafter = MtpDrafter(network, layer.eval()) if with_mtp else NoDrafter()
     adopt(network.eval(), chosen)
     drafter.adopt(chosen)

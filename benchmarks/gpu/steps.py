@@ -1,7 +1,9 @@
 """Decode steps of published dimensions beside their floors, eager and captured."""
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from decode_node.plan import PLAIN, StepKey, pass_width, row_width
 from decode_node.program import StepProgram
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
+from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
 PAGE_SIZE = 64
@@ -44,16 +47,17 @@ def _at(
     device: Device, say: Say, name: str, loaded: LoadedModel, num_rows: int, context: int
 ) -> None:
     for n in (0, NUM_DRAFTS):
-        batch = Steps(loaded, num_rows, context, n)
+        drafting = loaded if n else replace(loaded, drafter=NoDrafter())
+        batch = Steps(drafting, num_rows, context, n)
         with experts_hit(loaded) as hit:
             batch.step()
+        by_drafts, by_layers = hit[:n], hit[n:]
         eager = device.time_s(batch.step, 5)
         host_eager = device.host_s(batch.step, 5)
         batch.capture()
         captured, host = device.time_s(batch.step), device.host_s(batch.step)
-        verify, draft = (hit[: loaded.config.num_moe_layers], hit[loaded.config.num_moe_layers :])
-        means = [sum(one) / max(1, len(one)) for one in (verify, draft or verify)]
-        floor = floors.decode_step(loaded.config, num_rows, n, context, *means).floor_s(rates())
+        work = floors.decode_step(loaded.config, num_rows, n, context, by_drafts, by_layers)
+        floor = work.floor_s(rates())
         say(
             f"{name}, {num_rows} rows of {context}, n = {n}",
             ms=1e3 * captured,
@@ -62,7 +66,7 @@ def _at(
             eager_ms=1e3 * eager,
             host_ms=1e3 * host,
             host_eager_ms=1e3 * host_eager,
-            experts_hit=means[0],
+            experts_hit=statistics.mean(by_layers),
         )
         del batch
         device.free()
@@ -99,7 +103,7 @@ class Steps:
 
 @contextmanager
 def experts_hit(loaded: LoadedModel) -> Iterator[list[int]]:
-    """How many different experts each MoE layer of what runs inside chooses."""
+    """How many different experts each MoE layer of what runs inside chooses, in their order."""
     found: list[int] = []
     route = loaded.kernels.route
 

@@ -46,9 +46,12 @@ class Eager:
         return self._function(*inputs)
 
 
+BLOCK = 128
+
+
 class Blocks(NamedTuple):
-    """FP8 matrices [S, M, K] with a factor for each 128 x 128 of their values (spec §6): scales
-    [S, ceil(M / 128), ceil(K / 128)], where gate and up rows have blocks of their own."""
+    """FP8 matrices [S, M, K] with a factor for each BLOCK x BLOCK of their values (spec §6): scales
+    [S, ceil(M / BLOCK), ceil(K / BLOCK)], where gate and up rows have blocks of their own."""
 
     values: Tensor
     scales: Tensor

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.driven.blocks import dense, random_blocks
 from core.config import TINY_MODEL
 from model.batch import Batch
-from model.checkpoint_files import dequantise
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
-from model.kernels.base import PLAIN, Blocks, Kernels, Routing
+from model.kernels.base import PLAIN, Kernels, Routing
 from tests.kernels import IS_INTERPRETED, TYPES, native_only, ours
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -318,34 +318,19 @@ def test_experts_in_blocks_of_fp8(dtype: torch.dtype) -> None:
     """At most 2e-2 from fp64 of the same quantised weights; edges of blocks are ragged."""
     num_slots, num_tokens, dim, width = 3, 5, 200, 160
     x = draw(num_tokens, dim, dtype=dtype)
-    packed = ours().pack_experts(
-        blocks(num_slots, 2, width, dim, seed=1), blocks(num_slots, 1, dim, width, seed=2)
+    made = torch.Generator().manual_seed(1)
+    gate_up, down = (
+        random_blocks(num_slots, *shape, made) for shape in ((2, width, dim), (1, dim, width))
     )
+    packed = ours().pack_experts(gate_up, down)
     slots = torch.tensor([0, 2, 2, 0, 1, 0, 2, 1, 0, 2])
     got = ours().experts(x, None, slots, *packed)
     for i, slot in enumerate(slots.tolist()):
-        gate, up = (dense(packed[0], 2)[slot] @ x[i // 2].double()).chunk(2)
-        wanted = dense(packed[1], 1)[slot] @ (torch.nn.functional.silu(gate) * up)
+        gate, up = (dense(gate_up, 2, slot) @ x[i // 2].double()).chunk(2)
+        wanted = dense(down, 1, slot) @ (torch.nn.functional.silu(gate) * up)
         assert (got[i].double() - wanted).norm() / wanted.norm() < (
             2e-5 if dtype == torch.float32 else 2e-3
         )
-
-
-def blocks(num_slots: int, num_parts: int, rows: int, columns: int, seed: int) -> Blocks:
-    """Random ones; gate and up rows, if there are two parts, have scales of their own."""
-    values = draw(num_slots, num_parts * rows, columns, seed=seed).to(torch.float8_e4m3fn)
-    shape = num_slots, num_parts * -(-rows // 128), -(-columns // 128)
-    scales = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + 0.01
-    return Blocks(values, scales)
-
-
-def dense(packed: Blocks, num_parts: int) -> Tensor:
-    """In fp64, by the loader's own way."""
-    slots = []
-    for values, scales in zip(*packed, strict=True):
-        parts = zip(values.chunk(num_parts), scales.chunk(num_parts), strict=True)
-        slots.append(torch.cat([dequantise(*part, (128, 128)) for part in parts]))
-    return torch.stack(slots).double()
 
 
 @pytest.mark.parametrize("sigmoid", [True, False])

@@ -68,7 +68,8 @@ def run_batch(
 ) -> Timeline:
     asked = [new_request(f"r{next(serial)}", p, i, trial) for i, p in enumerate(prompts)]
     if relaxed:
-        assert bench.loaded.think_ids is not None, "this checkpoint does not think"
+        if bench.loaded.think_ids is None:
+            raise ValueError("relaxed acceptance: the checkpoint has no think tokens; name others")
         asked = [thinking(request, bench.loaded.think_ids[0], relaxed) for request in asked]
     order = {request.request_id: i for i, request in enumerate(asked)}
     timeline, stamped = Timeline(len(asked)), bench.progress

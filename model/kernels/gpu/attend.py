@@ -71,11 +71,16 @@ def attend(
         num_warps=4 if block_m == 16 else 8,
         num_stages=3,
     )
-    out_XHC = torch.empty(num_rows, num_heads, width, dtype=q_XHC.dtype, device=q_XHC.device)
+    return _merged(part, lse, q_XHC.dtype)
+
+
+def _merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
+    num_rows, num_heads, num_parts, width = part_XHPC.shape
+    out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
     block_c = min(128, triton.next_power_of_2(width))
     _merge[(num_rows * num_heads, triton.cdiv(width, block_c))](
-        part,
-        lse,
+        part_XHPC,
+        lse_XHP,
         out_XHC,
         C=width,
         NUM_PARTS=num_parts,

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Blocks, Weights
+from model.kernels.base import BLOCK, Blocks, Weights
 
 ALIGN_BLOCK = 1024
-QUANTUM = tl.constexpr(128)
-"""Rows and columns of a block of FP8; those of tiles divide it."""
+QUANTUM = tl.constexpr(BLOCK)
+"""Of FP8; tiles divide it."""
 
 
 def experts(

@@ -29,6 +29,8 @@ class Triton(Kernels):
     makes_ahead = True
     reads_blocks = True
     reads_pages = True
+    mla_entry = staticmethod(norms.mla_entry)
+    combine = staticmethod(combine)
 
     def __init__(self, num_processors: int) -> None:
         self._num_processors = num_processors
@@ -51,19 +53,6 @@ class Triton(Kernels):
         self, x_XD: Tensor, more_XD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return norms.rms_norm(x_XD, more_XD, weight_D, eps)
-
-    def mla_entry(
-        self,
-        kv_XL: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        slots_X: Tensor,
-        cache: Tensor,
-    ) -> None:
-        norms.mla_entry(kv_XL, weight_C, eps, cos, sin, is_interleaved, slots_X, cache)
 
     def mla_attend(
         self,
@@ -114,6 +103,3 @@ class Triton(Kernels):
     ) -> tuple[Tensor, Tensor]:
         logits_TE = self.linear(x_TD, packed, len(packed), in_fp32=True)
         return route.choose(logits_TE, bias_E, how)
-
-    def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tensor:
-        return combine(out_TKD, weights_TK, more_TD)

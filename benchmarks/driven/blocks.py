@@ -1,0 +1,27 @@
+"""Random FP8 experts, and what they stand for."""
+
+import torch
+from torch import Tensor
+
+from model.checkpoint_files import dequantise
+from model.kernels.base import BLOCK, Blocks
+
+
+def random_blocks(
+    num_slots: int, num_parts: int, rows: int, columns: int, made: torch.Generator
+) -> Blocks:
+    """Each of ``num_parts``, gate and up or one, has ``rows`` and scales of its own."""
+    device = made.device
+    shape = num_slots, num_parts * -(-rows // BLOCK), -(-columns // BLOCK)
+    scales = torch.rand(shape, generator=made, device=device) * 0.1 + 0.01
+    values = torch.empty(num_slots, num_parts * rows, columns, device=device, dtype=torch.bfloat16)
+    for one in values:
+        one.normal_(generator=made)
+    return Blocks(values.to(torch.float8_e4m3fn), scales)
+
+
+def dense(packed: Blocks, num_parts: int, slot: int) -> Tensor:
+    """One expert's matrix in fp64, by the loader's own way."""
+    values, scales = packed.values[slot].chunk(num_parts), packed.scales[slot].chunk(num_parts)
+    parts = zip(values, scales, strict=True)
+    return torch.cat([dequantise(*part, (BLOCK, BLOCK)) for part in parts]).double()
