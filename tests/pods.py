@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.driven.procs import ROOT, command_of, descendants, parents, wait_gone
+from core.user_cache import user_cache
 from tests.deployed import Deployed, amount, container, mounts, ray_resources, volumes
 from tests.kustomize import Manifest
 
@@ -47,7 +48,8 @@ class Pod:
         enter = ENTER.format(shm=shm, home=self.home, folder=self.home.parent)
         isolate = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         path = f"{Path(sys.executable).parent}:{ROOT / 'deploy'}:{os.environ['PATH']}"
-        own = {"HOME": str(self.home), "PATH": path, "PYTHONPATH": str(ROOT)}
+        own = {"HOME": str(self.home), "XDG_CACHE_HOME": str(user_cache())}
+        own |= {"PATH": path, "PYTHONPATH": str(ROOT)}
         with open(self.home / "log", "a") as log:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *isolate, "bash", "-c", enter, "-", *command],

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from core.user_cache import user_cache
+
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "cluster.cli")
 
@@ -49,7 +51,8 @@ class RayHead:
 def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
     """A Ray of one's own on the loopback interface, with a home folder of its own."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:
-        env = os.environ | {"HOME": home, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        env = os.environ | {"HOME": home, "XDG_CACHE_HOME": str(user_cache())}
+        env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         if with_token:
             token = Path(home, ".ray", "auth_token")
             token.parent.mkdir()

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from core.user_cache import user_cache
+
 log = logging.getLogger(__name__)
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "tape.cpp"))
 # NDEBUG as torch itself was built: classes of its headers are laid out by it.
@@ -48,8 +50,7 @@ def built() -> Path:
 
 
 def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "tandem" / "kernels"
+    folder = user_cache() / "tandem" / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
