@@ -101,6 +101,11 @@ class Scene:
         sequences = self.cluster.decodes[0].engine.scheduler.sequences
         return any(identity.request_id == name for identity in sequences)
 
+    def has_begun(self, name: str) -> bool:
+        """Whether the row it was granted is its own."""
+        sequences = self.cluster.decodes[0].engine.scheduler.sequences.items()
+        return any(i.request_id == name and hasattr(s, "request") for i, s in sequences)
+
     def on_decode(self, name: str, num: int = 1) -> bool:
         """Whether the decode node holds anything of at least so many answers of a request."""
         [decode] = self.cluster.decodes

@@ -58,7 +58,8 @@ async def behind_another(at: Scene) -> None:
     """Its prompt waits behind that of another; its pull waits too."""
     await until(lambda: at.prefill_sequence(VICTIM), at.answer)
     sequence = at.prefill_sequence(VICTIM)
-    assert sequence is not None and sequence.num_done == 0 and at.on_decode(VICTIM)
+    assert sequence is not None and sequence.num_done == 0
+    await until(lambda: at.has_begun(VICTIM), at.answer)
 
 
 async def amid_its_prompt(at: Scene) -> None:
@@ -69,6 +70,7 @@ async def amid_its_prompt(at: Scene) -> None:
         return sequence is not None and sequence.num_done >= 32
 
     await until(is_there, at.prefill_on)
+    await until(lambda: at.has_begun(VICTIM), at.answer)
     await until(lambda: at.prefill.is_held, at.yield_thread)
     sequence = at.prefill_sequence(VICTIM)
     assert sequence is not None and sequence.num_left > 0
