@@ -1,6 +1,7 @@
 """One rank's KV memory as the hand-over sees it: layout, pages and per-layer tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,11 +10,15 @@ from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import Buffer
 
+Mark = torch.cuda.Event
+
 
 class Caches:
     """Cache tensors by group name, ``[num_pages, page_size, width]`` each, one per layer.
 
-    `gather` and `scatter` may only run on the thread that owns the tensors and the pool.
+    `gather` and `scatter` run beside the engine's steps, on one thread and on GPUs on a stream of
+    their own; the entries they touch are touched by no step meanwhile. They are done when they
+    return.
     """
 
     def __init__(
@@ -31,23 +36,54 @@ class Caches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def gather(self, group: Group, pages: Sequence[int], lo: int, hi: int, out: Tensor) -> None:
+    def mark(self) -> Mark | None:
+        """For `gather` to wait for what the calling thread has launched so far; None where that is
+        done already."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def gather(
+        self,
+        group: Group,
+        pages: Sequence[int],
+        lo: int,
+        hi: int,
+        out: Tensor,
+        mark: Mark | None = None,
+    ) -> None:
         """Read tokens ``[lo, hi)`` of a sequence on ``pages`` into ``out`` (see `staged`)."""
-        rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
-        for layer, cache in enumerate(self._tensors[group.name]):
-            source = cache.view(torch.uint8).view(rows.dtype)
-            if out.device == cache.device:
-                torch.index_select(source, 0, slots_T, out=rows[layer])
-            else:
-                rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
+        with self._beside(mark):
+            rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
+            for layer, cache in enumerate(self._tensors[group.name]):
+                source = cache.view(torch.uint8).view(rows.dtype)
+                if out.device == cache.device:
+                    torch.index_select(source, 0, slots_T, out=rows[layer])
+                else:
+                    rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
 
     def scatter(self, group: Group, pages: Sequence[int], lo: int, hi: int, staged: Tensor) -> None:
         """Write tokens ``[lo, hi)`` of a sequence on ``pages`` from ``staged``."""
-        rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
-        for layer, cache in enumerate(self._tensors[group.name]):
-            target = cache.view(torch.uint8).view(rows.dtype)
-            target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
+        with self._beside(None):
+            rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
+            for layer, cache in enumerate(self._tensors[group.name]):
+                target = cache.view(torch.uint8).view(rows.dtype)
+                target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
+
+    @contextmanager
+    def _beside(self, mark: Mark | None) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if mark is not None:
+                self._stream.wait_event(mark)
+            yield
+            self._stream.synchronize()
 
     def _slots_T(self, pages: Sequence[int], lo: int, hi: int) -> Tensor:
         size = self.pool.page_size

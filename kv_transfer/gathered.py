@@ -16,7 +16,7 @@ from kv_transfer.caches import staged
 from kv_transfer.layout import Group
 from kv_transfer.offered import OfferBook
 from kv_transfer.side import Side
-from kv_transfer.staging import Buffer, Fence, fence, passed
+from kv_transfer.staging import Buffer
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +34,8 @@ class GatheredChunks:
     never sends loses the chunk: when its identity ends, or at a deadline. A decode rank has at
     most half of staging for its chunks, so one that stands still does not stop the others.
 
-    Belongs to one asyncio loop; gathers run on the engine thread, right after the generation
-    check.
+    Belongs to one asyncio loop. Gathers run beside the steps of prefill, which write other
+    entries; what was read is good if its pages have not changed hands by then.
     """
 
     def __init__(self, side: Side, book: OfferBook) -> None:
@@ -54,7 +54,6 @@ class GatheredChunks:
         chunk = await self._reserve(ask, group)
         try:
             first_page, generations = await self._read(ask, group, chunk.data)
-            self._book.need(ask.identity)
             key = (ask.identity, ask.ticket)
             if key in self._chunks:
                 raise HandoverError(f"{ask.identity}: chunk {ask.ticket} was gathered before")
@@ -114,13 +113,11 @@ class GatheredChunks:
         first, last = ask.lo // size, -(-ask.hi // size)
         generations = computed.generations[first:last]
 
-        def read() -> Fence | None:
-            caches.pool.check_generations(computed.pages[first:last], generations)
-            caches.gather(group, computed.pages, ask.lo, ask.hi, out)
-            return fence(caches.device)
-
-        posted = self._side.engine.post(read)
-        await passed(await asyncio.wrap_future(posted))
+        where = group, computed.pages, ask.lo, ask.hi
+        reading = self._side.copier.submit(caches.gather, *where, out, computed.mark)
+        await asyncio.wrap_future(reading)
+        self._book.need(ask.identity)
+        caches.pool.check_generations(computed.pages[first:last], generations)
         return first, generations
 
     def _check_range(self, ask: m.Gather) -> Group:

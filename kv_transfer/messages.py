@@ -5,7 +5,7 @@ method     reply     meaning
 =========  ========  =====================================================================
 connect    Address   P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
-gather     Gathered  P puts one chunk into its staging and keeps it; may take a prefill step
+gather     Gathered  P puts one chunk into its staging and keeps it
 send       Sent      D's receive is launched: P sends a chunk that it has gathered
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine

@@ -3,12 +3,16 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from core.errors import HandoverError
 from core.identity import Identity
 from core.tasks import resolve
 from kv_transfer.messages import Seal
+
+if TYPE_CHECKING:
+    from kv_transfer.caches import Mark
 
 REMEMBER_S = 600.0
 """How long an ended identity is known, so that late calls get its reason and not silence."""
@@ -17,11 +21,12 @@ REMEMBER_S = 600.0
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What there is of a sequence. ``num_tokens`` are per layout group. Pages only ever grow;
-    their ``generations`` are those they came with."""
+    their ``generations`` are those they came with. ``mark`` is the device's (Caches.mark)."""
 
     num_tokens: tuple[int, ...]
     pages: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
+    mark: "Mark | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +103,7 @@ class OfferBook:
             new >= old for new, old in zip(now.num_tokens, before.num_tokens, strict=True)
         ), f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
         generations = before.generations + now.generations[num_pages:]
-        entry.computed = Computed(now.num_tokens, now.pages, generations)
+        entry.computed = replace(now, generations=generations)
         entry.generations_now = now.generations
         self._notify(identity)
 

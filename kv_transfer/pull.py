@@ -15,7 +15,7 @@ from kv_transfer.caches import staged
 from kv_transfer.layout import Group
 from kv_transfer.links import Link
 from kv_transfer.side import Side
-from kv_transfer.staging import Buffer, Fence, fence, passed
+from kv_transfer.staging import Buffer
 from kv_transfer.waiting import GRACE_S, settled
 
 MAX_CHUNKS_IN_FLIGHT = 2
@@ -149,21 +149,15 @@ class Pull:
             self.side.staging.free(buffer)
 
     async def _scatter(self, group: Group, lo: int, hi: int, buffer: Buffer) -> None:
-        def write() -> Fence | None:
-            caches = self.side.caches
-            caches.scatter(group, self.pages, lo, hi, staged(group, buffer, hi - lo))
-            return fence(caches.device)
-
-        posted = self.side.engine.post(write)
+        scatter, data = self.side.caches.scatter, staged(group, buffer, hi - lo)
+        posted = self.side.copier.submit(scatter, group, self.pages, lo, hi, data)
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
             if not posted.cancel():
                 await asyncio.wait([waiting])
-                await passed(waiting.result())
             raise
-        await passed(waiting.result())
 
 
 async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Task[None]") -> m.Sent:

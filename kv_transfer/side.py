@@ -1,7 +1,7 @@
-"""What either end of hand-overs works with: a rank's KV, its engine thread, staging and wire."""
+"""What either end of hand-overs works with: a rank's KV, its threads, staging and wire."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -26,9 +26,8 @@ class Deadlines:
     once nothing new was computed for ``progress_s``; waiting for prefill to begin is no part
     of it as soon as prefill knows of the prompt.
 
-    A gather is done between two steps of prefill, however long these are: ``gather_s`` only
-    bounds what never ends. A gathered chunk waits ``gathered_s`` to be asked for. A channel that
-    was not used for ``idle_s`` is dropped by D, after twice that by P.
+    ``gather_s`` only bounds what never ends. A gathered chunk waits ``gathered_s`` to be asked
+    for. A channel that was not used for ``idle_s`` is dropped by D, after twice that by P.
     """
 
     wait_s: float = 5.0
@@ -42,7 +41,8 @@ class Deadlines:
 @dataclass(eq=False)
 class Side:
     """One end's parts; belongs to one Source or Sink. ``tasks`` outlive the calls that began
-    them, and ``staging`` is all that the wire touches."""
+    them, ``staging`` is all that the wire touches, and ``copier`` the one thread that copies
+    between it and pages."""
 
     caches: Caches
     engine: EngineThread
@@ -53,9 +53,13 @@ class Side:
     def __post_init__(self) -> None:
         check_chunks(self.caches.layout, self.config.chunk_bytes)
         self.tasks = Tasks()
+        self.copier = ThreadPoolExecutor(1, "kv-copies")
         self.staging = StagingPool(
             self.config.staging_bytes,
             self.config.chunk_bytes,
             pin=self.caches.device.type == "cuda" and self.maker.device == "cpu",
             device=self.maker.device,
         )
+
+    def close(self) -> None:
+        self.copier.shutdown(wait=False)

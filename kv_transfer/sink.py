@@ -31,8 +31,8 @@ class Pulled:
 class Sink:
     """One decode rank's side. ``seat`` and ``epoch`` are those of its RankSpec.
 
-    Made inside a running asyncio loop, to which it belongs; tensors are touched on the engine
-    thread only.
+    Made inside a running asyncio loop, to which it belongs; scatters run beside the steps of the
+    engine, which touch no page of a sequence before it is activated.
     """
 
     def __init__(self, seat: str, epoch: int, side: Side) -> None:
@@ -79,6 +79,7 @@ class Sink:
         for rank in list(self._links):
             self._links.pop(rank).drop("closed")
         await self.idle()
+        self._side.close()
 
     async def idle(self) -> None:
         """Wait for what finished pulls left behind: releases, and chunks cut off."""

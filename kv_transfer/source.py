@@ -53,6 +53,7 @@ class Source:
             self._end(identity, "the prefill node is shutting down")
         self._channels.drop_all()
         await self.idle()
+        self._side.close()
 
     async def idle(self) -> None:
         """Wait for what calls left behind."""
@@ -73,10 +74,10 @@ class Source:
 
     def advance(self, identity: Identity, pages: list[int], num_tokens: tuple[int, ...]) -> None:
         """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far."""
-        pool = self._side.caches.pool
+        caches, pool = self._side.caches, self._side.caches.pool
         most = len(pages) * pool.page_size
         assert max(num_tokens) <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
-        now = Computed(num_tokens, tuple(pages), pool.generations(pages))
+        now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
         self._post(lambda: self._book.advance(identity, now))
 
     def seal(

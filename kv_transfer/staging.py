@@ -1,8 +1,7 @@
-"""Staging buffers, the only memory the wire touches, and when the device has filled them."""
+"""Staging buffers, the only memory the wire touches."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,10 +9,6 @@ import torch
 from torch import Tensor
 
 from core.errors import HandoverError
-from core.tasks import in_thread
-
-Fence = Callable[[], None]
-"""Blocks its caller until the device work that was enqueued before it is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,18 +85,3 @@ class StagingPool:
     def _readmit(self, buffer: Buffer) -> None:
         self._free.append(buffer)
         self._credits.release()
-
-
-def fence(device: torch.device) -> Fence | None:
-    """Marks the work enqueued on ``device``'s current stream; None where copies are done."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
-
-
-async def passed(mark: Fence | None) -> None:
-    """Wait for a fence without blocking the loop."""
-    if mark is not None:
-        await in_thread(mark)

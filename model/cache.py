@@ -1,8 +1,10 @@
 """The paged latent caches of one rank: one tensor per layer, grouped by who reads them."""
 
+import math
+import mmap
+import sys
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +24,11 @@ class CacheGroup:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU the system gives each memory page out only when it is first written."""
+    """Zeros; on the CPU the system gives each memory page out only when it is first written, and
+    small ones: to clear a huge one for every layer stalls a step for tens of milliseconds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,5 +1,6 @@
 """Pages into staging and out of it, as a hand-over does on both sides of the wire."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ def run(device: Device, say: Say) -> None:
     for group in caches.layout.groups:
         shape = group.num_layers, num_tokens, loaded.config.latent_dim
         out = torch.zeros(shape, dtype=loaded.dtype, device=device.kind).view(torch.uint8)
+        ways: dict[str, Callable[..., None]]
         ways = {"gather": caches.gather, "scatter": caches.scatter}
         for what, way in ways.items():
             work = partial(way, group, pages, 0, num_tokens, out)
