@@ -1,6 +1,5 @@
 """Allocation of KV pages: reference counts, and generations that make stale use visible."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from core.errors import StalePages
@@ -26,7 +25,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.reclaim: Callable[[int], None] = lambda num_pages: None
-        self._free = deque(range(1, num_pages))
+        # The one freed last is first: the system has given it out already.
+        self._free = list(range(num_pages - 1, 0, -1))
         self._refcounts = [0] * num_pages
         self._generations = [0] * num_pages
         self._kept: set[int] = set()
@@ -49,7 +49,7 @@ class PagePool:
         if num_pages > len(self._free):
             self.reclaim(num_pages - len(self._free))
         assert 0 <= num_pages <= len(self._free), f"{num_pages} pages of {len(self._free)} free"
-        pages = [self._free.popleft() for _ in range(num_pages)]
+        pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._refcounts[page] = 1
             self._generations[page] += 1

@@ -59,13 +59,15 @@ class PrefillNode:
 
     def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        sequence = progress.sequence
+        sequence, seal = progress.sequence, None
+        if progress.first_token is not None:
+            assert progress.hidden_D is not None
+            seal = progress.first_token, *self._packed_hidden(progress.hidden_D)
         self.source.advance(sequence.identity, sequence.pages, progress.num_tokens)
-        if progress.first_token is None:
+        if seal is None:
             return
-        assert progress.hidden_D is not None
-        hidden, dtype = self._packed_hidden(progress.hidden_D)
-        self.source.seal(sequence.identity, progress.first_token, hidden, dtype)
+        # At once, or decode asks once more.
+        self.source.seal(sequence.identity, *seal)
         self._settle(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
