@@ -30,13 +30,13 @@ class Load:
     def trial(self, checkpoint: Checkpoint, batches: range) -> Trial:
         """The same prompts for every arm; those of each batch and the warm-up's are others."""
         warm_up, *rest = (self._prompts(checkpoint, batch) for batch in (WARM_UP, *batches))
-        ignore_eos, arrivals_s = not checkpoint.is_trained, self._arrivals_s()
+        ignore_eos, arrivals_s = not checkpoint.is_trained, self.arrivals_s()
         if arrivals_s:
             warm_up = warm_up[:NUM_WARMING]
         how = self.max_tokens, ignore_eos, self.temperature, arrivals_s
         return Trial(self.name, warm_up, rest, *how)
 
-    def _arrivals_s(self) -> list[float]:
+    def arrivals_s(self) -> list[float]:
         """The same for every arm."""
         if not self.rate_per_s:
             return []
