@@ -5,8 +5,7 @@ method     reply     meaning
 =========  ========  =====================================================================
 connect    Address   P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
-gather     Gathered  P puts one chunk into its staging and keeps it
-send       Sent      D's receive is launched: P sends a chunk that it has gathered
+send       Sent      D's receive is launched: P reads a chunk into staging and sends it
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine
 hang_up    Done      D's end of the channel is gone, P shall drop its own
@@ -100,43 +99,25 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Read tokens ``[lo, hi)`` of a group; ``ticket`` is the chunk's name within the identity.
-
-    ``peer`` is D's rank, as in `Connect`.
-    """
+class Send:
+    """Send tokens ``[lo, hi)`` of a group as transfer ``transfer_id`` of channel ``nonce``."""
 
     identity: Identity
-    peer: str
-    ticket: int
     group: str
     lo: int
     hi: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """``generations`` of P's pages ``first_page ...`` (counted within the request) as read."""
-
-    num_bytes: int
-    first_page: int
-    generations: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send the chunk ``ticket`` as transfer ``transfer_id`` of channel ``nonce``."""
-
-    identity: Identity
-    ticket: int
     nonce: str
     transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
+    """``generations`` of P's pages ``first_page ...`` (counted within the request) as read."""
+
     transfer_id: int
     num_bytes: int
+    first_page: int
+    generations: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

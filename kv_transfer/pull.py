@@ -1,11 +1,12 @@
-"""One pull: its half of transfers (have P gather, receive, scatter), and what it has received."""
+"""One pull: its half of transfers (receive, scatter), and what it has received."""
 
 import asyncio
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from core.answer import TransferStats
 from core.errors import HandoverError, StalePages
@@ -19,8 +20,7 @@ from kv_transfer.staging import Buffer
 from kv_transfer.waiting import GRACE_S, settled
 
 MAX_CHUNKS_IN_FLIGHT = 2
-"""Per pull: one on the wire while another is gathered or scattered; others get their turn in
-between."""
+"""Per pull: one on the wire while another is scattered; others get their turn between."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +37,9 @@ class Pull:
     offer: m.Offer
     pages: Sequence[int]
     num_pulled: tuple[int, ...]
-    read: list[m.Gathered] = field(default_factory=list)
-    tickets: Iterator[int] = field(default_factory=itertools.count)
+    read: list[m.Sent] = field(default_factory=list)
     wire_s: float = 0.0
-    exchanges: set[asyncio.Task[None]] = field(default_factory=set)
+    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
     window: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
     )
@@ -83,11 +82,9 @@ class Pull:
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
         async with self.window:
-            ticket = next(self.tickets)
-            read = await self._gather(ticket, group, lo, hi)
-            exchange, buffer = await self._start(ticket, read.num_bytes)
+            exchange, buffer = await self._start(group, lo, hi)
             try:
-                await asyncio.shield(exchange)
+                sent = await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
@@ -95,47 +92,38 @@ class Pull:
                 await self._scatter(group, lo, hi, buffer)
             finally:
                 self.side.staging.free(buffer)
-            self.read.append(read)
+            self.read.append(sent)
 
-    async def _gather(self, ticket: int, group: Group, lo: int, hi: int) -> m.Gathered:
-        """Have P stage a chunk, which waits for the end of its step: neither the wire nor
-        staging here is held meanwhile."""
-        ask = m.Gather(self.offer.identity, self.link.peer, ticket, group.name, lo, hi)
-        gather_s = self.side.deadlines.gather_s
-        read: m.Gathered = await self.link.call("gather", ask, m.Gathered, gather_s)
-        num_bytes = (hi - lo) * group.bytes_per_token_all_layers
-        if read.num_bytes != num_bytes:
-            raise HandoverError(f"asked for {ask} of {num_bytes} B, got {read}")
-        return read
-
-    async def _start(self, ticket: int, num_bytes: int) -> tuple[asyncio.Task[None], Buffer]:
+    async def _start(self, group: Group, lo: int, hi: int) -> tuple[asyncio.Task[m.Sent], Buffer]:
         link = self.link
         await link.lock.acquire()
         try:
             nonce, channel = await link.ready()
-            buffer = await self.side.staging.reserve(self.side.deadlines.gather_s)
+            buffer = await self.side.staging.reserve(self.side.deadlines.staging_s)
         except BaseException:
             link.lock.release()
             raise
-        ask = m.Send(self.offer.identity, ticket, nonce, channel.num_transfers)
-        exchange = self.side.tasks.start(self._exchange(channel, buffer, ask, num_bytes))
+        where = group.name, lo, hi
+        ask = m.Send(self.offer.identity, *where, nonce, channel.num_transfers)
+        data = staged(group, buffer, hi - lo).flatten()
+        exchange = self.side.tasks.start(self._exchange(channel, buffer, ask, data))
         self.exchanges.add(exchange)
         exchange.add_done_callback(self.exchanges.discard)
         return exchange, buffer
 
     async def _exchange(
-        self, channel: Channel, buffer: Buffer, ask: m.Send, num_bytes: int
-    ) -> None:
+        self, channel: Channel, buffer: Buffer, ask: m.Send, data: Tensor
+    ) -> m.Sent:
         """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
         began, link, tasks = time.perf_counter(), self.link, self.side.tasks
         try:
-            transfer = channel.recv(buffer.bytes[:num_bytes])
+            transfer = channel.recv(data)
             assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
             await settled(transfer.launched, channel)
             call = tasks.start(link.call("send", ask, m.Sent, channel.timeout_s))
             sent = await _arrival(call, tasks.start(settled(transfer.done, channel)))
-            if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, num_bytes):
-                raise HandoverError(f"asked for {ask} of {num_bytes} B, got {sent}")
+            if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, data.nbytes):
+                raise HandoverError(f"asked for {ask} of {data.nbytes} B, got {sent}")
         except BaseException as error:
             link.discard(ask.nonce, channel, f"transfer {ask.transfer_id} failed: {error}")
             self.side.staging.quarantine(buffer, channel.terminal)
@@ -143,8 +131,9 @@ class Pull:
         finally:
             link.lock.release()
         self.wire_s += time.perf_counter() - began
+        return sent
 
-    def _free_unread(self, exchange: "asyncio.Task[None]", buffer: Buffer) -> None:
+    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
         if not exchange.cancelled() and exchange.exception() is None:
             self.side.staging.free(buffer)
 

@@ -26,15 +26,14 @@ class Deadlines:
     once nothing new was computed for ``progress_s``; waiting for prefill to begin is no part
     of it as soon as prefill knows of the prompt.
 
-    ``gather_s`` only bounds what never ends. A gathered chunk waits ``gathered_s`` to be asked
-    for. A channel that was not used for ``idle_s`` is dropped by D, after twice that by P.
+    A chunk waits ``staging_s`` for staging of D's. A channel that was not used for ``idle_s`` is
+    dropped by D, after twice that by P.
     """
 
     wait_s: float = 5.0
     call_s: float = 10.0
     progress_s: float = 120.0
-    gather_s: float = 600.0
-    gathered_s: float = 120.0
+    staging_s: float = 600.0
     idle_s: float = 300.0
 
 

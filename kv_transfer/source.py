@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from torch import Tensor
+
 from core.control import Methods
 from core.errors import HandoverError
 from core.identity import Identity
@@ -12,8 +14,8 @@ from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
-from kv_transfer.gathered import Chunk, GatheredChunks
-from kv_transfer.layout import check_same
+from kv_transfer.caches import staged
+from kv_transfer.layout import Group, check_same
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
@@ -33,13 +35,11 @@ class Source:
         self._layout = side.caches.layout
         self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
         self._channels = AcceptedChannels(side)
-        self._gathered = GatheredChunks(side, self._book)
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.create_task(self._sweep())
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
-            "gather": (m.Gather, lambda ask: side.tasks.detached(self._gathered.gather(ask))),
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
             "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
@@ -125,11 +125,10 @@ class Source:
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
 
     async def _send(self, ask: m.Send) -> m.Sent:
-        """Send what was gathered on the channel that D's receive is launched on. Must run to its
-        end.
+        """Read and send what D's receive is launched for. Must run to its end.
 
-        Raises HandoverError for a chunk, channel or transfer id that is not to be had; the
-        channel is gone then.
+        Raises HandoverError for an identity, range, channel or transfer id that is not to be had,
+        StalePages for pages that changed hands; the channel is gone then.
         """
         channel = await self._channels.get(ask.nonce)
         try:
@@ -137,27 +136,61 @@ class Source:
                 raise HandoverError(
                     f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
                 )
-            chunk = self._gathered.take(ask.identity, ask.ticket)
-            await self._transfer(channel, chunk)
+            return await self._transfer(channel, ask, self._group(ask))
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
             channel.abort(f"transfer {ask.transfer_id} failed: {error}")
             self._channels.drop(ask.nonce)
             raise
-        return m.Sent(ask.transfer_id, chunk.data.nbytes)
 
-    async def _transfer(self, channel: Channel, chunk: Chunk) -> None:
+    def _group(self, ask: m.Send) -> Group:
+        """The group that is asked for, of which there is so much."""
+        index = self._layout.index(ask.group)
+        group, available = self._layout.groups[index], self._book.need(ask.identity).computed
+        if not 0 <= ask.lo < ask.hi <= available.num_tokens[index]:
+            raise HandoverError(
+                f"tokens [{ask.lo}, {ask.hi}) asked for, {available.num_tokens[index]} computed"
+            )
+        num_bytes = (ask.hi - ask.lo) * group.bytes_per_token_all_layers
+        chunk_bytes = self._side.staging.chunk_bytes
+        if num_bytes > chunk_bytes:
+            raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
+        return group
+
+    async def _transfer(self, channel: Channel, ask: m.Send, group: Group) -> m.Sent:
+        staging = self._side.staging
+        buffer = await staging.reserve(channel.timeout_s)
+        data = staged(group, buffer, ask.hi - ask.lo)
         try:
-            await settled(channel.send(chunk.data).done, channel)
+            first_page, generations = await self._read(ask, group, data)
+        except BaseException:
+            staging.free(buffer)
+            raise
+        try:
+            await settled(channel.send(data).done, channel)
         except BaseException as error:
             channel.abort(f"sending failed: {error}")
-            self._gathered.quarantine(chunk, channel.terminal)
+            staging.quarantine(buffer, channel.terminal)
             raise
-        self._gathered.free(chunk)
+        staging.free(buffer)
+        return m.Sent(ask.transfer_id, data.nbytes, first_page, generations)
+
+    async def _read(self, ask: m.Send, group: Group, out: Tensor) -> tuple[int, tuple[int, ...]]:
+        """Beside the steps of prefill, which write other entries; what was read is good if its
+        pages have not changed hands by then."""
+        caches, computed = self._side.caches, self._book.need(ask.identity).computed
+        size = caches.pool.page_size
+        first, last = ask.lo // size, -(-ask.hi // size)
+        where = group, computed.pages, ask.lo, ask.hi
+        reading = self._side.copier.submit(caches.gather, *where, out, computed.mark)
+        await asyncio.wrap_future(reading)
+        self._book.need(ask.identity)
+        generations = computed.generations[first:last]
+        caches.pool.check_generations(computed.pages[first:last], generations)
+        return first, generations
 
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)
-        self._gathered.drop(identity)
         if entry is not None:
             self._call_on_engine(entry.on_release)
 
@@ -173,9 +206,7 @@ class Source:
             await asyncio.sleep(min(self._book.lease_s, idle_s) / 4)
             for identity, entry in self._book.sweep().items():
                 log.warning("lease of %s expired", identity)
-                self._gathered.drop(identity)
                 self._call_on_engine(entry.on_release)
-            self._gathered.sweep()
             # D drops an idle channel first; what is left longer belongs to a dead one.
             self._channels.sweep(2 * idle_s)
 

@@ -1,4 +1,4 @@
-"""How long the parts of a hand-over's wire live: gathered chunks, idle channels, earlier lives."""
+"""How long the parts of a hand-over's wire live: chunks, idle channels, earlier lives."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from core.errors import HandoverError
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
 from kv_transfer.side import Deadlines
-from tests.integration.handover_peer import CONFIG, DEADLINES, EPOCH, HOST, Prefill
+from tests.integration.handover_peer import DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
 
 WIRE_S = 0.5
@@ -53,99 +53,58 @@ async def pull_and_check(world: World, num_tokens: int = 20, owner: str = "p0") 
     await world.check_bytes(asked, pages)
 
 
-async def test_a_step_longer_than_the_wires_deadline_fails_no_pull() -> None:
-    """The gather waits for prefill's step; the wire's deadline does not run meanwhile."""
-    async with prefill_rank() as prefill, decode_rank(prefill) as world:
-        await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
-        channel = await world.sink._links["p0"].ready()
-        await world.prefill(asked := offer(9))
-        await world.tell("slow_gather", delay_s=2 * WIRE_S)
-        pulling = asyncio.create_task(world.pull(asked))
-        await asyncio.sleep(WIRE_S)
-        assert not world.sink.counts()["staging"], "a receive is posted that P cannot fill yet"
-        _, pages = await pulling
-        await world.check_bytes(asked, pages)
-        assert await world.sink._links["p0"].ready() == channel
-        await world.check_clean(channels=1)
-
-
-async def test_the_next_chunk_is_gathered_while_one_is_on_the_wire() -> None:
+async def test_no_step_of_either_side_is_waited_for() -> None:
+    """Both engine threads stand in one all the time; what is copied is touched by neither."""
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(40))
-        await world.tell("slow_send", delay_s=0.2)
-        pulling = asyncio.create_task(world.pull(asked))
-        await until(lambda: prefill.asked.count("send") == 1)
-        await until(lambda: prefill.asked.count("gather") > 1)
-        assert prefill.asked.count("send") == 1, "the second gather waited for the wire"
-        await world.tell("slow_send", delay_s=0.0)
-        _, pages = await pulling
+        pool = world.decode.pool
+        pages = await world.decode.engine.call(lambda: pool.allocate(pool.num_pages_for(40)))
+        ends = threading.Event()
+        steps = [engine.post(ends.wait) for engine in (prefill.engine, world.decode.engine)]
+        try:
+            pulled = await world.sink.pull(asked, world.control(), pages)
+        finally:
+            ends.set()
+        assert pulled.seal.num_tokens[0] == 40 and all(step.result(5.0) for step in steps)
         await world.check_bytes(asked, pages)
         await world.check_clean(channels=1)
 
 
 async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> None:
-    """It has gathered what it never sends for; staging of four chunks, many pulls beside it."""
+    """It asks for a chunk that it does not receive, which is all that it can hold."""
     async with prefill_rank() as prefill, AsyncExitStack() as stack:
         worlds = [await stack.enter_async_context(decode_rank(prefill)) for _ in range(3)]
         still, *others = worlds
-        assert prefill.source._side.staging.num_buffers == 4
         await pull_and_check(still)
+        await still.prefill(asked := offer(30))
         link = still.sink._links["p0"]
-        await link.lock.acquire()  # whoever holds it stands still
-        stuck = [offer(30) for _ in range(3)]
-        for asked in stuck:
-            await still.prefill(asked)
-        standing = [asyncio.create_task(still.pull(asked)) for asked in stuck]
-        await until(lambda: prefill.source.counts()["staging"] == 2)
+        nonce, channel = await link.ready()
+        chunk = m.Send(asked.identity, "main", 0, 7, nonce, channel.num_transfers)
+        standing = asyncio.create_task(ask(still.control(), "send", chunk, m.Sent, 5.0))
+        await until(lambda: prefill.source.counts()["staging"] == 1)
         async with asyncio.timeout(20):
-            for _ in range(2):
-                await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
-        assert prefill.source.counts()["staging"] == 2 and not any(t.done() for t in standing)
-        link.lock.release()
-        for asked, task in zip(stuck, standing, strict=True):
-            await still.check_bytes(asked, (await task)[1])
+            await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
+        with pytest.raises(HandoverError):
+            await standing
+        link.discard(nonce, channel, "as a pull does whose chunk did not come")
+        _, pages = await still.pull(asked)
+        await still.check_bytes(asked, pages)
         for world in worlds:
             await world.check_clean(channels=3)
 
 
-async def gather(world: World, asked: m.Offer, ticket: int = 0) -> m.Gathered:
-    ask_for = m.Gather(asked.identity, "d", ticket, "main", 0, 7)
-    return await ask(world.control(), "gather", ask_for, m.Gathered, 5.0)
-
-
-@pytest.mark.parametrize("end", ["release", "lease", "deadline"])
-async def test_a_chunk_that_is_never_sent_is_freed(end: str) -> None:
-    deadlines = replace(DEADLINES, gathered_s=0.3 if end == "deadline" else 60.0)
-    async with prefill_rank(deadlines) as prefill, decode_rank(prefill) as world:
-        await world.prefill(asked := offer(20))
-        identity, control = asked.identity, world.control()
-        for ticket in range(2):
-            await gather(world, asked, ticket)
-        assert prefill.source.counts()["staging"] == 2
-        if end == "release":
-            await ask(control, "release", m.Release(identity, "done"), Done, 5.0)
-        if end != "deadline":
-            await until(lambda: not prefill.source.counts()["staging"], 2 * CONFIG.lease_s)
-            return
-        for _ in range(4):
-            await ask(control, "renew", m.Renew(identity), Done, 5.0)
-            await asyncio.sleep(0.2)
-        assert not prefill.source.counts()["staging"] and prefill.source.counts()["leases"]
-        await ask(control, "release", m.Release(identity, "done"), Done, 5.0)
-
-
-async def test_a_chunk_whose_identity_ends_during_the_gather_is_freed() -> None:
+async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(20))
         await world.tell("slow_gather", delay_s=0.3)
-        gathering = asyncio.create_task(gather(world, asked))
+        pulling = asyncio.create_task(world.pull(asked))
         await until(lambda: prefill.source.counts()["staging"] == 1)
         release = m.Release(asked.identity, "cancelled")
         await ask(world.control(), "release", release, Done, 5.0)
         with pytest.raises(HandoverError, match="released: cancelled"):
-            await gathering
-        assert not prefill.source.counts()["staging"]
+            await pulling
         await world.check_clean()
+        await pull_and_check(world)
 
 
 async def test_cancelling_a_pull_during_its_gather_frees_everything() -> None:
