@@ -9,7 +9,8 @@ DUMMY_PAGE = 0
 
 
 class PagePool:
-    """Pages ``1 .. num_pages-1`` of ``page_size`` tokens each. Owned by one thread.
+    """Pages ``1 .. num_pages-1`` of ``page_size`` tokens each. Owned by one thread; any may check
+    generations.
 
     A page's generation changes when it is allocated and when it is freed, so a (page,
     generation) pair noted while the page was held is good exactly as long as it is held. A page
