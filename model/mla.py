@@ -59,15 +59,12 @@ class MLA(Part):
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
         """Attention output [X, D]; writes this pass's latents into ``cache``."""
         config, kernels = self.config, self.kernels
-        down = kernels.linear(x_XD, self._down, self._num_down)
-        q, kv_XL = down[:, : self._num_q], down[:, self._num_q :]
+        q = self.write(x_XD, batch, cache, angles)
         if config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_XHK = q.unflatten(1, (config.num_attention_heads, -1))
-        norm, is_interleaved = self.kv_a_layernorm, config.rope_interleave
-        slots_X = batch.write_slots_BQ.flatten()
-        kernels.mla_entry(kv_XL, norm.weight, norm.eps, *angles, is_interleaved, slots_X, cache)
-        how, scale = (*angles, is_interleaved, cache, batch.page_table_BP), config.softmax_scale
+        how = *angles, config.rope_interleave, cache, batch.page_table_BP
+        scale = config.softmax_scale
         if batch.segments is None:
             lens_BQ = batch.context_lens_BQ
             out_XHV = kernels.mla_attend(q_XHK, self._up_k, self._up_v, *how, lens_BQ, scale)
@@ -75,3 +72,11 @@ class MLA(Part):
             sizes = batch.segments.lengths, batch.segments.contexts, config.v_head_dim
             out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, *how, *sizes, scale)
         return self.o_proj(out_XHV.flatten(1))
+
+    def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """This pass's latents into ``cache``; what queries are made of, on the way."""
+        down = self.kernels.linear(x_XD, self._down, self._num_down)
+        kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
+        how = *angles, self.config.rope_interleave, slots_X.flatten(), cache
+        self.kernels.mla_entry(kv_XL, norm.weight, norm.eps, *how)
+        return down[:, : self._num_q]

@@ -67,8 +67,8 @@ def decode_step(
     hit_by_drafts: Sequence[int],
     hit_by_layers: Sequence[int],
 ) -> Work:
-    """Verification of n + 1 tokens a row, and n passes of the MTP layer: the first over so many
-    tokens, the others over one. Experts hit are those of each pass and of each MoE layer."""
+    """Verification of n + 1 tokens a row, and n passes of the MTP layer over one; before the first
+    one the cache entries of so many tokens. Experts hit are those of each pass and MoE layer."""
     c, num_tokens, hits = config, num_rows * (num_drafts + 1), iter(hit_by_layers)
     work = product(c.vocab_size * c.hidden_size, num_tokens)
     for i in range(c.num_hidden_layers):
@@ -77,10 +77,9 @@ def decode_step(
         work += attention(c, num_rows, num_drafts + 1, context)
     assert next(hits, None) is None, "one number for each MoE layer"
     for i, num_hit in enumerate(hit_by_drafts):
-        num_q = num_drafts + 1 if i == 0 else 1
-        work += layer(c, True, num_rows * num_q, num_hit)
-        work += attention(c, num_rows, num_q, context)
-        work += product(2 * c.hidden_size**2, num_rows * num_q)
+        work += layer(c, True, num_rows, num_hit)
+        work += attention(c, num_rows, 1, context)
+        work += product(2 * c.hidden_size**2, num_tokens if i == 0 else num_rows)
         work += product(c.vocab_size * c.hidden_size, num_rows)
     return work
 

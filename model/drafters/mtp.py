@@ -32,19 +32,28 @@ class MtpLayer(DecoderLayer):
         # The layer's own final norm; the head beside it is the main model's.
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
-    def predict(
-        self, embedding_XD: Tensor, hidden_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles
-    ) -> Tensor:
-        """Normed MTP hidden [X, D] (spec §5: embedding first, post-norm hidden)."""
-        z_XD = self.eh_proj(torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1))
+    def combined(self, embedding_XD: Tensor, hidden_XD: Tensor) -> Tensor:
+        """What goes through the layer (spec §5: embedding first, post-norm hidden)."""
+        z_XD: Tensor = self.eh_proj(
+            torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1)
+        )
+        return z_XD
+
+    def write(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+        """Cache entries alone: in one layer they depend on nothing but what goes in."""
+        self.self_attn.write(self.input_layernorm(z_XD), batch, cache, angles)
+
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """Normed MTP hidden [X, D]."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, RMSNorm)
         return norm.add(*self(z_XD, None, batch, cache, angles))[1]
 
 
 class MtpDrafter:
-    """Pass 1 writes the rows of pending tokens from their true hidden states and yields draft 1;
-    passes 2..n are the head row alone, fed with the MTP layer's own normed output.
+    """Pass 1 writes the cache entries of pending tokens from their true hidden states, and of the
+    last one, the head row, yields draft 1; passes 2..n are the head row alone, fed with the MTP
+    layer's own normed output. What nobody reads, the output of other rows, is not computed.
 
     Embedding, head and rotary tables are the main model's.
     """
@@ -73,25 +82,30 @@ class MtpDrafter:
         self, batch: Batch, hidden_BQD: Tensor, caches: Caches, angles: Angles | None = None
     ) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [B, Q, D]."""
-        embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
-        if angles is None:
-            angles = self._network.rope.at(batch.positions_BQ.flatten())
-        hidden_XD, cache = hidden_BQD.flatten(0, 1), caches[MTP][0]
-        out_XD = self._layer.predict(embedding_XD, hidden_XD, batch, cache, angles)
+        z_XD, angles = self._combined(batch, hidden_BQD), angles or self._angles(batch)
+        out_XD = self._layer.predict(z_XD, batch, caches[MTP][0], angles)
         return out_XD.view_as(hidden_BQD)
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
-        self.forward(shifted(batch, next_G), hidden_1TD, caches)
+        batch = shifted(batch, next_G)
+        z_XD = self._combined(batch, hidden_1TD)
+        self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        width, page_size = state.tokens_BM.shape[1], caches[MTP][0].shape[1]
+        (num_rows, width), cache = state.tokens_BM.shape, caches[MTP][0]
+        page_size, drafts_BN = cache.shape[1], state.tokens_BM[:, :0]
         rows = first_pass(state.num_known_B, state.num_pending_B, state.first_B, width)
-        hidden_BMD = self.forward(first_batch(state, rows, page_size), state.hidden_BMD, caches)
-        head_BD = hidden_BMD[torch.arange(len(hidden_BMD), device=hidden_BMD.device), rows.head_B]
+        batch = first_batch(state, rows, page_size)
+        z_XD, (cos, sin) = self._combined(batch, state.hidden_BMD), self._angles(batch)
+        self._layer.write(z_XD, batch, cache, (cos, sin))
+        if num_drafts == 0:
+            return Drafts(drafts_BN)
+        at_B = torch.arange(num_rows, device=z_XD.device) * width + rows.head_B
+        own = head_batch(state, batch, at_B), cache, (cos[at_B], sin[at_B])
+        head_BD = self._layer.predict(z_XD[at_B], *own)
         later = iter(self._later(state, num_drafts - 1, page_size) if num_drafts > 1 else ())
-        drafts_BN = state.tokens_BM[:, :0]
         drawn_from: list[Tensor] = []
         for i in range(num_drafts):
             next_B, q_BV = state.pick(self._network.logits(head_BD), drafts_BN)
@@ -105,6 +119,13 @@ class MtpDrafter:
                 head_BD = self.forward(batch, hidden_B1D, caches, angles).squeeze(1)
         q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
         return Drafts(drafts_BN, q_BNV)
+
+    def _combined(self, batch: Batch, hidden_BQD: Tensor) -> Tensor:
+        embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
+        return self._layer.combined(embedding_XD, hidden_BQD.flatten(0, 1))
+
+    def _angles(self, batch: Batch) -> Angles:
+        return self._network.rope.at(batch.positions_BQ.flatten())
 
     def _later(
         self, state: DraftState, num_passes: int, page_size: int
@@ -131,7 +152,7 @@ class MtpDrafter:
 
 def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
     """A row attends to slots up to its own; padding rows see slot 0 only, so that they stay
-    finite, and their output is never used."""
+    finite."""
     positions_BQ, real_BQ = rows.slots_BQ + 1, rows.real_BQ
     if state.real_B is not None:
         real_BQ = real_BQ & state.real_B.unsqueeze(1)
@@ -143,6 +164,15 @@ def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
         page_table_BP=state.page_table_BP,
         real_BQ=real_BQ,
     )
+
+
+def head_batch(state: DraftState, batch: Batch, at_B: Tensor) -> Batch:
+    """The row at ``at_B`` of pass 1 for each sequence, that of its last known token."""
+    positions_B1 = (state.num_known_B - 1).unsqueeze(1)
+    places_B1 = batch.write_slots_BQ.flatten()[at_B].unsqueeze(1)
+    real_B1 = None if state.real_B is None else state.real_B.unsqueeze(1)
+    own = positions_B1, positions_B1, places_B1, positions_B1
+    return Batch(*own, batch.page_table_BP, real_BQ=real_B1)
 
 
 def shifted(batch: Batch, next_G: Tensor) -> Batch:

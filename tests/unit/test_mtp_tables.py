@@ -5,6 +5,7 @@ name the token they belong to, so each row can be compared with the table by nam
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,15 @@ def physical(slot: int | str) -> int | str:
     return "dummy" if slot == "dummy" else PAGES[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE
 
 
+@dataclass
+class Pass:
+    """Token names and hidden states [Q, D] that went through the MTP layer, or into its cache."""
+
+    batch: Batch
+    names: list[str]
+    hidden: torch.Tensor
+
+
 class Recorder:
     """Stands where network and MTP layer stand; keeps every pass, answers from a script."""
 
@@ -73,7 +83,8 @@ class Recorder:
     rope = SimpleNamespace(at=lambda positions: (positions, positions))
 
     def __init__(self, draft_tokens: list[str], target_tokens: list[str]) -> None:
-        self.mtp_passes: list[tuple[Batch, torch.Tensor]] = []
+        self.written: list[Pass] = []
+        self.predicted: list[Pass] = []
         self.main_passes: list[Batch] = []
         self._draft_tokens = iter(draft_tokens)
         self._target_tokens = target_tokens
@@ -82,19 +93,21 @@ class Recorder:
         self.main_passes.append(batch)
         return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
 
-    def predict(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        batch: Batch,
-        cache: object,
-        angles: object,
-    ) -> torch.Tensor:
+    def combined(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As the MTP layer; an embedding is its token."""
-        assert torch.equal(tokens, batch.token_ids_BQ.flatten())
-        self.mtp_passes.append((batch, hidden.unsqueeze(0)))
-        names = [f"mtp({token_name(int(t))})" for t in tokens]
-        return torch.stack([tag(name) for name in names])
+        return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)
+
+    def write(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
+        self.written.append(self._pass(z, batch))
+        tokens = [token_name(int(t)) for t in batch.token_ids_BQ.flatten()]
+        assert self.written[-1].names == tokens
+
+    def predict(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> torch.Tensor:
+        self.predicted.append(self._pass(z, batch))
+        return torch.stack([tag(f"mtp({name})") for name in self.predicted[-1].names])
+
+    def _pass(self, z: torch.Tensor, batch: Batch) -> Pass:
+        return Pass(batch, [token_name(int(t)) for t in z[:, -1]], z[:, :-1])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):
@@ -151,32 +164,45 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     return network, output
 
 
-def check_pass(recorded: tuple[Batch, torch.Tensor], expected: dict, width: int) -> None:
-    batch, hidden = recorded
-    assert batch.token_ids_BQ.shape == (1, width)
-    head_index = expected["head_index"] if width > 1 else 0
-    rows = expected.get("rows") or [expected["head"]]
-    offset = 0 if expected.get("rows") else head_index
-    for i, row in enumerate(rows, start=offset):
-        name = token_name(int(batch.token_ids_BQ[0, i]))
-        assert name == (row["token"] if len(row["token"]) == 1 else "z")
-        if len(row["hidden"]) < 7:
-            assert tag_name(hidden[0, i]) == row["hidden"]
-        assert int(batch.positions_BQ[0, i]) == row["position"]
-        assert int(batch.context_lens_BQ[0, i]) == row["slot"] + 1
+def check_row(found: Pass, i: int, row: dict) -> None:
+    assert found.names[i] == (row["token"] if len(row["token"]) == 1 else "z")
+    if len(row["hidden"]) < 7:
+        assert tag_name(found.hidden[i]) == row["hidden"]
+    assert int(found.batch.positions_BQ[0, i]) == row["position"]
+    assert int(found.batch.context_lens_BQ[0, i]) == row["slot"] + 1
+
+
+def check_first(written: Pass, head: Pass, expected: dict) -> None:
+    """All rows are written, and one of them goes through the layer."""
+    assert len(written.names) == 3 and len(head.names) == 1
+    at = expected["head_index"]
+    rows = expected.get("rows")
+    for i, row in enumerate(rows or [expected["head"]], start=0 if rows else at):
+        check_row(written, i, row)
+    check_row(head, 0, rows[at] if rows else expected["head"])
     wanted = [physical(s) for s in expected["write_slots"]]
-    if width == 1:
-        wanted = [slot for slot in wanted if slot != "dummy"]
-    assert write_slots(batch) == wanted
+    assert write_slots(written.batch) == wanted
+    assert write_slots(head.batch) == wanted[at : at + 1]
+
+
+def check_later(found: Pass, expected: dict) -> None:
+    [row] = expected.get("rows") or [expected["head"]]
+    check_row(found, 0, row)
+    wanted = [physical(s) for s in expected["write_slots"] if s != "dummy"]
+    assert write_slots(found.batch) == wanted and len(found.names) == 1
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "decode" in name])
 def test_decode_rows(name: str) -> None:
     case = CASES[name]
     network, output = run_case(case, first="zero_hidden" in case.get("mode", "")[15:])
-    assert len(network.mtp_passes) == 2
-    for recorded, expected, width in zip(network.mtp_passes, case["mtp"], (3, 1), strict=True):
-        check_pass(recorded, expected, width)
+    [written], [head, later], [first_told, later_told] = (
+        network.written,
+        network.predicted,
+        case["mtp"],
+    )
+    check_first(written, head, first_told)
+    check_later(later, later_told)
     target, [batch] = case["target"], network.main_passes
     drafts = [d if len(d) == 1 else "z" for d in target["input_ids"]]
     assert [token_name(t) for t in batch.token_ids_BQ[0].tolist()] == drafts
@@ -231,12 +257,13 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     assert joined(network.main_passes, "token_ids_BQ") == [token_id(t) for t in prompt_names()]
     assert joined(network.main_passes, "positions_BQ") == target["positions"]
     assert joined(network.main_passes, "write_slots_BQ") == [base + s for s in target["slots"]]
-    draft_batches = [batch for batch, _ in network.mtp_passes]
+    assert not network.predicted, "nobody reads what the layer would make of a prompt"
+    draft_batches = [one.batch for one in network.written]
     assert joined(draft_batches, "token_ids_BQ") == [token_id(t) for t in mtp["input_ids"]]
     assert joined(draft_batches, "positions_BQ") == mtp["positions"]
     assert joined(draft_batches, "write_slots_BQ") == [base + s for s in mtp["write_slots"]]
     assert joined(draft_batches, "context_lens_BQ") == [s + 1 for s in mtp["slots"]]
-    hidden = [tag_name(h) for _, rows in network.mtp_passes for h in rows[0]]
+    hidden = [tag_name(h) for one in network.written for h in one.hidden]
     assert hidden == mtp["hidden"]
     assert token_name(progress[-1].first_token) == case["emitted"][0]
     assert [tag_name(progress[-1].hidden_D)] == case["saved_hidden"]

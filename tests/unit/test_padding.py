@@ -16,7 +16,7 @@ from decode_node.planner import StepPlanner
 from model.batch import Batch
 from model.cache import Caches
 from model.drafters.base import Drafts, DraftState
-from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp import MtpLayer
 from model.loaded import LoadedModel
 from model.tensors import each, select
 from runtime.lockstep import LocalPlanner, Plan
@@ -87,18 +87,23 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
 ) -> None:
     """Every pass, at the planned shape; and its caches, rows and pages are as before."""
     spy, batches, passes = Witness(loaded.drafter), [], []
-    forward, forward_pass = type(loaded.network).forward, MtpDrafter.forward
+    forward, predict, write = type(loaded.network).forward, MtpLayer.predict, MtpLayer.write
 
     def recording(network: object, batch: Batch, caches: Caches) -> Tensor:
         batches.append(batch)
         return forward(network, batch, caches)
 
-    def recording_pass(drafter: object, batch: Batch, *rest: object) -> Tensor:
+    def recording_predict(layer: object, z: Tensor, batch: Batch, *rest: object) -> Tensor:
         passes.append(batch)
-        return forward_pass(drafter, batch, *rest)
+        return predict(layer, z, batch, *rest)
+
+    def recording_write(layer: object, z: Tensor, batch: Batch, *rest: object) -> None:
+        passes.append(batch)
+        write(layer, z, batch, *rest)
 
     monkeypatch.setattr(type(loaded.network), "forward", recording)
-    monkeypatch.setattr(MtpDrafter, "forward", recording_pass)
+    monkeypatch.setattr(MtpLayer, "predict", recording_predict)
+    monkeypatch.setattr(MtpLayer, "write", recording_write)
     bench = bench_of(replace(loaded, drafter=spy), loop=loop, planner=BusyGang())
     everyone = torch.arange(NUM_ROWS + 1)
     rows = each(Tensor.clone, select(bench.decode._rows._table, everyone))
@@ -111,7 +116,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
         assert batch.real_BQ is not None and not batch.real_BQ.any() and not any(real)
         assert torch.tensor(drafts).shape == (NUM_ROWS, NUM_DRAFTS)
     widths = [batch.token_ids_BQ.shape for batch in passes]
-    assert widths == [(NUM_ROWS, NUM_DRAFTS + 1), (NUM_ROWS, 1)] * 5
+    assert widths == [(NUM_ROWS, NUM_DRAFTS + 1), (NUM_ROWS, 1), (NUM_ROWS, 1)] * 5
     assert not any(batch.real_BQ.any() for batch in passes)
     assert len(bench.frames) == 5 and not bench.updates()
     assert all(map(torch.equal, before, pages_of(bench)))
