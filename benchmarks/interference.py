@@ -75,6 +75,7 @@ async def measured(address: str, trial: Trial, share: float) -> dict[str, Any]:
         for num_rows, weight in sorted(rows.items()):
             found = intervals(await run_batch(client, at_once, prompts[:num_rows]))
             same = [ms for ms, num, is_first in found if num == num_rows and not is_first]
+            assert same, f"{num_rows} answers sent at once were never written at once"
             alone += [(ms, weight / len(same)) for ms in same]
     return {
         "prompts_per_s_most": per_s,
@@ -116,6 +117,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="[40]")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not 0 < args.share < 1:
+        parser.error(f"--share {args.share}: more than 0, less than 1, or prompts queue for ever")
+    if args.requests < 2:
+        parser.error(f"--requests {args.requests}: at least 2")
     prompts, warm_up = (
         held_out(num, PROMPT_TOKENS, PROMPT_TOKENS, seed)
         for num, seed in ((args.requests, 17), (4, 99))

@@ -89,7 +89,7 @@ class Timings:
 @dataclass(frozen=True, slots=True)
 class TransferStats:
     """What crossed from prefill to decode; ``bytes`` 0 when nothing had to. ``seconds`` is the
-    time the wire was in use."""
+    time that its chunks took, from their reading to their arrival."""
 
     bytes: int = 0
     tokens: int = 0

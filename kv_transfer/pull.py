@@ -72,7 +72,7 @@ class Pull:
                 )
 
     def stats(self) -> TransferStats:
-        """The seconds are those that the wire was in use."""
+        """The seconds are those that chunks took, from P's reading to their arrival."""
         num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 

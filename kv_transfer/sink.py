@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought; the seconds of ``stats`` are those that the wire was in use."""
+    """What a pull brought; the seconds of ``stats`` are those of Pull.stats."""
 
     seal: m.Seal
     stats: TransferStats

@@ -151,8 +151,7 @@ class MtpDrafter:
 
 
 def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
-    """A row attends to slots up to its own; padding rows see slot 0 only, so that they stay
-    finite."""
+    """Rows whose entries are written; of these the head row alone attends (head_batch)."""
     positions_BQ, real_BQ = rows.slots_BQ + 1, rows.real_BQ
     if state.real_B is not None:
         real_BQ = real_BQ & state.real_B.unsqueeze(1)
@@ -160,7 +159,7 @@ def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
         token_ids_BQ=state.tokens_BM,
         positions_BQ=positions_BQ,
         write_slots_BQ=physical_slots(state.page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
-        context_lens_BQ=torch.where(rows.real_BQ, positions_BQ, 1),
+        context_lens_BQ=positions_BQ,
         page_table_BP=state.page_table_BP,
         real_BQ=real_BQ,
     )
