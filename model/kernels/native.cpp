@@ -28,16 +28,16 @@ using at::Tensor;
 using c10::BFloat16;
 
 #ifdef __AVX512F__
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kSums = 24;  // that registers hold beside what is multiplied
 #else
-constexpr int kLanes = 8;
+constexpr int kLanes = 8, kSums = 12;
 #endif
 constexpr int kBlock = 16;  // outputs that lie side by side in packed weights
 constexpr int kVecs = kBlock / kLanes;
-constexpr int kRows = 6;  // of a tile at most
 constexpr int64_t kRowChunk = 96;
 constexpr int64_t kSplit = 256;           // tokens of context that one task attends to
 constexpr int64_t kWorthATask = 1 << 15;  // multiplications
+constexpr int64_t kNear = 1 << 14;        // bytes that stay in a first cache beside others
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
@@ -55,7 +55,9 @@ inline Vec load(const float* p) {
 }
 
 inline Vec load(const BFloat16* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  return (Vec)((Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+#elif defined(__AVX2__)
   return (Vec)((Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
 #endif
   Halves h;
@@ -63,21 +65,46 @@ inline Vec load(const BFloat16* p) {
   return (Vec)(__builtin_convertvector(h, Bits) << 16);
 }
 
+// 2 * kLanes values, in an order of their own: cheaper than one after the other.
+inline void load(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
+
+inline void load(const BFloat16* p, Vec& even, Vec& odd) {
+  Bits both;
+  std::memcpy(&both, p, sizeof both);
+  even = (Vec)(both << 16), odd = (Vec)(both & 0xffff0000);
+}
+
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-[[maybe_unused]] inline void store(BFloat16* p, Vec v) {
+inline Bits rounded(Vec v) {
   Bits bits = (Bits)v;
-  Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  Bits nan = (Bits{} + 0x7fc0);
-  Halves h = __builtin_convertvector(v == v ? rounded : nan, Halves);
+  return v == v ? bits + 0x7fff + ((bits >> 16) & 1) : Bits{} + 0x7fc00000;
+}
+
+[[maybe_unused]] inline void store(BFloat16* p, Vec v) {
+  Halves h = __builtin_convertvector(rounded(v) >> 16, Halves);
   std::memcpy(p, &h, sizeof h);
+}
+
+// What ``load`` of two brought, back in its places.
+inline void store(float* p, Vec a, Vec b) { store(p, a), store(p + kLanes, b); }
+
+inline void store(BFloat16* p, Vec even, Vec odd) {
+  Bits both = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000);
+  std::memcpy(p, &both, sizeof both);
 }
 
 inline Vec splat(float x) { return Vec{} + x; }
 
 inline float sum(Vec v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+#ifdef __AVX2__
+#ifdef __AVX512F__
+  __m256 y = _mm256_add_ps(_mm512_castps512_ps256(v),
+                           _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+#else
+  __m256 y = v;
+#endif
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return x[0] + x[1];
 #endif
@@ -86,10 +113,25 @@ inline float sum(Vec v) {
   return total;
 }
 
-// Memory for ``num`` values, whatever is in it.
+// Memory for ``num`` values, whatever is in it; it begins with a line of the cache.
 template <class T>
-std::unique_ptr<T[]> space(int64_t num) {
-  return std::make_unique_for_overwrite<T[]>(num);
+class Space {
+ public:
+  Space() = default;
+  explicit Space(int64_t num)
+      : memory_(std::make_unique_for_overwrite<char[]>(num * sizeof(T) + 63)),
+        first_((T*)((uintptr_t(memory_.get()) + 63) / 64 * 64)) {}
+  T* get() const { return first_; }
+  T& operator[](int64_t i) const { return first_[i]; }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  T* first_ = nullptr;
+};
+
+template <class T>
+Space<T> space(int64_t num) {
+  return Space<T>(num);
 }
 
 // e^x to 2 ulp where that is a normal number, else the nearest that is: 2^k times a polynomial
@@ -125,16 +167,20 @@ void put(T* to, Vec v, int64_t room) {
 
 // acc[r][b] = sum over k of x[r, k] * w[b][k, :]
 template <int R, int B, class T>
-inline void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
-                 Vec (*acc)[B * kVecs]) {
+[[gnu::noinline]] void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
+                            Vec (*acc)[B * kVecs]) {
   Vec sums[R][B * kVecs];
   EACH (r, R)
     EACH (i, B * kVecs) sums[r][i] = Vec{};
   auto weight = [&](int64_t k, int i) {
     return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
   };
+  // What comes next is asked for while this is at work: last level caches answer late.
+  constexpr int64_t line = kBlock * sizeof(T);
+  int64_t ahead = num_k * B * line <= kNear ? num_k * B : kNear / 8 / line;
   // Whichever are fewer stay in registers while the others pass by.
   for (int64_t k = 0; k < num_k; k++) {
+    EACH (i, B) __builtin_prefetch(w[i] + (k + ahead) * kBlock);
     if constexpr (R <= B * kVecs) {
       float rows[R];
       EACH (r, R) rows[r] = x[r * ldx + k];
@@ -155,32 +201,20 @@ inline void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
     EACH (i, B * kVecs) acc[r][i] = sums[r][i];
 }
 
-// emit(row, sums) for each of ``num`` rows; B blocks at once.
-template <int B, class T, class Emit>
+// emit(row, sums) for each of ``num`` rows; B blocks at once, R rows if there are so many.
+template <int B, int R = std::min(12, kSums / (B * kVecs)), class T, class Emit>
 void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
              Emit emit) {
-  Vec acc[kRows][B * kVecs];
+  Vec acc[R][B * kVecs];
   int64_t row = 0;
-  auto step = [&](auto count) {
-    tile<decltype(count)::value, B>(x + row * ldx, ldx, w, num_k, acc);
-    for (int r = 0; r < count; r++) emit(row + r, acc[r]);
-    row += count;
-  };
-  // So many sums are enough to hide their latency, and leave registers for what is multiplied.
-  constexpr int most = B * kVecs <= 2 ? kRows : 8 / (B * kVecs);
-  while (num - row >= most) step(std::integral_constant<int, most>{});
-  switch (num - row) {
-    case 5:
-      return step(std::integral_constant<int, std::min(most, 5)>{});
-    case 4:
-      return step(std::integral_constant<int, std::min(most, 4)>{});
-    case 3:
-      return step(std::integral_constant<int, std::min(most, 3)>{});
-    case 2:
-      return step(std::integral_constant<int, std::min(most, 2)>{});
-    case 1:
-      return step(std::integral_constant<int, 1>{});
+  for (; row + R <= num; row += R) {
+    tile<R, B>(x + row * ldx, ldx, w, num_k, acc);
+    for (int r = 0; r < R; r++) emit(row + r, acc[r]);
   }
+  if constexpr (R > 1)
+    if (row < num)
+      rows_of<B, R - 1>(x + row * ldx, ldx, num - row, w, num_k,
+                        [&](int64_t r, const Vec* sums) { emit(row + r, sums); });
 }
 
 // Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock].
@@ -222,9 +256,10 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
         });
         block += B;
       };
-      if (task.num == 1)
+      // Few rows meet many blocks, so that there are sums enough to hide their latency.
+      if (task.num <= 4 / kVecs)
         while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
-      if (task.num <= 3)
+      if (task.num <= 3 || kVecs == 1)
         while (block + 2 <= task.end) run(std::integral_constant<int, 2>{});
       while (block < task.end) run(std::integral_constant<int, kTogether>{});
     }
@@ -234,7 +269,7 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
 // Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
 template <class T>
 const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k,
-                    std::unique_ptr<float[]>& room) {
+                    Space<float>& room) {
   if constexpr (std::is_same_v<T, float>) {
     if (ld == num_k) return x;
   }
@@ -246,7 +281,7 @@ const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k,
 template <class T, class Y>
 void linear_rows(const Tensor& x, const Tensor& w, Tensor& y) {
   int64_t num_k = w.size(1), num_out = y.size(1);
-  std::unique_ptr<float[]> room;
+  Space<float> room;
   const float* rows = floats(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k, room);
   Y* out = y.mutable_data_ptr<Y>();
   products<1, T>({{rows, num_k, x.size(0), w.const_data_ptr<T>()}}, num_k, w.size(0),
@@ -277,7 +312,7 @@ Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
 template <class T>
 void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
   int64_t num = x.size(0), num_heads = x.size(1), num_k = w.size(2);
-  std::vector<std::unique_ptr<float[]>> rooms(num_heads);
+  std::vector<Space<float>> rooms(num_heads);
   std::vector<Group<T>> groups;
   for (int64_t h = 0; h < num_heads; h++) {
     const T* from = x.const_data_ptr<T>() + h * x.stride(1);
@@ -402,27 +437,48 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
 
 // ---- attention ----
 
-constexpr int kQueries = 4;  // rows of queries computed together
+constexpr int kQueries = kLanes / 2;  // rows of queries computed together, at most
 
-// scores[q][s] for kQueries queries [., width] and ``num`` keys, each at keys[s].
+// Queries or values ``num`` as floats in the order in which ``load`` brings two vectors of T.
 template <class T>
+void unfold(const T* from, float* to, int64_t num) {
+  int64_t i = 0;
+  for (Vec a, b; i + 2 * kLanes <= num; i += 2 * kLanes) {
+    load(from + i, a, b);
+    store(to + i, a, b);
+  }
+  to_float(from + i, to + i, num - i);
+}
+
+// scores[q][s] for Q unfolded queries [., width] and ``num`` keys, each at keys[s].
+template <int Q, class T>
 void score(const float* q, const T* const* keys, int64_t num, int64_t width, float* scores) {
-  for (int64_t s = 0; s < num; s += 2) {
-    const T *first = keys[s], *second = keys[std::min(s + 1, num - 1)];
-    Vec acc[kQueries][2];
-    EACH (i, kQueries) acc[i][0] = acc[i][1] = Vec{};
-    for (int64_t l = 0; l < width; l += kLanes) {
-      Vec a = load(first + l), b = load(second + l);
-      EACH (i, kQueries) {
-        Vec query = load(q + i * width + l);
-        acc[i][0] += query * a;
-        acc[i][1] += query * b;
+  constexpr int S = kLanes / Q;
+  for (int64_t s = 0; s < num; s += S) {
+    const T *key[S], *soon[S];
+    Vec acc[Q][S], a[S], b[S];
+    EACH (j, S) {
+      key[j] = keys[std::min(s + j, num - 1)];
+      soon[j] = keys[std::min(s + j + 2 * S, num - 1)];
+    }
+    EACH (i, Q)
+      EACH (j, S) acc[i][j] = Vec{};
+    int64_t l = 0;
+    for (; l + 2 * kLanes <= width; l += 2 * kLanes) {
+      EACH (j, S) __builtin_prefetch(soon[j] + l);
+      EACH (j, S) load(key[j] + l, a[j], b[j]);
+      EACH (i, Q) {
+        Vec first = load(q + i * width + l), second = load(q + i * width + l + kLanes);
+        EACH (j, S) acc[i][j] += first * a[j];
+        EACH (j, S) acc[i][j] += second * b[j];
       }
     }
-    for (int i = 0; i < kQueries; i++) {
-      scores[i * kSplit + s] = sum(acc[i][0]);
-      if (s + 1 < num) scores[i * kSplit + s + 1] = sum(acc[i][1]);
-    }
+    if (l < width)
+      EACH (i, Q)
+        EACH (j, S) acc[i][j] += load(q + i * width + l) * load(key[j] + l);
+    EACH (i, Q)
+      EACH (j, S)
+        if (s + j < num) scores[i * kSplit + s + j] = sum(acc[i][j]);
   }
 }
 
@@ -430,12 +486,16 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
 // The largest is no less than ``before``.
 inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest,
                    float& total, float before = kNever) {
-  largest = kNever;
-  for (int64_t s = 0; s < seen; s++) largest = std::max(largest, scores[s]);
-  largest = std::max(largest * scale, before);
-  Vec sums{};
+  Vec sums{}, most = splat(kNever);
   Ints lane;
   EACH (i, kLanes) lane[i] = i;
+  for (int64_t s = 0; s < seen; s += kLanes) {
+    Vec here = lane + int32_t(s) < int32_t(seen) ? load(scores + s) : splat(kNever);
+    most = here > most ? here : most;
+  }
+  largest = most[0];
+  EACH (i, kLanes) largest = std::max(largest, most[i]);
+  largest = std::max(largest * scale, before);
   for (int64_t s = 0; s < num; s += kLanes) {
     Vec weights = exp(load(scores + s) * scale - largest);
     weights = lane + int32_t(s) < int32_t(seen) ? weights : splat(0);
@@ -445,35 +505,67 @@ inline void soften(float* scores, int64_t num, int64_t seen, float scale, float&
   total = sum(sums);
 }
 
-// out[q][c] = sum over s of weights[q][s] * keys[s][c], c < num_values.
-template <class T>
+// out[q][c] = sum over s of weights[q][s] * keys[s][c], c < num_values, unfolded.
+template <int Q, class T>
 void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out) {
+  constexpr int most = std::max(1, kLanes / Q / 2);
   auto columns = [&](auto count, int64_t c) {
     constexpr int W = decltype(count)::value;
-    Vec acc[kQueries][W];
-    EACH (i, kQueries)
-      EACH (v, W) acc[i][v] = Vec{};
+    Vec acc[Q][2 * W];
+    EACH (i, Q)
+      EACH (v, 2 * W) acc[i][v] = Vec{};
     for (int64_t s = 0; s < num; s++)
       EACH (v, W) {
-        Vec value = load(keys[s] + c + v * kLanes);
-        EACH (i, kQueries) acc[i][v] += weights[i * kSplit + s] * value;
+        Vec a, b;
+        load(keys[s] + c + 2 * v * kLanes, a, b);
+        EACH (i, Q) {
+          acc[i][2 * v] += weights[i * kSplit + s] * a;
+          acc[i][2 * v + 1] += weights[i * kSplit + s] * b;
+        }
       }
-    EACH (i, kQueries)
-      EACH (v, W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
+    EACH (i, Q)
+      EACH (v, 2 * W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
   };
   int64_t c = 0;
+  for (; c + 2 * most * kLanes <= num_values; c += 2 * most * kLanes)
+    columns(std::integral_constant<int, most>{}, c);
   for (; c + 2 * kLanes <= num_values; c += 2 * kLanes)
-    columns(std::integral_constant<int, 2>{}, c);
-  for (; c < num_values; c += kLanes) columns(std::integral_constant<int, 1>{}, c);
+    columns(std::integral_constant<int, 1>{}, c);
+  if (c == num_values) return;
+  EACH (i, Q) {
+    Vec acc{};
+    for (int64_t s = 0; s < num; s++) acc += weights[i * kSplit + s] * load(keys[s] + c);
+    store(out + i * num_values + c, acc);
+  }
+}
+
+// Entries [begin, end) of the sequence whose pages are ``page``.
+template <class T>
+void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t begin,
+          int64_t end, const T** entries) {
+  for (int64_t s = begin; s < end;) {
+    int64_t here = s % page_size, stop = std::min(end, s - here + page_size);
+    const T* first = cache + (page[s / page_size] * page_size + here) * width;
+    for (; s < stop; s++, first += width) *entries++ = first;
+  }
+}
+
+// Calls f with the least of 2, 4 .. kQueries that is no less than ``num``.
+template <int Q = 2, class F>
+void with_width(int64_t num, F f) {
+  if constexpr (Q < kQueries)
+    if (num > Q) return with_width<2 * Q>(num, f);
+  f(std::integral_constant<int, Q>{});
 }
 
 template <class T>
 void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
                  int64_t num_values, double scale, Tensor& out) {
   int64_t num_seqs = lens.size(0), num_q = lens.size(1), num_heads = q.size(1), width = q.size(2);
-  int64_t page_size = cache.size(1), num_x = num_q * num_heads;
-  int64_t num_groups = (num_x + kQueries - 1) / kQueries, num_padded = num_groups * kQueries;
+  int64_t page_size = cache.size(1), num_pages = table.size(1), num_x = num_q * num_heads;
+  int64_t num_padded = (num_x + kQueries - 1) / kQueries * kQueries;
   const int64_t *pages = table.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
+  const T *queries = q.const_data_ptr<T>(), *entries = cache.const_data_ptr<T>();
   struct Task {
     int64_t seq, begin, end;
   };
@@ -481,7 +573,7 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
   std::vector<int64_t> first_of;
   for (int64_t b = 0; b < num_seqs; b++) {
     int64_t longest = *std::max_element(len + b * num_q, len + (b + 1) * num_q);
-    longest = std::min(longest, table.size(1) * page_size);
+    longest = std::min(longest, num_pages * page_size);
     first_of.push_back(tasks.size());
     for (int64_t s = 0; s < longest; s += kSplit)
       tasks.push_back({b, s, std::min(longest, s + kSplit)});
@@ -490,28 +582,33 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
   auto parts = space<float>(tasks.size() * num_padded * num_values);
   auto largest = space<float>(tasks.size() * num_padded),
        total = space<float>(tasks.size() * num_padded);
-  at::parallel_for(0, tasks.size() * num_groups, 1, [&](int64_t first, int64_t last) {
+  // Queries of a task are spread if threads had no work; none of them is computed differently.
+  int64_t per_unit = kQueries, num_threads = at::get_num_threads();
+  while (per_unit > 2 && int64_t(tasks.size()) * ((num_x - 1) / per_unit + 1) < num_threads)
+    per_unit /= 2;
+  int64_t num_units = (num_x - 1) / per_unit + 1;
+  at::parallel_for(0, tasks.size() * num_units, 1, [&](int64_t first, int64_t last) {
     alignas(64) float scores[kQueries * kSplit];
-    auto queries = space<float>(kQueries * width);
+    auto rows = space<float>(kQueries * width);
     const T* keys[kSplit];
     for (int64_t unit = first; unit < last; unit++) {
-      int64_t t = unit / num_groups, x = unit % num_groups * kQueries;
+      int64_t t = unit / num_units, x = unit % num_units * per_unit;
       auto [b, begin, end] = tasks[t];
-      for (int64_t s = begin; s < end; s++) {
-        int64_t page = pages[b * table.size(1) + s / page_size];
-        keys[s - begin] = cache.const_data_ptr<T>() + (page * page_size + s % page_size) * width;
-      }
-      int64_t num_here = std::min<int64_t>(kQueries, num_x - x) * width;
-      to_float(q.const_data_ptr<T>() + (b * num_x + x) * width, queries.get(), num_here);
-      std::fill(queries.get() + num_here, queries.get() + kQueries * width, 0.0f);
-      score(queries.get(), keys, end - begin, width, scores);
-      for (int64_t i = 0; i < kQueries; i++) {
-        int64_t row = std::min(x + i, num_x - 1) / num_heads;
-        int64_t seen = std::clamp<int64_t>(len[b * num_q + row] - begin, 0, end - begin);
-        soften(scores + i * kSplit, end - begin, seen, scale, largest[t * num_padded + x + i],
-               total[t * num_padded + x + i]);
-      }
-      mix(scores, keys, end - begin, num_values, parts.get() + (t * num_padded + x) * num_values);
+      int64_t num = end - begin, num_here = std::min(per_unit, num_x - x);
+      find(entries, pages + b * num_pages, page_size, width, begin, end, keys);
+      with_width(num_here, [&](auto count) {
+        constexpr int Q = decltype(count)::value;
+        for (int64_t i = 0; i < Q; i++)
+          unfold(queries + (b * num_x + std::min(x + i, num_x - 1)) * width, &rows[i * width],
+                 width);
+        score<Q>(rows.get(), keys, num, width, scores);
+        for (int64_t i = 0; i < Q; i++) {
+          int64_t row = std::min(x + i, num_x - 1) / num_heads, at = t * num_padded + x + i;
+          int64_t seen = std::clamp<int64_t>(len[b * num_q + row] - begin, 0, num);
+          soften(scores + i * kSplit, num, seen, scale, largest[at], total[at]);
+        }
+        mix<Q>(scores, keys, num, num_values, &parts[(t * num_padded + x) * num_values]);
+      });
     }
   });
   at::parallel_for(0, num_seqs * num_x, 8, [&](int64_t first, int64_t last) {
@@ -531,7 +628,10 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
           store(&sums[c], load(&sums[c]) + share * load(&parts[i * num_values + c]));
       }
       T* to = out.mutable_data_ptr<T>() + unit * num_values;
-      for (int64_t c = 0; c < num_values; c += kLanes) store(to + c, load(&sums[c]) / weight);
+      int64_t c = 0;
+      for (; c + 2 * kLanes <= num_values; c += 2 * kLanes)
+        store(to + c, load(&sums[c]) / weight, load(&sums[c + kLanes]) / weight);
+      if (c < num_values) store(to + c, load(&sums[c]) / weight);
     }
   });
 }
@@ -637,7 +737,8 @@ void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const fl
   int64_t num_groups = (num + kQueryRows - 1) / kQueryRows;
   auto latents = space<float>(kKeys * of.latent), keys = space<float>(kKeys * of.key());
   auto values = space<float>(kKeys * of.value), weights = space<float>(kQueryRows * kKeys);
-  auto sums = std::make_unique<float[]>(num * of.value);
+  auto sums = space<float>(num * of.value);
+  std::fill_n(sums.get(), num * of.value, 0.0f);
   std::vector<Attended> states(num_groups);
   for (Attended& state : states) {
     std::fill_n(state.largest, kQueryRows, kNever);

@@ -89,7 +89,9 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 CONTEXTS = [1, 5, 31, 32, 33, 130] if IS_INTERPRETED else [1, 5, 256, 257, 300, 700]
 """Around the sizes of tiles."""
-HEADS, NOPE, ROPE, LATENT, VALUE = 5, 24, 16, 32, 48
+HEADS, NOPE, VALUE, SCALE = 5, 24, 48, 0.1
+ROPE, LATENT = (16, 32) if IS_INTERPRETED else (32, 112)
+"""Native: with every remainder of 64, 32 and 16."""
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Pages:
         cos, sin = (angle[rows] for angle in self.angles)
         kernels = ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
-        told = cos, sin, self.is_interleaved, self.cache, *part, 0.2
+        told = cos, sin, self.is_interleaved, self.cache, *part, SCALE
         return kernels.mla_attend(self.q_XHK[rows], *ups, *told)
 
     def wanted(self) -> Tensor:
@@ -144,7 +146,7 @@ class Pages:
             rows = slice(b * len(lens_Q), (b + 1) * len(lens_Q))
             pages = torch.tensor([[0]]), lens_Q[None]
             cos, sin = (angle[rows] for angle in self.angles)
-            told = cos, sin, self.is_interleaved, context[None].double(), *pages, 0.2
+            told = cos, sin, self.is_interleaved, context[None].double(), *pages, SCALE
             ups = self.up_k.double(), self.up_v.double()
             outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, *told))
         return torch.cat(outs)
@@ -210,7 +212,7 @@ class Packed:
         contexts = tuple(PACKED[g][1] for g in chosen)
         cos, sin = (angle[index] for angle in self.angles)
         table = torch.cat([self.pages[g] for g in chosen])[None]
-        told = cos, sin, True, self.cache, table, tuple(lengths), contexts, VALUE, 0.2
+        told = cos, sin, True, self.cache, table, tuple(lengths), contexts, VALUE, SCALE
         out = kernels.mla_prefill(self.q_THK[index], kernels.pack(self.kv_b), *told)
         *parts, padding = out.split([*lengths, len(index) - sum(lengths)])
         assert not padding.any()
@@ -231,7 +233,7 @@ class Packed:
             pe = torch.stack((pe[:, 0::2] * cos - pe[:, 1::2] * sin,
                               pe[:, 0::2] * sin + pe[:, 1::2] * cos), -1).flatten(1)  # fmt: skip
             scores = torch.einsum("hn,hsn->hs", nope, kv[..., :NOPE]) + pe @ k_pe.T
-            seen = scores[:, : context - num + i + 1] * 0.2
+            seen = scores[:, : context - num + i + 1] * SCALE
             out.append(torch.einsum("hs,hsv->hv", seen.softmax(-1), kv[:, : seen.shape[1], NOPE:]))
         return torch.stack(out)
 
