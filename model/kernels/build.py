@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 from core.user_cache import user_cache
 
 log = logging.getLogger(__name__)
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.cpp", "tape.cpp"))
+SOURCES = tuple(sorted(Path(__file__).with_name("cpu").glob("*.cpp")))
 # NDEBUG as torch itself was built: classes of its headers are laid out by it.
 FLAGS = (
     "-O3",
@@ -57,7 +57,8 @@ def _cache() -> Path:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    texts = [source.read_text() for source in SOURCES]
+    folders = {source.parent for source in SOURCES}
+    texts = [file.read_text() for folder in folders for file in sorted(folder.glob("*.*"))]
     told = (torch.__version__, FLAGS, platform.machine(), _processor(), version, texts)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Kernels for CPUs in C++ (native.cpp): fp32 and bf16 weights, any processor with AVX2 or better.
+"""Kernels for CPUs in C++ (cpu/): fp32 and bf16 weights, any processor with AVX2 or better.
 
 A row's results are the same bits in every batch and with any number of threads.
 """
@@ -14,7 +14,7 @@ from model.kernels.base import Function, Kernels, Repeated, Routing
 from model.kernels.recorded import Recorded
 
 BLOCK = 16
-"""Outputs that lie side by side in packed weights, as in native.cpp."""
+"""Outputs that lie side by side in packed weights, as in cpu/vectors.h."""
 OPS = [
     "linear",
     "rms_norm",
@@ -25,7 +25,7 @@ OPS = [
     "experts",
     "combine",
 ]
-"""Of native.cpp, called as they are."""
+"""Of cpu/native.cpp, called as they are."""
 
 
 def fits(config: ModelConfig) -> bool:
@@ -35,7 +35,7 @@ def fits(config: ModelConfig) -> bool:
 
 
 class Native(Kernels):
-    """``library`` is native.cpp, compiled."""
+    """``library`` is cpu/, compiled."""
 
     name = "native"
     form = "recorded"

@@ -1,0 +1,275 @@
+// Attention of a few tokens of each sequence over its pages, in latent space.
+#pragma once
+
+#include "norms.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t kSplit = 256;        // tokens of context that one task attends to
+constexpr int kQueries = kLanes / 2;  // rows of queries computed together, at most
+
+// Queries or values ``num`` as floats in the order in which ``load`` brings two vectors of T.
+template <class T>
+void unfold(const T* from, float* to, int64_t num) {
+  int64_t i = 0;
+  for (Vec a, b; i + 2 * kLanes <= num; i += 2 * kLanes) {
+    load(from + i, a, b);
+    store(to + i, a, b);
+  }
+  to_float(from + i, to + i, num - i);
+}
+
+// scores[q][s] for Q unfolded queries [., width] and ``num`` keys, each at keys[s].
+template <int Q, class T>
+void score(const float* q, const T* const* keys, int64_t num, int64_t width, float* scores) {
+  constexpr int S = kLanes / Q;
+  for (int64_t s = 0; s < num; s += S) {
+    const T *key[S], *soon[S];
+    Vec acc[Q][S], a[S], b[S];
+    EACH (j, S) {
+      key[j] = keys[std::min(s + j, num - 1)];
+      soon[j] = keys[std::min(s + j + 2 * S, num - 1)];
+    }
+    EACH (i, Q)
+      EACH (j, S) acc[i][j] = Vec{};
+    int64_t l = 0;
+    for (; l + 2 * kLanes <= width; l += 2 * kLanes) {
+      EACH (j, S) __builtin_prefetch(soon[j] + l);
+      EACH (j, S) load(key[j] + l, a[j], b[j]);
+      EACH (i, Q) {
+        Vec first = load(q + i * width + l), second = load(q + i * width + l + kLanes);
+        EACH (j, S) acc[i][j] += first * a[j];
+        EACH (j, S) acc[i][j] += second * b[j];
+      }
+    }
+    if (l < width)
+      EACH (i, Q)
+        EACH (j, S) acc[i][j] += load(q + i * width + l) * load(key[j] + l);
+    EACH (i, Q)
+      EACH (j, S)
+        if (s + j < num) scores[i * kSplit + s + j] = sum(acc[i][j]);
+  }
+}
+
+// Scores of ``num`` keys, of which the first ``seen`` are seen, to weights; their sum, the largest.
+// The largest is no less than ``before``.
+inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest,
+                   float& total, float before = kNever) {
+  Vec sums{}, most = splat(kNever);
+  Ints lane;
+  EACH (i, kLanes) lane[i] = i;
+  for (int64_t s = 0; s < seen; s += kLanes) {
+    Vec here = lane + int32_t(s) < int32_t(seen) ? load(scores + s) : splat(kNever);
+    most = here > most ? here : most;
+  }
+  largest = most[0];
+  EACH (i, kLanes) largest = std::max(largest, most[i]);
+  largest = std::max(largest * scale, before);
+  for (int64_t s = 0; s < num; s += kLanes) {
+    Vec weights = exp(load(scores + s) * scale - largest);
+    weights = lane + int32_t(s) < int32_t(seen) ? weights : splat(0);
+    store(scores + s, weights);
+    sums += weights;
+  }
+  total = sum(sums);
+}
+
+// out[q][c] = sum over s of weights[q][s] * keys[s][c], c < num_values, unfolded.
+template <int Q, class T>
+void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out) {
+  constexpr int most = std::max(1, kLanes / Q / 2);
+  auto columns = [&](auto count, int64_t c) {
+    constexpr int W = decltype(count)::value;
+    Vec acc[Q][2 * W];
+    EACH (i, Q)
+      EACH (v, 2 * W) acc[i][v] = Vec{};
+    for (int64_t s = 0; s < num; s++)
+      EACH (v, W) {
+        Vec a, b;
+        load(keys[s] + c + 2 * v * kLanes, a, b);
+        EACH (i, Q) {
+          acc[i][2 * v] += weights[i * kSplit + s] * a;
+          acc[i][2 * v + 1] += weights[i * kSplit + s] * b;
+        }
+      }
+    EACH (i, Q)
+      EACH (v, 2 * W) store(out + i * num_values + c + v * kLanes, acc[i][v]);
+  };
+  int64_t c = 0;
+  for (; c + 2 * most * kLanes <= num_values; c += 2 * most * kLanes)
+    columns(std::integral_constant<int, most>{}, c);
+  for (; c + 2 * kLanes <= num_values; c += 2 * kLanes)
+    columns(std::integral_constant<int, 1>{}, c);
+  if (c == num_values) return;
+  EACH (i, Q) {
+    Vec acc{};
+    for (int64_t s = 0; s < num; s++) acc += weights[i * kSplit + s] * load(keys[s] + c);
+    store(out + i * num_values + c, acc);
+  }
+}
+
+// Entries [begin, end) of the sequence whose pages are ``page``.
+template <class T>
+void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t begin,
+          int64_t end, const T** entries) {
+  for (int64_t s = begin; s < end;) {
+    int64_t here = s % page_size, stop = std::min(end, s - here + page_size);
+    const T* first = cache + (page[s / page_size] * page_size + here) * width;
+    for (; s < stop; s++, first += width) *entries++ = first;
+  }
+}
+
+// Calls f with the least of 2, 4 .. kQueries that is no less than ``num``.
+template <int Q = 2, class F>
+void with_width(int64_t num, F f) {
+  if constexpr (Q < kQueries)
+    if (num > Q) return with_width<2 * Q>(num, f);
+  f(std::integral_constant<int, Q>{});
+}
+
+// Contexts cut into tasks of kSplit entries; a sequence's follow one another.
+struct Splits {
+  struct Task {
+    int64_t seq, begin, end;
+  };
+  std::vector<Task> tasks;
+  std::vector<int64_t> first_of;  // by sequence, and one more
+
+  Splits(const int64_t* lens, int64_t num_seqs, int64_t num_q, int64_t most) {
+    for (int64_t b = 0; b < num_seqs; b++) {
+      int64_t longest = std::min(most, *std::max_element(lens + b * num_q, lens + (b + 1) * num_q));
+      first_of.push_back(tasks.size());
+      for (int64_t s = 0; s < longest; s += kSplit)
+        tasks.push_back({b, s, std::min(longest, s + kSplit)});
+    }
+    first_of.push_back(tasks.size());
+  }
+};
+
+// What each task came to for each of ``num`` queries, not divided by ``total`` yet.
+struct Parts {
+  int64_t num, num_values;
+  Space<float> sums, largest, total;
+
+  Parts(int64_t num_tasks, int64_t num_x, int64_t num_values)
+      : num((num_x + kQueries - 1) / kQueries * kQueries),
+        num_values(num_values),
+        sums(num_tasks * num * num_values),
+        largest(num_tasks * num),
+        total(num_tasks * num) {}
+
+  // Query x of the tasks [first, last) together.
+  template <class T>
+  void merge(int64_t first, int64_t last, int64_t x, float* room, T* to) const {
+    float most = kNever, weight = 0;
+    std::fill_n(room, num_values, 0.0f);
+    for (int64_t t = first; t < last; t++) most = std::max(most, largest[t * num + x]);
+    for (int64_t i = first * num + x; i < last * num; i += num) {
+      if (total[i] == 0) continue;
+      float share = std::exp(largest[i] - most);
+      weight += share * total[i];
+      for (int64_t c = 0; c < num_values; c += kLanes)
+        store(room + c, load(room + c) + share * load(&sums[i * num_values + c]));
+    }
+    int64_t c = 0;
+    for (; c + 2 * kLanes <= num_values; c += 2 * kLanes)
+      store(to + c, load(room + c) / weight, load(room + c + kLanes) / weight);
+    if (c < num_values) store(to + c, load(room + c) / weight);
+  }
+};
+
+// Queries of a task that are computed together: fewer if threads had no work, none differently.
+inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
+  int64_t num = kQueries;
+  while (num > 2 && num_tasks * ((num_x - 1) / num + 1) < at::get_num_threads()) num /= 2;
+  return num;
+}
+
+template <class T>
+void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
+                 int64_t num_values, double scale, Tensor& out) {
+  int64_t num_seqs = lens.size(0), num_q = lens.size(1), num_heads = q.size(1), width = q.size(2);
+  int64_t page_size = cache.size(1), num_pages = table.size(1), num_x = num_q * num_heads;
+  const int64_t *pages = table.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
+  const T *queries = q.const_data_ptr<T>(), *entries = cache.const_data_ptr<T>();
+  Splits splits(len, num_seqs, num_q, num_pages * page_size);
+  int64_t num_tasks = splits.tasks.size(), per_unit = queries_of_a_unit(num_tasks, num_x);
+  int64_t num_units = (num_x - 1) / per_unit + 1;
+  Parts parts(num_tasks, num_x, num_values);
+  at::parallel_for(0, num_tasks * num_units, 1, [&](int64_t first, int64_t last) {
+    alignas(64) float scores[kQueries * kSplit];
+    auto rows = space<float>(kQueries * width);
+    const T* keys[kSplit];
+    for (int64_t unit = first; unit < last; unit++) {
+      int64_t t = unit / num_units, x = unit % num_units * per_unit;
+      auto [b, begin, end] = splits.tasks[t];
+      int64_t num = end - begin;
+      find(entries, pages + b * num_pages, page_size, width, begin, end, keys);
+      with_width(std::min(per_unit, num_x - x), [&](auto count) {
+        constexpr int Q = decltype(count)::value;
+        for (int64_t i = 0; i < Q; i++)
+          unfold(queries + (b * num_x + std::min(x + i, num_x - 1)) * width, &rows[i * width],
+                 width);
+        score<Q>(rows.get(), keys, num, width, scores);
+        for (int64_t i = 0; i < Q; i++) {
+          int64_t row = std::min(x + i, num_x - 1) / num_heads, at = t * parts.num + x + i;
+          int64_t seen = std::clamp<int64_t>(len[b * num_q + row] - begin, 0, num);
+          soften(scores + i * kSplit, num, seen, scale, parts.largest[at], parts.total[at]);
+        }
+        mix<Q>(scores, keys, num, num_values, &parts.sums[(t * parts.num + x) * num_values]);
+      });
+    }
+  });
+  at::parallel_for(0, num_seqs * num_x, 8, [&](int64_t first, int64_t last) {
+    auto room = space<float>(num_values);
+    for (int64_t unit = first; unit < last; unit++) {
+      int64_t b = unit / num_x;
+      parts.merge(splits.first_of[b], splits.first_of[b + 1], unit % num_x, room.get(),
+                  out.mutable_data_ptr<T>() + unit * num_values);
+    }
+  });
+}
+
+Tensor mla_query(const Tensor& q, const Tensor& up_k, const Tensor& cos, const Tensor& sin,
+                 bool interleaved) {
+  int64_t num = q.size(0), num_heads = q.size(1), num_nope = up_k.size(2);
+  int64_t num_latent = up_k.size(1) * kBlock, num_pe = q.size(2) - num_nope;
+  Tensor y = at::empty({num, num_heads, num_latent + num_pe}, q.options());
+  with_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    by_head<T>(q, up_k, y);
+    at::parallel_for(0, num, kRowChunk, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < num_heads; h++)
+          rotate(q.const_data_ptr<T>() + i * q.stride(0) + h * q.stride(1) + num_nope,
+                 cos.const_data_ptr<float>() + i * num_pe / 2,
+                 sin.const_data_ptr<float>() + i * num_pe / 2, interleaved,
+                 y.mutable_data_ptr<T>() + i * y.stride(0) + h * y.stride(1) + num_latent, num_pe);
+    });
+  });
+  return y;
+}
+
+Tensor mla_value(const Tensor& o, const Tensor& up_v) {
+  Tensor y = at::empty({o.size(0), o.size(1), up_v.size(1) * kBlock}, o.options());
+  with_type(o, [&](auto zero) { by_head<decltype(zero)>(o, up_v, y); });
+  return y;
+}
+
+Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const Tensor& cos,
+                  const Tensor& sin, bool interleaved, const Tensor& cache, const Tensor& table,
+                  const Tensor& lens, double scale) {
+  int64_t num_heads = q.size(1), width = cache.size(2), num_values = up_v.size(2);
+  TORCH_CHECK(cache.is_contiguous() && width % kLanes == 0 && num_values % kLanes == 0);
+  Tensor latent = mla_query(q, up_k, cos, sin, interleaved);
+  TORCH_CHECK(latent.size(2) == width && latent.size(0) == lens.numel());
+  Tensor o = at::empty({q.size(0), num_heads, num_values}, q.options());
+  with_type(q, [&](auto zero) {
+    attend_rows<decltype(zero)>(latent, cache, table.contiguous(), lens.contiguous(), num_values,
+                                scale, o);
+  });
+  return mla_value(o, up_v);
+}
+
+}  // namespace

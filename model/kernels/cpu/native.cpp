@@ -1,0 +1,38 @@
+// Kernels of a decode or prefill step on CPUs, as operators; ../base.py says what each computes.
+
+#include <torch/library.h>
+
+#include "experts.h"
+#include "prefill.h"
+
+TORCH_LIBRARY(tandem, m) {
+  m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def(
+      "mla_entry(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
+      "Tensor slots, Tensor(a!) cache) -> ()");
+  m.def(
+      "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
+      "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
+  m.def(
+      "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
+      "Tensor pages, int[] lengths, int[] contexts, int num_values, float scale) -> Tensor");
+  m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down) -> Tensor");
+  m.def(
+      "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
+      "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def("combine(Tensor out, Tensor weights, Tensor? more) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("rms_norm", rms_norm);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("mla_entry", mla_entry);
+  m.impl("mla_attend", mla_attend);
+  m.impl("mla_prefill", mla_prefill);
+  m.impl("experts", experts);
+  m.impl("route", route);
+  m.impl("combine", combine);
+}

@@ -1,0 +1,163 @@
+// Rows by packed weights.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// acc[r][b] = sum over k of x[r, k] * w[b][k, :]
+template <int R, int B, class T>
+[[gnu::noinline]] void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
+                            Vec (*acc)[B * kVecs]) {
+  Vec sums[R][B * kVecs];
+  EACH (r, R)
+    EACH (i, B * kVecs) sums[r][i] = Vec{};
+  auto weight = [&](int64_t k, int i) {
+    return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
+  };
+  // What comes next is asked for while this is at work: last level caches answer late.
+  constexpr int64_t line = kBlock * sizeof(T);
+  int64_t ahead = num_k * B * line <= kNear ? num_k * B : kNear / 8 / line;
+  // Whichever are fewer stay in registers while the others pass by.
+  for (int64_t k = 0; k < num_k; k++) {
+    EACH (i, B) __builtin_prefetch(w[i] + (k + ahead) * kBlock);
+    if constexpr (R <= B * kVecs) {
+      float rows[R];
+      EACH (r, R) rows[r] = x[r * ldx + k];
+      EACH (i, B * kVecs) {
+        Vec one = weight(k, i);
+        EACH (r, R) sums[r][i] += rows[r] * one;
+      }
+    } else {
+      Vec ones[B * kVecs];
+      EACH (i, B * kVecs) ones[i] = weight(k, i);
+      EACH (r, R) {
+        float row = x[r * ldx + k];
+        EACH (i, B * kVecs) sums[r][i] += row * ones[i];
+      }
+    }
+  }
+  EACH (r, R)
+    EACH (i, B * kVecs) acc[r][i] = sums[r][i];
+}
+
+// emit(row, sums) for each of ``num`` rows; B blocks at once, R rows if there are so many.
+template <int B, int R = std::min(12, kSums / (B * kVecs)), class T, class Emit>
+void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
+             Emit emit) {
+  Vec acc[R][B * kVecs];
+  int64_t row = 0;
+  for (; row + R <= num; row += R) {
+    tile<R, B>(x + row * ldx, ldx, w, num_k, acc);
+    for (int r = 0; r < R; r++) emit(row + r, acc[r]);
+  }
+  if constexpr (R > 1)
+    if (row < num)
+      rows_of<B, R - 1>(x + row * ldx, ldx, num - row, w, num_k,
+                        [&](int64_t r, const Vec* sums) { emit(row + r, sums); });
+}
+
+// Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock].
+template <class T>
+struct Group {
+  const float* x;
+  int64_t ldx, num;
+  const T* w;
+};
+
+// emit(group, row, first output, sums, number of sums) over all groups, rows and blocks, on all
+// threads; at least kTogether blocks at once.
+template <int kTogether, class T, class Emit>
+void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_blocks, Emit emit) {
+  struct Task {
+    int64_t group, row, num, block, end;
+  };
+  std::vector<Task> tasks;
+  for (size_t g = 0; g < groups.size(); g++)
+    for (int64_t row = 0; row < groups[g].num; row += kRowChunk) {
+      int64_t num = std::min(kRowChunk, groups[g].num - row);
+      int64_t step = std::max<int64_t>(1, kWorthATask / (num * num_k * kBlock));
+      step = (step + 3) / 4 * 4;
+      for (int64_t block = 0; block < num_blocks; block += step)
+        tasks.push_back({int64_t(g), row, num, block, std::min(num_blocks, block + step)});
+    }
+  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      const Task& task = tasks[t];
+      const Group<T>& group = groups[task.group];
+      const float* x = group.x + task.row * group.ldx;
+      int64_t block = task.block, stride = num_k * kBlock;
+      auto run = [&](auto width) {
+        constexpr int B = decltype(width)::value;
+        const T* w[B];
+        for (int b = 0; b < B; b++) w[b] = group.w + (block + b) * stride;
+        rows_of<B>(x, group.ldx, task.num, w, num_k, [&](int64_t row, const Vec* sums) {
+          emit(task.group, task.row + row, block * kBlock, sums, B * kVecs);
+        });
+        block += B;
+      };
+      // Few rows meet many blocks, so that there are sums enough to hide their latency.
+      if (task.num <= 4 / kVecs)
+        while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
+      if (task.num <= 3 || kVecs == 1)
+        while (block + 2 <= task.end) run(std::integral_constant<int, 2>{});
+      while (block < task.end) run(std::integral_constant<int, kTogether>{});
+    }
+  });
+}
+
+// Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
+template <class T>
+const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k,
+                    Space<float>& room) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (ld == num_k) return x;
+  }
+  room = space<float>(num * num_k);
+  for (int64_t i = 0; i < num; i++) to_float(x + i * ld, room.get() + i * num_k, num_k);
+  return room.get();
+}
+
+template <class T, class Y>
+void linear_rows(const Tensor& x, const Tensor& w, Tensor& y) {
+  int64_t num_k = w.size(1), num_out = y.size(1);
+  Space<float> room;
+  const float* rows = floats(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k, room);
+  Y* out = y.mutable_data_ptr<Y>();
+  products<1, T>({{rows, num_k, x.size(0), w.const_data_ptr<T>()}}, num_k, w.size(0),
+                 [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
+                   for (int i = 0; i < num; i++, first += kLanes)
+                     put(out + row * num_out + first, sums[i], num_out - first);
+                 });
+}
+
+Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == w.size(1) && x.dtype() == w.dtype());
+  Tensor y = at::empty({x.size(0), num_out}, in_fp32 ? x.options().dtype(at::kFloat) : x.options());
+  with_type(x, [&](auto zero) {
+    using T = decltype(zero);
+    in_fp32 ? linear_rows<T, float>(x, w, y) : linear_rows<T, T>(x, w, y);
+  });
+  return y;
+}
+
+// x [M, H, >= K] times w [H, N / kBlock, K, kBlock] into y [M, H, >= N].
+template <class T>
+void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
+  int64_t num = x.size(0), num_heads = x.size(1), num_k = w.size(2);
+  std::vector<Space<float>> rooms(num_heads);
+  std::vector<Group<T>> groups;
+  for (int64_t h = 0; h < num_heads; h++) {
+    const T* from = x.const_data_ptr<T>() + h * x.stride(1);
+    const float* rows = floats(from, x.stride(0), num, num_k, rooms[h]);
+    groups.push_back({rows, num_k, num, w.const_data_ptr<T>() + h * w.stride(0)});
+  }
+  T* out = y.mutable_data_ptr<T>();
+  products<1, T>(groups, num_k, w.size(1),
+                 [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
+                   T* to = out + row * y.stride(0) + h * y.stride(1) + first;
+                   for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
+                 });
+}
+
+}  // namespace
