@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kv_transfer.copies import copies_on
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import Buffer
@@ -36,6 +37,7 @@ class Caches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
+        self._copies = copies_on(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:
@@ -59,20 +61,20 @@ class Caches:
         """Read tokens ``[lo, hi)`` of a sequence on ``pages`` into ``out`` (see `staged`)."""
         with self._beside(mark):
             rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
-            for layer, cache in enumerate(self._tensors[group.name]):
-                source = cache.view(torch.uint8).view(rows.dtype)
-                if out.device == cache.device:
-                    torch.index_select(source, 0, slots_T, out=rows[layer])
-                else:
-                    rows[layer].copy_(source.index_select(0, slots_T), non_blocking=True)
+            here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
+            self._copies.gather(self._layers(group, rows.dtype), slots_T, here)
+            if here is not rows:
+                rows.copy_(here, non_blocking=True)
 
     def scatter(self, group: Group, pages: Sequence[int], lo: int, hi: int, staged: Tensor) -> None:
         """Write tokens ``[lo, hi)`` of a sequence on ``pages`` from ``staged``."""
         with self._beside(None):
             rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
-            for layer, cache in enumerate(self._tensors[group.name]):
-                target = cache.view(torch.uint8).view(rows.dtype)
-                target.index_copy_(0, slots_T, rows[layer].to(cache.device, non_blocking=True))
+            here = rows.to(self.device, non_blocking=True)
+            self._copies.scatter(self._layers(group, rows.dtype), slots_T, here)
+
+    def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
+        return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
 
     @contextmanager
     def _beside(self, mark: Mark | None) -> Iterator[None]:

@@ -4,7 +4,7 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ TARGET, DRAFT, COIN, RESIDUAL = range(4)
 more than the first."""
 _MASK = 0xFFFFFFFF
 _STREAM_SHIFT = 30
+Drawn = Callable[[Tensor, "SamplingRows", Tensor], Tensor]
+"""`draw` where some row is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SamplingRows:
     """Sampling settings of B rows. ``seed_B`` int64; ``top_k_B`` 0 is off.
 
     ``all_greedy`` is known on the host and skips the noise altogether; so is ``rules`` None,
-    which no row adjusts its logits with.
+    which no row adjusts its logits with. ``drawn`` is a device's own (Kernels.drawn).
     """
 
     temperature_B: Tensor
@@ -36,6 +38,7 @@ class SamplingRows:
     seed_B: Tensor
     all_greedy: bool
     rules: AdjustRows | None = None
+    drawn: Drawn | None = None
 
     @classmethod
     def of(
@@ -43,6 +46,7 @@ class SamplingRows:
         settings: Sequence[SamplingParams],
         device: torch.device,
         rules: AdjustRows | None = None,
+        drawn: Drawn | None = None,
     ) -> "SamplingRows":
         """The settings of several requests, one row each; seeds are given by now. ``rules`` may
         be on the host still."""
@@ -58,6 +62,7 @@ class SamplingRows:
             seed_B=column("seed", torch.int64),
             all_greedy=all(one.temperature == 0 for one in settings),
             rules=rules,
+            drawn=drawn,
         )
         return upload(rows, device)
 
@@ -85,9 +90,14 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
     That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output
     index, token id) alone.
     """
-    greedy_B = adjusted_BV.argmax(-1)
     if rows.all_greedy:
-        return greedy_B
+        return adjusted_BV.argmax(-1)
+    return (rows.drawn or drawn)(adjusted_BV, rows, output_index_B)
+
+
+def drawn(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
+    """`draw` of rows of which some are sampled."""
+    greedy_B = adjusted_BV.argmax(-1)
     log_p = filtered_log_probs(adjusted_BV, rows)
     drawn_B = sample(log_p, rows.seed_B, output_index_B)
     return torch.where(rows.temperature_B > 0, drawn_B, greedy_B)

@@ -200,11 +200,11 @@ def _logprobs(
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
     """The requests' settings, one row each."""
-    settings = [request.sampling for request in requests]
+    settings, drawn = [request.sampling for request in requests], loaded.kernels.drawn
     if not any(one.adjusts_logits for one in settings):
-        return SamplingRows.of(settings, loaded.device)
+        return SamplingRows.of(settings, loaded.device, drawn=drawn)
     rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
     for row, request in enumerate(requests):
         stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
         set_rules(rules, row, request, request.output_ids, stops)
-    return SamplingRows.of(settings, loaded.device, rules)
+    return SamplingRows.of(settings, loaded.device, rules, drawn)

@@ -13,6 +13,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TYPES = [torch.float32, torch.float16 if IS_INTERPRETED else torch.bfloat16]
 """Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
 native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
+gpu_only = pytest.mark.skipif(not IS_INTERPRETED, reason="of kernels for GPUs alone")
 
 
 @cache

@@ -14,10 +14,12 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
+from core.request import SamplingParams
 from model.config import ModelConfig
 from model.kernels import create_kernels
 from model.kernels.base import PLAIN, Blocks, Kernels, Weights
 from model.moe import routing
+from model.sampling import SamplingRows
 
 PAGE_SIZE = 64
 BF16 = torch.bfloat16
@@ -37,6 +39,7 @@ def run(device: Device, say: Say) -> None:
             _experts(device, say, name, config, kernels, num_tokens)
             _routing(device, say, name, config, kernels, num_tokens)
             _rows(device, say, name, config, kernels, num_tokens)
+            _sampling(device, say, name, config, kernels, num_tokens)
 
 
 def draw(device: Device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -159,3 +162,18 @@ def _rows(
     what = f"{name}, sum and norm, {num_tokens} rows"
     run = lambda: kernels.add_rms_norm(x, more, weight, 1e-6)  # noqa: E731
     _tell(device, say, what, run, work, error(got, wanted))
+
+
+def _sampling(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_rows: int
+) -> None:
+    """What is wrong is the share of tokens that are not torch's."""
+    logits = 3 * torch.randn(num_rows, config.vocab_size, device=device.kind)
+    indices = torch.arange(num_rows, device=device.kind)
+    for top_p in (1.0, 0.95):
+        settings = [SamplingParams(temperature=1.0, top_p=top_p, seed=i) for i in range(num_rows)]
+        rows = SamplingRows.of(settings, device.kind)
+        run = partial(kernels.drawn, logits, rows, indices)
+        wrong = float((run() != PLAIN.drawn(logits, rows, indices)).float().mean())
+        work = Work(4 * logits.numel(), 0)
+        _tell(device, say, f"{name}, sampling, top-p {top_p}, {num_rows} rows", run, work, wrong)

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from model import sampling
 from model.batch import gather_pages, visible_slots
+from model.sampling import SamplingRows
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
@@ -257,6 +259,10 @@ class Kernels:
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
         y_TD = y_TD.to(out_TKD.dtype)
         return y_TD if more_TD is None else y_TD + more_TD
+
+    def drawn(self, adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
+        """Token ids [B] of rows of which some are sampled (model/sampling.py)."""
+        return sampling.drawn(adjusted_BV, rows, output_index_B)
 
 
 PLAIN = Kernels()

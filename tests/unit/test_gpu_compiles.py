@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.request import SamplingParams
+from kv_transfer.gpu_copies import AllLayers
 from model.kernels.base import Blocks, Routing
+from model.sampling import SamplingRows
 from tests.kernels import IS_INTERPRETED
 
 if IS_INTERPRETED or sys.platform != "linux":
@@ -116,3 +119,18 @@ def test_routing(compiled: list[str]) -> None:
     route.choose(zeros(4, 64).float(), None, Routing((64, 1, 1, 6), *[False] * 3, 0.0, 1.0))
     Triton(132).experts(zeros(4, 64), None, None, zeros(1, 64, 64), zeros(1, 64, 32))
     assert compiled == ["_choose", "_choose", "_silu_mul"]
+
+
+@pytest.mark.parametrize("num_tokens", [102_400, 129_280])
+def test_sampling(compiled: list[str], num_tokens: int) -> None:
+    rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=1)] * 2, torch.device("cpu"))
+    Triton(132).drawn(zeros(2, num_tokens).float(), rows, torch.zeros(2, dtype=torch.int64))
+    assert compiled == ["_draw"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_copies_of_all_layers(compiled: list[str], dtype: torch.dtype) -> None:
+    layers, rows = [torch.zeros(9, 144, dtype=dtype)] * 3, torch.zeros(3, 5, 144, dtype=dtype)
+    AllLayers().gather(layers, torch.zeros(5, dtype=torch.int64), rows)
+    AllLayers().scatter(layers, torch.zeros(5, dtype=torch.int64), rows)
+    assert compiled == ["_copy", "_copy"]

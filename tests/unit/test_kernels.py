@@ -3,6 +3,7 @@ written but what shall be, and with native ones a row gives the same bits in any
 
 TRITON_INTERPRET=1 tests those for GPUs."""
 
+import itertools
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from benchmarks.driven.blocks import dense, random_blocks
 from core.config import TINY_MODEL
+from core.request import SamplingParams
+from model import sampling
 from model.batch import Batch
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Kernels, Routing
-from tests.kernels import IS_INTERPRETED, TYPES, native_only, ours
+from model.sampling import SamplingRows
+from tests.kernels import IS_INTERPRETED, TYPES, gpu_only, native_only, ours
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 """Of a result, relative to the largest."""
@@ -363,6 +367,29 @@ def test_combining(dtype: torch.dtype) -> None:
     out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
     check(ours().combine(out, weights, None), PLAIN.combine(out.double(), weights, None), dtype)
     check(ours().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [50, 200, 333])
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["all differ", "many are equal"])
+@gpu_only
+def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) -> None:
+    """Every mixture of filters, over several tiles, beside torch's sorting."""
+    from model.kernels.gpu import sample
+
+    monkeypatch.setattr(sample, "BLOCK", 64)
+    filters = itertools.product((0, 1, 7, 60), (1.0, 0.9, 0.3, 1e-6), (0.0, 0.05, 1.0))
+    settings = [
+        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=2**40 * i + 7)
+        for i, (t, (k, p, m)) in enumerate(itertools.product((0.0, 0.3, 1.2), filters))
+    ]
+    logits = 3 * draw(len(settings), num_tokens, seed=num_tokens)
+    if step:
+        logits = (logits / step).round() * step
+    logits[::5, ::3] = -torch.inf
+    rows = SamplingRows.of(settings, torch.device("cpu"))
+    indices = torch.arange(len(settings)) * 3
+    got, wanted = ours().drawn(logits, rows, indices), sampling.drawn(logits, rows, indices)
+    assert got.tolist() == wanted.tolist()
 
 
 @native_only

@@ -1,3 +1,5 @@
+"""Staging, and what goes into it and out of it; TRITON_INTERPRET=1 tests the way of GPUs."""
+
 import asyncio
 from concurrent.futures import Future
 
@@ -6,12 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_transfer import caches as caches_module
 from kv_transfer.caches import Caches, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
+from tests.kernels import IS_INTERPRETED
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETED:
+        from kv_transfer.gpu_copies import AllLayers
+
+        monkeypatch.setattr(caches_module, "copies_on", lambda device: AllLayers())
 
 
 def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
 from model.kernels.captured import Captured
-from model.kernels.gpu import norms, route
+from model.kernels.gpu import norms, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
 
@@ -31,6 +31,7 @@ class Triton(Kernels):
     reads_pages = True
     mla_entry = staticmethod(norms.mla_entry)
     combine = staticmethod(combine)
+    drawn = staticmethod(sample.draw)
 
     def __init__(self, num_processors: int) -> None:
         self._num_processors = num_processors

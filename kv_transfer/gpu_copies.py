@@ -1,0 +1,62 @@
+"""Entries of all layers between pages and staging on a GPU, in one launch."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Values of a program: 16 KiB as a rule."""
+
+
+class AllLayers:
+    def gather(self, layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor) -> None:
+        _launch(layers, slots_T, rows_LTW, is_gather=True)
+
+    def scatter(self, layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor) -> None:
+        _launch(layers, slots_T, rows_LTW, is_gather=False)
+
+
+def _launch(
+    layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, *, is_gather: bool
+) -> None:
+    assert rows_LTW.is_contiguous() and all(layer.is_contiguous() for layer in layers)
+    num_layers, num_tokens, width = rows_LTW.shape
+    # From other memory the host would wait for all that was launched before.
+    places_L = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
+    if slots_T.is_cuda:
+        places_L = places_L.pin_memory().to(slots_T.device, non_blocking=True)
+    _copy[(triton.cdiv(num_tokens * width, BLOCK), num_layers)](
+        places_L,
+        slots_T,
+        rows_LTW,
+        num_tokens * width,
+        WIDTH=width,
+        IS_GATHER=is_gather,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _copy(
+    places_L,
+    slots_T,
+    rows_LTW,
+    num_values,
+    WIDTH: tl.constexpr,
+    IS_GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    layer = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_one = i < num_values
+    slot = tl.load(slots_T + i // WIDTH, mask=is_one, other=0)
+    entry = tl.load(places_L + layer).to(rows_LTW.dtype) + slot * WIDTH + i % WIDTH
+    row = rows_LTW + layer * num_values + i
+    if IS_GATHER:
+        tl.store(row, tl.load(entry, mask=is_one), mask=is_one)
+    else:
+        tl.store(entry, tl.load(row, mask=is_one), mask=is_one)

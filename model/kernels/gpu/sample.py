@@ -1,0 +1,171 @@
+"""Tokens drawn from adjusted logits, one program a row (model/sampling.py: what is drawn).
+
+Nothing is sorted: the least logit that top-k and top-p leave is found by halving, on bits that have
+the order of the numbers. Sums of probabilities differ from torch's in their last bits, so that a
+token on the very edge of top-p may fall to the other side.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.sampling import SamplingRows
+
+BLOCK = 4096
+
+
+def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
+    """Token ids [B] int64, the lowest among equals."""
+    num_rows, num_tokens = adjusted_BV.shape
+    logits_BV = adjusted_BV.float().contiguous()
+    tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+    _draw[(num_rows,)](
+        logits_BV,
+        rows.temperature_B,
+        rows.top_k_B,
+        rows.top_p_B,
+        rows.min_p_B,
+        rows.seed_B,
+        output_index_B,
+        tokens_B,
+        num_tokens,
+        BLOCK=min(BLOCK, triton.next_power_of_2(num_tokens)),
+        num_warps=8,
+    )
+    return tokens_B
+
+
+@triton.jit
+def _ordered(x):
+    """uint32 in the order of floats."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _key(seed, index):
+    key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+    return _mix(key ^ index.to(tl.uint32))
+
+
+@triton.jit
+def _gumbel(key, token):
+    """As model/sampling.py's, stream TARGET; 1 - u is exact in fp64."""
+    bits = _mix(_mix(key ^ token) ^ (key >> 16))
+    u = (bits.to(tl.float64) + 0.5) / 4294967296.0
+    return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
+
+
+@triton.jit
+def _tile(row, first, BLOCK: tl.constexpr):
+    """Places, logits by temperature, and their keys, 0 where there is none."""
+    logits, num_tokens, temperature = row
+    at_V = first + tl.arange(0, BLOCK)
+    is_one_V = at_V < num_tokens
+    x_V = tl.load(logits + at_V, mask=is_one_V, other=float("-inf")) / temperature
+    return at_V, x_V, tl.where(is_one_V, _ordered(x_V), 0)
+
+
+@triton.jit
+def _edge(row, norm, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key from which on up there are ``wanted`` tokens, or so much probability."""
+    edge = tl.full([], 0, tl.uint32)
+    for i in range(32):
+        tried = edge | (tl.full([], 1, tl.uint32) << (31 - i))
+        there = 0.0
+        for first in range(0, row[1], BLOCK):
+            _, x_V, key_V = _tile(row, first, BLOCK)
+            weight_V = tl.exp(x_V - norm) if BY_MASS else tl.full([BLOCK], 1.0, tl.float32)
+            there += tl.sum(tl.where(key_V >= tried, weight_V, 0.0), 0)
+        edge = tl.where(there >= wanted, tried, edge)
+    return edge
+
+
+@triton.jit
+def _around(row, norm, edge, BLOCK: tl.constexpr):
+    """Tokens above a key, what they weigh, and what one on it weighs."""
+    num_above, above, on_it = 0.0, 0.0, 0.0
+    for first in range(0, row[1], BLOCK):
+        _, x_V, key_V = _tile(row, first, BLOCK)
+        p_V = tl.exp(x_V - norm)
+        num_above += tl.sum((key_V > edge).to(tl.float32), 0)
+        above += tl.sum(tl.where(key_V > edge, p_V, 0.0), 0)
+        on_it = tl.maximum(on_it, tl.max(tl.where(key_V == edge, p_V, 0.0), 0))
+    return num_above, above, on_it
+
+
+@triton.jit
+def _kept(row, norm, top_k, top_p, BLOCK: tl.constexpr):
+    """The key above which all is kept, and how many of those that lie on it, the first ones."""
+    k = tl.where((top_k > 0) & (top_k < row[1]), top_k, row[1]).to(tl.float32)
+    edge = _edge(row, norm, k, False, BLOCK)
+    num_above, above, on_it = _around(row, norm, edge, BLOCK)
+    num_on_it = k - num_above
+    if top_p < 1:
+        wanted = top_p * (above + on_it * num_on_it)
+        edge_p = _edge(row, norm, wanted, True, BLOCK)
+        if edge_p > edge:
+            edge, num_on_it = edge_p, k
+            num_above, above, on_it = _around(row, norm, edge, BLOCK)
+        num_wanted = tl.ceil((wanted - above) / tl.maximum(on_it, 1e-30))
+        num_on_it = tl.minimum(num_on_it, tl.maximum(num_wanted, 1.0))
+    return edge, num_on_it
+
+
+@triton.jit
+def _draw(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    indices,
+    tokens,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + b)
+    is_sampled = temperature > 0
+    row = logits + b * num_tokens, num_tokens, tl.where(is_sampled, temperature, 1.0)
+    largest, total = float("-inf"), 0.0
+    token = tl.full([], 0, tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        _, x_V, _ = _tile(row, first, BLOCK)
+        here = tl.max(x_V, 0)
+        token = tl.where(here > largest, first + tl.argmax(x_V, 0), token)
+        largest = tl.maximum(largest, here)
+    if is_sampled:
+        for first in range(0, num_tokens, BLOCK):
+            _, x_V, _ = _tile(row, first, BLOCK)
+            total += tl.sum(tl.exp(x_V - largest), 0)
+        norm = largest + tl.log(total)
+        top_k, top_p = tl.load(top_ks + b), tl.load(top_ps + b)
+        edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
+        if ((top_k > 0) & (top_k < num_tokens)) | (top_p < 1):
+            edge, num_on_it = _kept(row, norm, top_k, top_p, BLOCK)
+        least_p = tl.load(min_ps + b) * tl.exp(largest - norm)
+        key = _key(tl.load(seeds + b), tl.load(indices + b))
+        best, num_met = float("-inf"), tl.full([], 0, tl.int32)
+        for first in range(0, num_tokens, BLOCK):
+            at_V, x_V, key_V = _tile(row, first, BLOCK)
+            is_on_V = (key_V == edge).to(tl.int32)
+            num_before_V = num_met + tl.cumsum(is_on_V, 0) - is_on_V
+            num_met += tl.sum(is_on_V, 0)
+            is_kept_V = (key_V > edge) | ((is_on_V > 0) & (num_before_V < num_on_it))
+            is_kept_V &= (tl.exp(x_V - norm) >= least_p) | (x_V == largest)
+            score_V = x_V - norm + _gumbel(key, at_V.to(tl.uint32))
+            score_V = tl.where(is_kept_V, score_V, float("-inf"))
+            here = tl.max(score_V, 0)
+            token = tl.where(here > best, first + tl.argmax(score_V, 0), token)
+            best = tl.maximum(best, here)
+    tl.store(tokens + b, token.to(tl.int64))
