@@ -27,6 +27,7 @@ from model.cache import MAIN, MTP
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import first_pass, later_slots
+from model.kernels.base import PLAIN
 from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
 from runtime.parts import RankParts
@@ -138,6 +139,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     drafts = [d if len(d) == 1 else "z" for d in (p["output_token"] for p in case["mtp"])]
     network = Recorder(drafts, case["target"].get("output_token", ["x"] * 3))
     loaded = SimpleNamespace(
+        kernels=PLAIN,
         config=SimpleNamespace(hidden_size=NUM_WIDTH, vocab_size=NUM_VOCAB),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -236,6 +238,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     network = Recorder([], case["target"]["output_token"])
     progress: list[Progress] = []
     loaded = SimpleNamespace(
+        kernels=PLAIN,
         network=network,
         drafter=MtpDrafter(network, network),
         dispatch=Local(1),
