@@ -369,18 +369,18 @@ def test_combining(dtype: torch.dtype) -> None:
     check(ours().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
 
 
-@pytest.mark.parametrize("num_tokens", [50, 200, 333])
+@pytest.mark.parametrize("num_tokens", [50, 150])
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["all differ", "many are equal"])
 @gpu_only
 def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) -> None:
-    """Every mixture of filters, over several tiles, beside torch's sorting."""
+    """Mixtures of filters, over several tiles, beside torch's sorting."""
     from model.kernels.gpu import sample
 
     monkeypatch.setattr(sample, "BLOCK", 64)
-    filters = itertools.product((0, 1, 7, 60), (1.0, 0.9, 0.3, 1e-6), (0.0, 0.05, 1.0))
+    filters = itertools.product((0, 7, 60), (1.0, 0.9, 1e-6), (0.0, 0.05))
     settings = [
         SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=2**40 * i + 7)
-        for i, (t, (k, p, m)) in enumerate(itertools.product((0.0, 0.3, 1.2), filters))
+        for i, (t, (k, p, m)) in enumerate(itertools.product((0.0, 1.2), filters))
     ]
     logits = 3 * draw(len(settings), num_tokens, seed=num_tokens)
     if step:
