@@ -142,14 +142,14 @@ def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
     """A segmentation fault takes a full rank; suspects run alone; nobody else pays."""
     before = epochs(server)
     asked = [*prompts(num - 1, seed=31), [*POISON, 9]]
-    answers = begun(pool, server, asked, 100)
+    answers = begun(pool, server, asked, 300)
     *innocent, poison = answers
     with pytest.raises(InferenceError) as refused:
         poison.result(PATIENCE_S)
     assert refused.value.code == grpc.StatusCode.INTERNAL
     assert "was alone in the step that killed" in refused.value.details
     assert len(refused.value.token_ids) >= NUM_TOLD - 8
-    check(asked[:-1], innocent, 100)
+    check(asked[:-1], innocent, 300)
     assert replaced(server, before) == {"decode-0", "decode-1"}
 
 
