@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t kSplit = 256;        // tokens of context that one task attends to
+constexpr int64_t kSplit = 256;       // tokens of context that one task attends to
 constexpr int kQueries = kLanes / 2;  // rows of queries computed together, at most
 
 // Queries or values ``num`` as floats in the order in which ``load`` brings two vectors of T.

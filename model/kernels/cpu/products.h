@@ -96,8 +96,9 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
         });
         block += B;
       };
-      // Few rows meet many blocks, so that there are sums enough to hide their latency.
-      if (task.num <= 4 / kVecs)
+      // Few rows meet many blocks, so that there are sums enough to hide their latency; no more
+      // than registers hold for all rows at once.
+      if (task.num <= std::min(4, kSums / (4 * kVecs)))
         while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
       if (task.num <= 3 || kVecs == 1)
         while (block + 2 <= task.end) run(std::integral_constant<int, 2>{});
@@ -108,8 +109,7 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
 
 // Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
 template <class T>
-const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k,
-                    Space<float>& room) {
+const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k, Space<float>& room) {
   if constexpr (std::is_same_v<T, float>) {
     if (ld == num_k) return x;
   }
