@@ -386,6 +386,8 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
     if step:
         logits = (logits / step).round() * step
     logits[::5, ::3] = -torch.inf
+    logits[1::7] = 0.0
+    logits[1::7, ::2] = -0.0
     rows = SamplingRows.of(settings, torch.device("cpu"))
     indices = torch.arange(len(settings)) * 3
     got, wanted = ours().drawn(logits, rows, indices), sampling.drawn(logits, rows, indices)

@@ -38,8 +38,8 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
 
 @triton.jit
 def _ordered(x):
-    """uint32 in the order of floats."""
-    bits = x.to(tl.uint32, bitcast=True)
+    """uint32 in the order of floats; both zeros are one."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
