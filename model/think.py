@@ -15,6 +15,7 @@ from model.tokenizer import read_tokenizer
 
 ThinkIds = tuple[int, int]
 """The tokens that begin and end the thinking part."""
+_NO_TOKEN = -1
 
 
 def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
@@ -44,10 +45,7 @@ def thinking_before(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds |
     """The phase [B, N] of each draft's place; ``thinking_B`` is that of the first."""
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
-    columns = [thinking_B]
-    for draft_B in drafts_BN[:, :-1].unbind(1):
-        columns.append(_follow(columns[-1], draft_B, think_ids))
-    return torch.stack(columns, 1)
+    return torch.stack(_phases(thinking_B, drafts_BN[:, :-1], think_ids), 1)
 
 
 def phase_after(
@@ -56,12 +54,16 @@ def phase_after(
     """The phase [B] after the first ``num_emitted_B`` of ``tokens_BM``."""
     if think_ids is None:
         return thinking_B
-    for i, token_B in enumerate(tokens_BM.unbind(1)):
-        after_B = _follow(thinking_B, token_B, think_ids)
-        thinking_B = torch.where(i < num_emitted_B, after_B, thinking_B)
-    return thinking_B
+    place_M = torch.arange(tokens_BM.shape[1], device=tokens_BM.device)
+    emitted_BM = tokens_BM.masked_fill(place_M >= num_emitted_B.unsqueeze(1), _NO_TOKEN)
+    return _phases(thinking_B, emitted_BM, think_ids)[-1]
 
 
-def _follow(thinking_B: Tensor, token_B: Tensor, think_ids: ThinkIds) -> Tensor:
+def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:
+    """Before the tokens, and after each of them."""
     begin, end = think_ids
-    return (thinking_B | (token_B == begin)) & (token_B != end)
+    begins_BM, stays_BM = tokens_BM == begin, tokens_BM != end
+    phases = [thinking_B]
+    for begins_B, stays_B in zip(begins_BM.unbind(1), stays_BM.unbind(1), strict=True):
+        phases.append((phases[-1] | begins_B) & stays_B)
+    return phases

@@ -79,18 +79,17 @@ class MtpDrafter:
         adopt(self._layer, kernels)
 
     def forward(
-        self, batch: Batch, hidden_BQD: Tensor, caches: Caches, angles: Angles | None = None
+        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: Angles | None = None
     ) -> Tensor:
-        """One pass over tokens and the hidden states before them: normed hidden [B, Q, D]."""
-        z_XD, angles = self._combined(batch, hidden_BQD), angles or self._angles(batch)
-        out_XD = self._layer.predict(z_XD, batch, caches[MTP][0], angles)
-        return out_XD.view_as(hidden_BQD)
+        """One pass over tokens and the hidden states before them: normed hidden [X, D]."""
+        z_XD, angles = self._combined(batch, hidden_XD), angles or self._angles(batch)
+        return self._layer.predict(z_XD, batch, caches[MTP][0], angles)
 
     def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
         batch = shifted(batch, next_G)
-        z_XD = self._combined(batch, hidden_1TD)
+        z_XD = self._combined(batch, hidden_1TD[0])
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
     def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
@@ -98,7 +97,8 @@ class MtpDrafter:
         page_size, drafts_BN = cache.shape[1], state.tokens_BM[:, :0]
         rows = first_pass(state.num_known_B, state.num_pending_B, state.first_B, width)
         batch = first_batch(state, rows, page_size)
-        z_XD, (cos, sin) = self._combined(batch, state.hidden_BMD), self._angles(batch)
+        z_XD = self._combined(batch, state.hidden_BMD.flatten(0, 1))
+        cos, sin = self._angles(batch)
         self._layer.write(z_XD, batch, cache, (cos, sin))
         if num_drafts == 0:
             return Drafts(drafts_BN)
@@ -115,14 +115,14 @@ class MtpDrafter:
                 drawn_from.append(q_BV)
             if i + 1 < num_drafts:
                 batch, angles = next(later)
-                batch, hidden_B1D = replace(batch, token_ids_BQ=next_B1), head_BD.unsqueeze(1)
-                head_BD = self.forward(batch, hidden_B1D, caches, angles).squeeze(1)
+                batch = replace(batch, token_ids_BQ=next_B1)
+                head_BD = self.forward(batch, head_BD, caches, angles)
         q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
         return Drafts(drafts_BN, q_BNV)
 
-    def _combined(self, batch: Batch, hidden_BQD: Tensor) -> Tensor:
+    def _combined(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
         embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
-        return self._layer.combined(embedding_XD, hidden_BQD.flatten(0, 1))
+        return self._layer.combined(embedding_XD, hidden_XD)
 
     def _angles(self, batch: Batch) -> Angles:
         return self._network.rope.at(batch.positions_BQ.flatten())

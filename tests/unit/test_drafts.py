@@ -44,13 +44,13 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
     """Whole history, no cache kept: main model over all but the last token, then the MTP layer
     over (token i+1, hidden i), then its own output row by row."""
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
-    hidden = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+    [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
     ids, drafts = tokens[1:], []
     for _ in range(num_drafts):
         batch, num_pages = fresh_rows(ids, 8, 1)
         output = loaded.drafter.forward(batch, hidden, loaded.allocate(num_pages + 4, 8))
-        drafts.append(int(loaded.network.logits(output[:, -1]).argmax()))
-        ids, hidden = [*ids, drafts[-1]], torch.cat((hidden, output[:, -1:]), 1)
+        drafts.append(int(loaded.network.logits(output[-1:]).argmax()))
+        ids, hidden = [*ids, drafts[-1]], torch.cat((hidden, output[-1:]))
     return drafts
 
 

@@ -97,7 +97,7 @@ def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
             hidden = loaded.network(rows(ids, 0, len(ids), 8, packed=True), caches)
             batch = rows(ids[1:], 0, len(ids) - 1, 8, packed=packed)
             batch = replace(batch, positions_BQ=batch.positions_BQ + 1)
-            mtp = loaded.drafter.forward(batch, hidden[:, :-1], caches)[0]
+            mtp = loaded.drafter.forward(batch, hidden[0, :-1], caches)
             logits = loaded.network.logits(mtp)
         num = len(ids) - 1
         torch.testing.assert_close(mtp, reference_hidden[:num].float(), atol=1e-4, rtol=0)
