@@ -8,7 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
-INTERPRETED := tests/unit/test_kernels.py tests/unit/test_router_ties.py tests/unit/test_staging.py
+INTERPRETED := $(addprefix tests/unit/test_,fp8.py kernels.py router_ties.py staging.py)
 
 .PHONY: demo gang test soak lint proto checkpoint clean
 

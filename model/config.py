@@ -81,11 +81,13 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """Weights stored as float8_e4m3fn with one fp32 scale per block (rows, columns) (spec §6)."""
+    """Weights stored as float8_e4m3fn with one fp32 scale per block (rows, columns) (spec §6);
+    ``scale_fmt`` ue8m0 makes scales powers of two."""
 
     quant_method: Literal["fp8"]
     weight_block_size: tuple[Count, Count]
     fmt: Literal["e4m3"] = "e4m3"
+    scale_fmt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig, YarnScaling
-from model.kernels.base import Angles, Kernels
+from model.kernels.base import BLOCK, Angles, Blocks, Kernels, Weights
 
 
 class Part(nn.Module):
@@ -49,20 +49,46 @@ class RMSNorm(Part):
 
 class Linear(Part):
     """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
-    read."""
+    read. ``may_keep_blocks``: they can read FP8 there."""
 
-    def __init__(self, dim_in: int, dim_out: int) -> None:
+    def __init__(self, dim_in: int, dim_out: int, may_keep_blocks: bool = True) -> None:
         super().__init__()
-        self.num_out = dim_out
+        self.num_out, self.may_keep_blocks = dim_out, may_keep_blocks
         self.weight = nn.Parameter(torch.empty(dim_out, dim_in), requires_grad=False)
+
+    def keep_blocks(self) -> None:
+        """Before it is loaded: weights stay FP8, with a factor for each block (spec §6)."""
+        fp8 = self.weight.to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(fp8, requires_grad=False)
+        shape = [-(-size // BLOCK) for size in fp8.shape]
+        self.register_buffer("weight_scale_inv", torch.empty(shape, device=fp8.device))
+
+    @property
+    def stored(self) -> Weights:
+        """As it was loaded."""
+        if self.weight.dtype != torch.float8_e4m3fn:
+            return self.weight.data
+        return Blocks(self.weight.data, self.get_buffer("weight_scale_inv"))
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        self.packed = kernels.pack(self.weight.data)
+        self.packed = kernels.pack(self.stored)
         del self.weight
 
     def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
         return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
+
+
+def joined(first: Weights, second: Weights) -> Weights:
+    """Rows of both; blocks stay what they are."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat((first, second))
+    return Blocks(*map(torch.cat, zip(first, second, strict=True)))
+
+
+def alone(weights: Weights) -> Weights:
+    """One matrix as that of one expert."""
+    return weights[None] if isinstance(weights, Tensor) else Blocks(*(x[None] for x in weights))
 
 
 class GatedMLP(Part):
@@ -76,8 +102,8 @@ class GatedMLP(Part):
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        gate_up = torch.cat((self.gate_proj.weight, self.up_proj.weight))
-        self.packed = kernels.pack_experts(gate_up[None], self.down_proj.weight.data[None])
+        gate_up = joined(self.gate_proj.stored, self.up_proj.stored)
+        self.packed = kernels.pack_experts(alone(gate_up), alone(self.down_proj.stored))
         del self.gate_proj, self.up_proj, self.down_proj
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:

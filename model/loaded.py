@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from core.config import AUTO, TandemConfig
+from core.info import PREFILL
 from core.placement import Placement
 from model.cache import MAIN, CacheGroup, Caches, zeros
 from model.checkpoint_files import CheckpointFiles, OnLoaded, unheard
@@ -96,7 +97,7 @@ def load_model(
     dtype = _dtype(config.model.dtype, model)
     think_ids = read_think_ids(path, config.model.think_tokens)
     dispatch = create_dispatch(model, section, kind, rank, placement)
-    kernels = create_kernels(config.model.kernels, model, device)
+    kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path, on_loaded) as files:
         checkpoint = Checkpoint(files, model, dtype, device, keep_blocks)
@@ -105,7 +106,7 @@ def load_model(
         name = speculation.drafter if speculation.num_tokens else NONE
         drafter = create_drafter(name, checkpoint, network)
         holds_mtp = has_mtp(files, model)
-    kept = ", experts FP8" if keep_blocks else ""
+    kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)

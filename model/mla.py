@@ -6,13 +6,12 @@ R qk_rope_head_dim, L = C + R, N qk_nope_head_dim, V v_head_dim, K qk_head_dim.
 Both forms read keys and values from the cache alone, after this pass's rows were written.
 """
 
-import torch
 from torch import Tensor
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.kernels.base import Angles, Kernels
-from model.layers import Linear, Part, RMSNorm
+from model.kernels.base import BLOCK, Angles, Kernels
+from model.layers import Linear, Part, RMSNorm, joined
 
 
 class MLA(Part):
@@ -23,16 +22,19 @@ class MLA(Part):
         self.config = config
         dim, num_heads = config.hidden_size, config.num_attention_heads
         q_dim = num_heads * config.qk_head_dim
+        # Below the one that is joined to it, kv_a's blocks begin where one of FP8 does, or nowhere.
+        is_even = (config.q_lora_rank or q_dim) % BLOCK == 0
         if config.q_lora_rank is None:
-            self.q_proj = Linear(dim, q_dim)
+            self.q_proj = Linear(dim, q_dim, is_even)
         else:
-            self.q_a_proj = Linear(dim, config.q_lora_rank)
+            self.q_a_proj = Linear(dim, config.q_lora_rank, is_even)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.lora_norm_eps)
             self.q_b_proj = Linear(config.q_lora_rank, q_dim)
-        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim)
+        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, is_even)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.lora_norm_eps)
         kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim)
+        # Absorbed into queries it multiplies by columns, across which blocks do not scale.
+        self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_blocks=False)
         self.o_proj = Linear(num_heads * config.v_head_dim, dim)
 
     def adopt(self, kernels: Kernels) -> None:
@@ -41,9 +43,9 @@ class MLA(Part):
         super().adopt(kernels)
         config = self.config
         first = self.q_proj if config.q_lora_rank is None else self.q_a_proj
-        down = torch.cat((first.weight, self.kv_a_proj_with_mqa.weight))
-        self._num_q, self._num_down = first.num_out, len(down)
-        self._down = kernels.pack(down)
+        second = self.kv_a_proj_with_mqa
+        self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
+        self._down = kernels.pack(joined(first.stored, second.stored))
         del self.kv_a_proj_with_mqa
         if config.q_lora_rank is None:
             del self.q_proj

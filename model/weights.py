@@ -7,7 +7,7 @@ a slice of one parameter. Those that other ranks of the gang hold are not read.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import Fp8Blocks, ModelConfig
 from model.experts import Experts
+from model.layers import Linear
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -27,7 +28,7 @@ _DERIVED = (_SCALE, "rotary_emb.inv_freq")
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
-    experts, if those ``keep_blocks`` of FP8."""
+    FP8 matrices, if these ``keep_blocks``."""
 
     files: CheckpointFiles
     config: ModelConfig
@@ -76,9 +77,7 @@ def load_weights(
     """
     files, config = checkpoint.files, checkpoint.config
     if checkpoint.keep_blocks:
-        for part in module.modules():
-            if isinstance(part, Experts):
-                part.keep_blocks()
+        keep_blocks(module, lambda name: f"{prefix}{name}{_SCALE}" in files)
     tensors = _materialise(module, checkpoint)
     places: dict[str, list[Tensor]] = defaultdict(list)
     for item in tensors.items():
@@ -97,6 +96,15 @@ def load_weights(
     if places:
         some = ", ".join(sorted(places)[:3])
         raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
+
+
+def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
+    """Before it is loaded: routed experts stay FP8, and other matrices that are, as their names
+    tell, where that can be read."""
+    for name, part in module.named_modules():
+        is_kept = isinstance(part, Linear) and part.may_keep_blocks and is_fp8(f"{name}.weight")
+        if is_kept or isinstance(part, Experts):
+            part.keep_blocks()
 
 
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +139,7 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
     if places[0].dtype != torch.float8_e4m3fn:
         tensor = _plain(files, name, tensor, fp8)
     elif tensor.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{files.where(name)}: {name} is {tensor.dtype}, other experts are FP8")
+        raise ValueError(f"{files.where(name)}: {name} is {tensor.dtype}, others are FP8")
     for place in places:
         place.copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""Random FP8 experts, and what they stand for."""
+"""FP8 matrices in blocks, random or not, and what they stand for."""
 
 import torch
 from torch import Tensor
@@ -25,3 +25,16 @@ def dense(packed: Blocks, num_parts: int, slot: int) -> Tensor:
     values, scales = packed.values[slot].chunk(num_parts), packed.scales[slot].chunk(num_parts)
     parts = zip(values, scales, strict=True)
     return torch.cat([dequantise(*part, (BLOCK, BLOCK)) for part in parts]).double()
+
+
+def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Values and scales of a matrix, as a checkpoint holds them (spec §6)."""
+    rows, columns = (-(-size // block) for size in weight.shape)
+    scale = torch.zeros(rows, columns)
+    values = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
+            scale[i, j] = weight[part].abs().max() / 448
+            values[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+    return values, scale

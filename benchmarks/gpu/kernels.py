@@ -17,7 +17,7 @@ from benchmarks.gpu.shapes import SHAPES
 from core.request import SamplingParams
 from model.config import ModelConfig
 from model.kernels import create_kernels
-from model.kernels.base import PLAIN, Blocks, Kernels, Weights
+from model.kernels.base import BLOCK, PLAIN, Blocks, Kernels, Weights
 from model.moe import routing
 from model.sampling import SamplingRows
 
@@ -40,6 +40,9 @@ def run(device: Device, say: Say) -> None:
             _routing(device, say, name, config, kernels, num_tokens)
             _rows(device, say, name, config, kernels, num_tokens)
             _sampling(device, say, name, config, kernels, num_tokens)
+        if kernels.reads_blocks:
+            for num_tokens in (1, 32, 128, 4096):
+                _dense_fp8(device, say, name, config, kernels, num_tokens)
 
 
 def draw(device: Device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -121,6 +124,27 @@ def _experts(
         work = Work(item_bytes * num_weights * len(slots.unique()), 2 * num_weights * len(slots))
         what = f"{name}, {kind} experts, {num_tokens} tokens"
         _tell(device, say, what, run, work, error(run()[some], wanted))
+
+
+def _dense_fp8(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+) -> None:
+    """The output projection, of rows as they are, and as prefill does of rows in FP8."""
+    from model.kernels.gpu.products import quantised
+
+    width, num_out = config.num_attention_heads * config.v_head_dim, config.hidden_size
+    made = torch.Generator(device.kind).manual_seed(1)
+    blocks = random_blocks(1, 1, num_out, width, made)
+    packed, x = Blocks(blocks.values[0], blocks.scales[0]), draw(device, num_tokens, width)
+    matrix = dense(blocks, 1, 0)
+    values, scales = quantised(x, by_powers=False)
+    in_fp8 = values.double() * scales.double().repeat_interleave(BLOCK, 1)[:, :width]
+    quantising = create_kernels("auto", config, device.kind, quantises=True)
+    for how, rows, own in (("", x.double(), kernels), (" by FP8 rows", in_fp8, quantising)):
+        run = partial(own.linear, x, packed, num_out)
+        work = Work(num_out * width, 2 * num_out * width * num_tokens)
+        what = f"{name}, FP8 product{how}, {num_tokens} tokens"
+        _tell(device, say, what, run, work, error(run(), rows @ matrix.T))
 
 
 def _one(x_D: Tensor, slot: int, w1: Weights, w2: Weights) -> Tensor:

@@ -1,4 +1,5 @@
-"""Prompts read in one forward beside their floors; the checkpoint is random."""
+"""Prompts read in one forward beside their floors, those of bf16 for FP8 too; the checkpoint is
+random."""
 
 import torch
 
@@ -15,12 +16,13 @@ PAGE_SIZE = 64
 
 def run(device: Device, say: Say) -> None:
     for name in ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]:
-        _of(device, say, name)
-        device.free()
+        for in_fp8 in (False, True)[: 1 + (name == "v3-slice")]:
+            _of(device, say, name, in_fp8)
+            device.free()
 
 
-def _of(device: Device, say: Say, name: str) -> None:
-    loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=False)
+def _of(device: Device, say: Say, name: str, in_fp8: bool) -> None:
+    loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=False, in_fp8=in_fp8)
     for num_tokens in (100,) if device.is_rehearsal else (1024, 4096, 16384):
         num_pages = -(-num_tokens // PAGE_SIZE)
         caches = loaded.allocate(1 + num_pages, PAGE_SIZE)
@@ -34,7 +36,7 @@ def _of(device: Device, say: Say, name: str) -> None:
             took = device.time_s(read, 5, 2)
         work = floors.prefill(loaded.config, num_tokens)
         say(
-            f"{name}, {num_tokens} tokens",
+            f"{name}{', FP8' * in_fp8}, {num_tokens} tokens",
             ms=1e3 * took,
             floor_ms=1e3 * work.floor_s(rates()),
             of_floor=work.floor_s(rates()) / took,

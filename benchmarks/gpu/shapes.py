@@ -13,6 +13,7 @@ from model.drafters.none import NoDrafter
 from model.kernels import create_kernels
 from model.layers import adopt
 from model.loaded import LoadedModel
+from model.weights import keep_blocks
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
 YARN |= {"original_max_position_embeddings": 4096}
@@ -58,8 +59,9 @@ SHAPES["small"] = SHAPES["v2-lite"] | {
 
 
 def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool
+    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool, in_fp8: bool = False
 ) -> LoadedModel:
+    """A rank that decodes; one ``in_fp8`` prefills, with rows in FP8 too."""
     config = ModelConfig.from_dict(SHAPES[name])
     dispatch = Local(config.n_routed_experts)
     with torch.device("meta"):
@@ -69,8 +71,10 @@ def random_model(
     network.rope.to(device)
     parts = [network, layer] if with_mtp else [network]
     for part in parts:
+        if in_fp8:
+            keep_blocks(part, lambda name: "lm_head" not in name)
         _fill(part, device, dtype, generator)
-    chosen = create_kernels("auto", config, device)
+    chosen = create_kernels("auto", config, device, quantises=in_fp8)
     drafter = MtpDrafter(network, layer.eval()) if with_mtp else NoDrafter()
     adopt(network.eval(), chosen)
     drafter.adopt(chosen)
@@ -86,16 +90,18 @@ def _fill(part: nn.Module, device: torch.device, dtype: torch.dtype, made: Any) 
             setattr(owner, name, nn.Parameter(value, requires_grad=False))
         for name, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
-                setattr(owner, name, 0.1 * torch.randn(buffer.shape, device=device, generator=made))
+                value = 0.1 * torch.randn(buffer.shape, device=device, generator=made)
+                setattr(owner, name, value if buffer.dim() == 1 else value.abs())
 
 
 def _random(like: Tensor, device: torch.device, dtype: torch.dtype, made: Any) -> Tensor:
     """In slices, so that fp32 numbers never take much beside what is kept."""
-    out = torch.empty(like.shape, dtype=dtype, device=device)
+    is_fp8 = like.dtype == torch.float8_e4m3fn
+    out = torch.empty(like.shape, dtype=like.dtype if is_fp8 else dtype, device=device)
     if like.dim() == 1:
         return out.copy_(0.5 + torch.rand(like.shape, device=device, generator=made))
     rows = out.view(-1, like.shape[-1])
     for part in rows.split(1 << 16):
         numbers = torch.randn(part.shape, device=device, generator=made)
-        part.copy_(numbers * like.shape[-1] ** -0.5)
+        part.copy_(numbers * (1.0 if is_fp8 else like.shape[-1] ** -0.5))
     return out

@@ -11,8 +11,11 @@ from model.kernels.base import PLAIN, Kernels
 log = logging.getLogger(__name__)
 
 
-def create_kernels(name: str, config: ModelConfig, device: torch.device) -> Kernels:
+def create_kernels(
+    name: str, config: ModelConfig, device: torch.device, quantises: bool = False
+) -> Kernels:
     """Those called ``name``; auto is what was written for the device if it can be had, else plain.
+    Where weights stay FP8 they ``quantise`` rows for products with them too (prefill), or not.
 
     Raises ValueError if others are asked for by name and cannot be had.
     """
@@ -22,7 +25,7 @@ def create_kernels(name: str, config: ModelConfig, device: torch.device) -> Kern
     if name not in (AUTO, own):
         raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use auto or {own}")
     try:
-        return make(config, device)
+        return make(config, device, quantises)
     except (OSError, ValueError, ImportError) as error:
         if name != AUTO:
             raise ValueError(
@@ -32,7 +35,7 @@ def create_kernels(name: str, config: ModelConfig, device: torch.device) -> Kern
     return PLAIN
 
 
-def _native(config: ModelConfig, device: torch.device) -> Kernels:
+def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
     from model.kernels.native import Native, fits
 
     if not fits(config):
@@ -42,7 +45,9 @@ def _native(config: ModelConfig, device: torch.device) -> Kernels:
     return Native(built())
 
 
-def _triton(config: ModelConfig, device: torch.device) -> Kernels:
+def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
     from model.kernels.gpu.kernels import Triton
 
-    return Triton(torch.cuda.get_device_properties(device).multi_processor_count)
+    by_powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Triton(num_processors, quantises, by_powers)

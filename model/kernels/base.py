@@ -52,8 +52,9 @@ BLOCK = 128
 
 
 class Blocks(NamedTuple):
-    """FP8 matrices [S, M, K] with a factor for each BLOCK x BLOCK of their values (spec §6): scales
-    [S, ceil(M / BLOCK), ceil(K / BLOCK)], where gate and up rows have blocks of their own."""
+    """FP8 matrices [S, M, K] or one [M, K], with a factor for each BLOCK x BLOCK of their values
+    (spec §6): scales [S, ceil(M / BLOCK), ceil(K / BLOCK)], where gate and up rows have blocks of
+    their own."""
 
     values: Tensor
     scales: Tensor
@@ -86,7 +87,7 @@ class Kernels:
     """A repeated function takes so long to get ready that nobody shall wait for it."""
 
     reads_blocks = False
-    """Experts can stay the FP8 blocks of their checkpoint."""
+    """Matrices can stay the FP8 blocks of their checkpoint."""
 
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
@@ -96,15 +97,15 @@ class Kernels:
         may be overwritten by the next call of any, in the order of the device."""
         return Eager(function)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Matrices [..., M, K] as ``linear`` and others read them."""
+    def pack(self, weight: Any) -> Any:
+        """Matrices [..., M, K] as ``linear`` and others read them; Blocks if these can be read."""
         return weight
 
     def pack_experts(self, gate_up: Any, down: Any) -> tuple[Weights, Weights]:
         """Of [S, 2F, D], gate rows first, and [S, D, F]; Blocks if these can be read."""
         return gate_up, down
 
-    def linear(self, x_XK: Tensor, packed: Tensor, num_out: int, in_fp32: bool = False) -> Tensor:
+    def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
         """x times a matrix [M, K]: [X, M]."""
         y = F.linear(x_XK, packed)
         return y.float() if in_fp32 else y

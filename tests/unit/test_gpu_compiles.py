@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from kv_transfer.gpu_copies import AllLayers
-from model.kernels.base import Blocks, Routing
+from model.kernels.base import BLOCK, Blocks, Routing
 from model.sampling import SamplingRows
 from tests.kernels import IS_INTERPRETED
 
@@ -70,6 +70,11 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
+def fp8(num_slots: int, rows: int, columns: int) -> Blocks:
+    shape = num_slots, -(-rows // BLOCK), -(-columns // BLOCK)
+    return Blocks(zeros(num_slots, rows, columns).to(FP8), zeros(*shape).float())
+
+
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
 def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
     num_rows, cache, angles = 8 * num_q, zeros(4, 64, 576), zeros(8 * num_q, 32).float()
@@ -106,11 +111,29 @@ def test_experts(compiled: list[str], num_pairs: int) -> None:
 
 @pytest.mark.parametrize("num_pairs", [6, 255])
 def test_experts_in_blocks_of_fp8(compiled: list[str], num_pairs: int) -> None:
-    w1 = Blocks(zeros(8, 4096, 7168).to(FP8), zeros(8, 32, 56).float())
-    w2 = Blocks(zeros(8, 7168, 2048).to(FP8), zeros(8, 56, 16).float())
     x, slots = zeros(num_pairs, 7168), torch.zeros(num_pairs, dtype=torch.int64)
-    Triton(132).experts(x, None, slots, w1, w2)
+    Triton(132).experts(x, None, slots, fp8(8, 4096, 7168), fp8(8, 7168, 2048))
     assert compiled == ["_by_slot", "_gate_up", "_down"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 128, 4096])
+@pytest.mark.parametrize("quantises", [False, True])
+def test_dense_products_in_blocks_of_fp8(
+    compiled: list[str], quantises: bool, num_rows: int
+) -> None:
+    kernels, x = Triton(132, quantises, by_powers=True), zeros(num_rows, 7168)
+    kernels.linear(x, Blocks(*(part[0] for part in fp8(1, 2112, 7168))), 2112)
+    kernels.experts(x, None, None, fp8(1, 4096, 7168), fp8(1, 7168, 2048))
+    each = ["_quantise", "_product"] if quantises else ["_product"]
+    assert compiled == [*each, *each, "_silu_mul", *each]
+
+
+@pytest.mark.parametrize("num_pairs", [6, 255, 4096])
+def test_experts_of_rows_in_fp8(compiled: list[str], num_pairs: int) -> None:
+    x, slots = zeros(num_pairs // 2, 7168), torch.zeros(num_pairs, dtype=torch.int64)
+    Triton(132, quantises=True).experts(x, None, slots, fp8(8, 4096, 7168), fp8(8, 7168, 2048))
+    each = ["_quantise", "_product"]
+    assert compiled == ["_by_slot", *each, "_silu_mul", *each]
 
 
 def test_routing(compiled: list[str]) -> None:

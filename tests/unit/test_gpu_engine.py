@@ -1,14 +1,18 @@
 """Whole answers with the kernels for GPUs, interpreted (TRITON_INTERPRET=1): the tokens of
 transformers, whatever the number of drafts, and in batches with ends and beginnings."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.driven import tiny
+from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
-from model.kernels.base import Eager, Function, Kernels, Repeated
+from model.checkpoint_files import dequantise
+from model.kernels.base import BLOCK, Eager, Function, Kernels, Repeated
 from tests.kernels import IS_INTERPRETED
 
 if not IS_INTERPRETED:
@@ -27,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def repeated(self, function: Function) -> Repeated:
             return Eager(function)
 
-    def create(name: str, config: object, device: torch.device) -> Kernels:
+    def create(*asked: object, quantises: bool) -> Kernels:
         return Here(num_processors=2)
 
     monkeypatch.setattr("model.loaded.create_kernels", create)
@@ -38,6 +42,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_answers_are_those_of_transformers(folder: Path, num_drafts: int) -> None:
+    check(folder, folder, num_drafts)
+
+
+@pytest.mark.slow
+def test_answers_of_a_checkpoint_in_fp8_are_those_of_its_dequantised_copy(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plain, stored = tmp_path_factory.mktemp("plain"), {}
+    of_plain = load_file(folder / "model.safetensors")
+    for name, tensor in list(of_plain.items()):
+        stored[name] = tensor
+        if "proj.weight" in name or "proj_with_mqa.weight" in name:
+            values, scales = stored[name], stored[name + "_scale_inv"] = quantise(tensor, BLOCK)
+            of_plain[name] = dequantise(values, scales, (BLOCK, BLOCK))
+    save_file(stored, folder / "model.safetensors")
+    shutil.copy(folder / "config.json", plain)
+    save_file(of_plain, plain / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (folder / "config.json").write_text(json.dumps(config))
+    check(folder, plain, num_drafts=3)
+
+
+def check(folder: Path, reference: Path, num_drafts: int) -> None:
+    """In batches with ends and beginnings."""
     loaded = load(folder)
     assert loaded.kernels.name == "triton"
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=3)
@@ -48,5 +77,5 @@ def test_answers_are_those_of_transformers(folder: Path, num_drafts: int) -> Non
     ]
     for (tokens, _), request in zip(bench.generate(*asked), asked, strict=True):
         ids, num = list(request.prompt_ids), request.sampling.max_tokens
-        assert tokens == tiny.reference_greedy(folder, ids, num)
+        assert tokens == tiny.reference_greedy(reference, ids, num)
     bench.check_empty()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven.blocks import dense, random_blocks
 from core.config import TINY_MODEL
 from core.request import SamplingParams
 from model import sampling
@@ -316,27 +315,6 @@ def test_experts(width: int, dtype: torch.dtype) -> None:
         dtype,
     )
     assert ours().experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
-
-
-@pytest.mark.skipif(not IS_INTERPRETED, reason="of kernels for GPUs alone")
-@pytest.mark.parametrize("dtype", TYPES)
-def test_experts_in_blocks_of_fp8(dtype: torch.dtype) -> None:
-    """At most 2e-2 from fp64 of the same quantised weights; edges of blocks are ragged."""
-    num_slots, num_tokens, dim, width = 3, 5, 200, 160
-    x = draw(num_tokens, dim, dtype=dtype)
-    made = torch.Generator().manual_seed(1)
-    gate_up, down = (
-        random_blocks(num_slots, *shape, made) for shape in ((2, width, dim), (1, dim, width))
-    )
-    packed = ours().pack_experts(gate_up, down)
-    slots = torch.tensor([0, 2, 2, 0, 1, 0, 2, 1, 0, 2])
-    got = ours().experts(x, None, slots, *packed)
-    for i, slot in enumerate(slots.tolist()):
-        gate, up = (dense(gate_up, 2, slot) @ x[i // 2].double()).chunk(2)
-        wanted = dense(down, 1, slot) @ (torch.nn.functional.silu(gate) * up)
-        assert (got[i].double() - wanted).norm() / wanted.norm() < (
-            2e-5 if dtype == torch.float32 else 2e-3
-        )
 
 
 @pytest.mark.parametrize("sigmoid", [True, False])

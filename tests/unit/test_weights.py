@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.driven import tiny
+from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import load as load_config
 from core.info import DECODE
@@ -102,29 +103,26 @@ def test_bf16_keeps_the_routing_bias_in_fp32(folder: Path) -> None:
     assert gate.e_score_correction_bias.dtype == torch.float32
 
 
-def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    rows, columns = (-(-size // block) for size in weight.shape)
-    scale = torch.zeros(rows, columns)
-    quantised = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
-    for i in range(rows):
-        for j in range(columns):
-            part = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-            scale[i, j] = weight[part].abs().max() / 448
-            quantised[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
-    return quantised, scale
-
-
-def test_experts_stay_in_blocks_where_kernels_read_them(tmp_path: Path) -> None:
-    """Values and scales as they are in the file, gate rows first; all else is dequantised."""
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    config = tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8, moe_intermediate_size=136)
+def quantised(folder: Path) -> dict[str, Tensor]:
+    """The folder's checkpoint with matrices of FP8 where DeepSeek-V3 has them."""
     stored = {}
-    for name, tensor in tensors(tmp_path).items():
-        if "proj.weight" in name:
+    for name, tensor in tensors(folder).items():
+        if "proj.weight" in name or "proj_with_mqa.weight" in name:
             stored[name], stored[name + "_scale_inv"] = quantise(tensor, 128)
         else:
             stored[name] = tensor
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    return stored
+
+
+@pytest.mark.parametrize("q_lora_rank", [20, 128])
+def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_rank: int) -> None:
+    """Values and scales as they are in the file, gate rows first. What is absorbed, or joined to
+    another that does not end with a block, is dequantised."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    told = {"quantization_config": fp8, "moe_intermediate_size": 136, "q_lora_rank": q_lora_rank}
+    config = tiny.write_tiny(tmp_path, seed=5, **told)
+    stored = quantised(tmp_path)
     dispatch = Local(config.n_routed_experts)
     with CheckpointFiles(tmp_path) as files:
         kind = torch.float32, torch.device("cpu")
@@ -139,14 +137,30 @@ def test_experts_stay_in_blocks_where_kernels_read_them(tmp_path: Path) -> None:
             wanted = stored[f"{prefix}{e}.down_{suffix}"]
             assert torch.equal(down[part][e].float(), wanted.float())
     assert gate_up.values.dtype == torch.float8_e4m3fn and gate_up.scales.shape == (8, 4, 1)
-    shared = model.model.layers[1].mlp.shared_experts.packed[0]
-    assert shared.dtype == torch.float32
+    shared, attention = model.model.layers[1].mlp.shared_experts, model.model.layers[1].self_attn
+    assert shared.packed[0].values.shape == (1, 272, 48) and shared.packed[0].scales.shape[1] == 4
+    for part, suffix in ((0, "weight"), (1, "weight_scale_inv")):
+        o_proj = stored[f"model.layers.1.self_attn.o_proj.{suffix}"]
+        assert torch.equal(attention.o_proj.packed[part].float(), o_proj.float())
+        if q_lora_rank == 128:
+            names = (
+                f"model.layers.1.self_attn.{n}.{suffix}" for n in ("q_a_proj", "kv_a_proj_with_mqa")
+            )
+            both = torch.cat([stored[name].float() for name in names])
+            assert torch.equal(attention._down[part].float(), both)
+    plain = [
+        attention._up_k,
+        attention._kv_b,
+        model.lm_head.packed,
+        *[attention._down][q_lora_rank // 128 :],
+    ]
+    assert all(weights.dtype == torch.float32 for weights in plain)
     name = f"{prefix}2.up_proj.weight"
     save_file(stored | {name: stored[name].bfloat16()}, tmp_path / "model.safetensors")
     with (
         CheckpointFiles(tmp_path) as files,
         pytest.raises(
-            ValueError, match=r"experts\.2\.up_proj\.weight is torch\.bfloat16, other exp"
+            ValueError, match=r"experts\.2\.up_proj\.weight is torch\.bfloat16, others are FP8"
         ),
     ):
         load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)

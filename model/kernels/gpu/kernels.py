@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
 from model.kernels.captured import Captured
-from model.kernels.gpu import norms, route, sample
+from model.kernels.gpu import norms, products, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
 
@@ -22,7 +22,8 @@ better."""
 
 
 class Triton(Kernels):
-    """``num_processors`` of the device are to be busy."""
+    """``num_processors`` of the device are to be busy. For products with FP8 matrices rows are
+    quantised too where it ``quantises``, ``by_powers`` of two or any."""
 
     name = "triton"
     form = "captured"
@@ -33,8 +34,11 @@ class Triton(Kernels):
     combine = staticmethod(combine)
     drawn = staticmethod(sample.draw)
 
-    def __init__(self, num_processors: int) -> None:
+    def __init__(
+        self, num_processors: int, quantises: bool = False, by_powers: bool = False
+    ) -> None:
         self._num_processors = num_processors
+        self._quantises, self._by_powers = quantises, by_powers
         self._pool: Any = None
 
     def repeated(self, function: Function) -> Repeated:
@@ -42,7 +46,10 @@ class Triton(Kernels):
             self._pool = torch.cuda.graph_pool_handle()
         return Captured(function, self._pool)
 
-    def linear(self, x_XK: Tensor, packed: Tensor, num_out: int, in_fp32: bool = False) -> Tensor:
+    def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
+        if isinstance(packed, Blocks):
+            dtype = torch.float32 if in_fp32 else x_XK.dtype
+            return self._product(x_XK, Blocks(*(part[None] for part in packed)), 1, dtype)
         if in_fp32 and x_XK.dtype != torch.float32:
             return torch.mm(x_XK, packed.t(), out_dtype=torch.float32)
         return F.linear(x_XK, packed)
@@ -90,14 +97,26 @@ class Triton(Kernels):
     def experts(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any
     ) -> Tensor:
+        is_fp8, dtype = isinstance(w1, Blocks), x_ND.dtype
+        if slots_P is None and is_fp8:
+            hidden = silu_mul(self._product(x_ND, w1, 2, dtype))
+            return self._product(hidden, w2, 1, dtype)
         if slots_P is None:
             return F.linear(silu_mul(F.linear(x_ND, w1[0])), w2[0])
-        can_group = x_ND.dtype == torch.bfloat16 and not isinstance(w1, Blocks)
-        if can_group and len(slots_P) >= MANY_PAIRS * len(w1):
-            return super().experts(x_ND, tokens_P, slots_P, w1, w2)
         if not len(slots_P):
             return x_ND.new_empty(0, x_ND.shape[1])
+        if is_fp8 and self._quantises:
+            how = self._by_powers, self._num_processors
+            return products.experts(x_ND, tokens_P, slots_P, w1, w2, *how)
+        is_many = not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1)
+        if is_many and dtype == torch.bfloat16:
+            return super().experts(x_ND, tokens_P, slots_P, w1, w2)
         return experts(x_ND, tokens_P, slots_P, w1, w2)
+
+    def _product(self, x_XK: Tensor, w: Blocks, num_parts: int, dtype: torch.dtype) -> Tensor:
+        """With one matrix of FP8: [X, M]."""
+        x = products.quantised(x_XK, self._by_powers) if self._quantises else x_XK
+        return products.product(x, w, dtype, self._num_processors, num_parts)
 
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing

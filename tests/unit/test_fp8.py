@@ -1,0 +1,122 @@
+"""Products with FP8 matrices in blocks (kernels for GPUs, interpreted): against fp64 of the same
+quantised inputs, with ragged edges of blocks, tiles and slots."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.driven.blocks import dense, random_blocks
+from model.kernels.base import BLOCK, Blocks, Kernels
+from tests.kernels import IS_INTERPRETED, TYPES
+
+if not IS_INTERPRETED:
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from model.kernels.gpu.kernels import Triton  # noqa: E402
+from model.kernels.gpu.products import quantised  # noqa: E402
+
+WRONG = {torch.float32: 2e-5, torch.float16: 2e-3}
+NUM_SLOTS, DIM, WIDTH = 3, 200, 160
+AS_THEY_ARE, QUANTISED = Triton(8), Triton(8, quantises=True)
+
+
+def drawn(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, width, generator=made).to(dtype)
+
+
+def check(got: Tensor, wanted: Tensor, most: float) -> None:
+    """Each row by its norm; ``wanted`` in fp64."""
+    assert got.shape == wanted.shape
+    errors = (got.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert errors.max() < most, errors
+
+
+def blocks(num_parts: int, rows: int, columns: int, num_slots: int = NUM_SLOTS) -> Blocks:
+    return random_blocks(num_slots, num_parts, rows, columns, torch.Generator().manual_seed(1))
+
+
+def read(x_NK: Tensor, kernels: Kernels) -> Tensor:
+    """In fp64, as they multiply it."""
+    if kernels is AS_THEY_ARE:
+        return x_NK.double()
+    values, scales = quantised(x_NK, by_powers=False)
+    scales_NK = scales.repeat_interleave(BLOCK, 1)[:, : x_NK.shape[1]]
+    return values.double() * scales_NK
+
+
+def mlp(x_ND: Tensor, w1: Blocks, w2: Blocks, slot: int, kernels: Kernels) -> Tensor:
+    up, down = dense(w1, 2, slot), dense(w2, 1, slot)
+    gate, up = (read(x_ND, kernels) @ up.T).chunk(2, -1)
+    return read((F.silu(gate) * up).to(x_ND.dtype), kernels) @ down.T
+
+
+def most_wrong(kernels: Kernels, dtype: torch.dtype) -> float:
+    """Of hidden values between two of FP8 rounding decides, and the interpreter may halve them."""
+    if kernels is AS_THEY_ARE:
+        return WRONG[dtype]
+    return 2e-2 if dtype == torch.float32 else 1e-1
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("by_powers", [False, True])
+def test_rows_are_quantised_by_the_largest_of_each_group(
+    by_powers: bool, dtype: torch.dtype
+) -> None:
+    x = drawn(9, 2 * BLOCK + 30, dtype) * torch.logspace(-3, 2, 9)[:, None].to(dtype)
+    x[3] = 0
+    apart = torch.cat((x, x), 1)[:, : x.shape[1]]
+    values, scales = quantised(apart, by_powers)
+    filled = F.pad(x.float(), (0, BLOCK - 30)).unflatten(1, (-1, BLOCK))
+    wanted = filled.abs().amax(-1).clamp(min=1e-4) / 448
+    if by_powers:
+        wanted = wanted.log2().ceil().exp2()
+    torch.testing.assert_close(scales, wanted, rtol=1e-6, atol=0)
+    scales = scales.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    back, exact = values.float() * scales, x.float() / scales
+    # A step of FP8, or its least one. What rounds up to a power of two the interpreter halves.
+    step = x.float().abs() / 8 + scales / 512
+    is_told_right = exact.frexp().mantissa.abs() < 0.96
+    assert ((back - x.float()).abs() <= step)[is_told_right].all()
+    assert is_told_right.float().mean() > 0.8
+    assert not back[3].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
+@pytest.mark.parametrize("num_rows", [1, 17, 130])
+def test_dense_products(num_rows: int, kernels: Kernels, dtype: torch.dtype) -> None:
+    w, x = blocks(1, WIDTH, DIM, 1), drawn(num_rows, DIM, dtype)
+    wanted = read(x, kernels) @ dense(w, 1, 0).T
+    one = kernels.pack(Blocks(w.values[0], w.scales[0]))
+    check(kernels.linear(x, one, WIDTH), wanted, WRONG[dtype])
+    in_fp32 = kernels.linear(x, one, WIDTH, in_fp32=True)
+    assert in_fp32.dtype == torch.float32
+    check(in_fp32, wanted, WRONG[torch.float32])
+    w1, w2 = blocks(2, WIDTH, DIM, 1), blocks(1, DIM, WIDTH, 1)
+    got = kernels.experts(x, None, None, *kernels.pack_experts(w1, w2))
+    check(got, mlp(x, w1, w2, 0, kernels), most_wrong(kernels, dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
+@pytest.mark.parametrize("per_token", [2, 20])
+def test_experts(per_token: int, kernels: Kernels, dtype: torch.dtype) -> None:
+    """One without pairs, some that are elsewhere; few rows of each and more than a tile."""
+    num_slots, num_tokens = NUM_SLOTS + 1, 5
+    w1, w2 = blocks(2, WIDTH, DIM, num_slots), blocks(1, DIM, WIDTH, num_slots)
+    x, packed = drawn(num_tokens, DIM, dtype), kernels.pack_experts(w1, w2)
+    of = torch.tensor([0, 2, num_slots, 2, 0, 0, 3])
+    slots_P = of[torch.arange(per_token * num_tokens) % len(of)]
+    tokens_P = torch.arange(len(slots_P)) // per_token
+    most = most_wrong(kernels, dtype)
+    got = kernels.experts(x, None, slots_P, *packed)
+    for slot in (0, 2, 3):
+        mine = slots_P == slot
+        check(got[mine], mlp(x[tokens_P[mine]], w1, w2, slot, kernels), most)
+    turned = tokens_P.flip(0)
+    got = kernels.experts(x, turned, slots_P, *packed)
+    mine = slots_P == 2
+    check(got[mine], mlp(x[turned[mine]], w1, w2, 2, kernels), most)
+    assert kernels.experts(x[:0], None, slots_P[:0], *packed).shape == (0, DIM)
