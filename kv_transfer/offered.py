@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import HandoverError
 from core.identity import Identity
@@ -29,17 +29,22 @@ class Computed:
     mark: "Mark | None" = None
 
 
+class First(NamedTuple):
+    """The first token, and the hidden state before it; None means zero_hidden."""
+
+    token: int
+    hidden: bytes | None = None
+    hidden_dtype: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Offered:
     """An open sequence, leased until ``ends_at``; ``on_release`` is to be called when it ends.
-
-    ``generations_now`` are those its pages had when the engine told of them last.
-    """
+    Its seal holds the generations that its pages had when the engine told of them last."""
 
     computed: Computed
     ends_at: float
     on_release: Callable[[], None]
-    generations_now: tuple[int, ...] = ()
     seal: Seal | None = None
 
     def has_more_than(self, num_pulled: tuple[int, ...]) -> bool:
@@ -91,12 +96,14 @@ class OfferBook:
             raise HandoverError(f"{identity}: not offered here")
         return entry
 
-    def advance(self, identity: Identity, now: Computed) -> None:
-        """A later state of an entry; what has ended stays ended. A page keeps the generation it
-        came with: that of another owner of it must never look right."""
+    def advance(self, identity: Identity, now: Computed, first: First | None = None) -> None:
+        """A later state of an entry, which its ``first`` token closes; what has ended stays ended.
+        A page keeps the generation it came with: that of another owner of it must never look
+        right."""
         entry = self._open.get(identity)
         if entry is None:
             return
+        assert entry.seal is None, f"{identity} was sealed before"
         before, num_pages = entry.computed, len(entry.computed.pages)
         assert now.pages[:num_pages] == before.pages, f"{identity}: pages were exchanged"
         assert all(
@@ -104,19 +111,9 @@ class OfferBook:
         ), f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
         generations = before.generations + now.generations[num_pages:]
         entry.computed = replace(now, generations=generations)
-        entry.generations_now = now.generations
+        if first is not None:
+            entry.seal = Seal(*first, now.num_tokens, now.generations)
         self._notify(identity)
-
-    def seal(
-        self, identity: Identity, first_token: int, hidden: bytes | None, hidden_dtype: str
-    ) -> None:
-        """Close an entry; what has ended stays ended."""
-        entry = self._open.get(identity)
-        if entry is not None:
-            assert entry.seal is None, f"{identity} was sealed twice"
-            counts, generations = entry.computed.num_tokens, entry.generations_now
-            entry.seal = Seal(first_token, hidden, hidden_dtype, counts, generations)
-            self._notify(identity)
 
     def end(self, identity: Identity, reason: str) -> Offered | None:
         """End an identity, known or not; its entry if it was open."""

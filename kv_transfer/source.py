@@ -16,7 +16,7 @@ from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group, check_same
-from kv_transfer.offered import Computed, OfferBook
+from kv_transfer.offered import Computed, First, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Source:
     """One prefill rank's KV, as decode ranks pull it. Made inside a running asyncio loop.
 
-    `open`, `advance`, `seal` and `fail` are called on the engine thread and never block; calls
+    `open`, `advance` and `fail` are called on the engine thread and never block; calls
     for what has ended are ignored. Everything else belongs to the asyncio loop.
     """
 
@@ -72,23 +72,20 @@ class Source:
 
         self._post(open_here)
 
-    def advance(self, identity: Identity, pages: list[int], num_tokens: tuple[int, ...]) -> None:
-        """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far."""
+    def advance(
+        self,
+        identity: Identity,
+        pages: list[int],
+        num_tokens: tuple[int, ...],
+        first: First | None = None,
+    ) -> None:
+        """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far. What
+        comes with a ``first`` token is the last: D is told of both at once."""
         caches, pool = self._side.caches, self._side.caches.pool
         most = len(pages) * pool.page_size
         assert max(num_tokens) <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        self._post(lambda: self._book.advance(identity, now))
-
-    def seal(
-        self,
-        identity: Identity,
-        first_token: int,
-        hidden: bytes | None = None,
-        hidden_dtype: str = "",
-    ) -> None:
-        """The last advance was the last; ``hidden`` None means zero_hidden."""
-        self._post(lambda: self._book.seal(identity, first_token, hidden, hidden_dtype))
+        self._post(lambda: self._book.advance(identity, now, first))
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""

@@ -16,6 +16,7 @@ from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.info import NodeStatus
 from core.tasks import resolve
+from kv_transfer.offered import First
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.messages import Cancel, Load, Prefill, Prefilled
@@ -59,16 +60,13 @@ class PrefillNode:
 
     def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        sequence, seal = progress.sequence, None
+        sequence, first = progress.sequence, None
         if progress.first_token is not None:
             assert progress.hidden_D is not None
-            seal = progress.first_token, *self._packed_hidden(progress.hidden_D)
-        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens)
-        if seal is None:
-            return
-        # At once, or decode asks once more.
-        self.source.seal(sequence.identity, *seal)
-        self._settle(sequence.identity, progress)
+            first = First(progress.first_token, *self._packed_hidden(progress.hidden_D))
+        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
+        if first is not None:
+            self._settle(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
         """The hand-over needs the pages no more. Engine thread."""

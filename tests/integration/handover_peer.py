@@ -18,6 +18,7 @@ from core.identity import Identity
 from kv_transfer.caches import Caches
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.layout import Group, Layout
+from kv_transfer.offered import First
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Deadlines, Side
 from kv_transfer.source import Source
@@ -96,12 +97,9 @@ class Prefill(Rank):
         for hi in range(step, num_tokens + step, step):
             await asyncio.sleep(delay_s)
             done = min(hi, num_tokens)
-            await self.engine.call(partial(self.compute, key, done, num_tokens))
-        if seal:
-            hidden = struct.pack("4f", 1, 2, 3, 4)
-            await self.engine.call(lambda: self.source.seal(key, 77, hidden, "float32"))
+            await self.engine.call(partial(self.compute, key, done, num_tokens, seal))
 
-    def compute(self, key: Identity, hi: int, num_tokens: int) -> None:
+    def compute(self, key: Identity, hi: int, num_tokens: int, seal: bool) -> None:
         if key in self.released:
             return
         pages = self.pages.setdefault(key, [])
@@ -111,7 +109,9 @@ class Prefill(Rank):
             count = counts[0] if layer < 3 else counts[1]
             cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
         self.num_computed[key] = hi
-        self.source.advance(key, pages, counts)
+        hidden = struct.pack("4f", 1, 2, 3, 4)
+        first = First(77, hidden, "float32") if seal and hi == num_tokens else None
+        self.source.advance(key, pages, counts, first)
 
     async def seal(self, request_id: str, attempt: int) -> None:
         """What ends a prefill that was run without a seal, in a step of its own."""
@@ -120,8 +120,7 @@ class Prefill(Rank):
         def end() -> None:
             pages = self.pages[key]
             num_tokens = self.num_computed[key]
-            self.source.advance(key, pages, (num_tokens, num_tokens))
-            self.source.seal(key, 77)
+            self.source.advance(key, pages, (num_tokens, num_tokens), First(77))
 
         await self.engine.call(end)
 
