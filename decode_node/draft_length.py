@@ -18,12 +18,14 @@ from decode_node.plan import Report
 
 EXPLORE_EVERY = 32
 """Steps between tries of a length that was not tried NUM_TRIES times yet."""
-PROBE_EVERY = 64
-"""Steps between tries of the other lengths, in turns."""
-PROBE_EVERY_AT_ZERO = 192
-"""The same while no drafts are made; two at once, since the first has to catch up."""
+PROBE_EVERY = 128
+"""Steps between timings of another length that seems as good as the one in use."""
+PROBE_LOSS = 0.05
+"""One that seems to be worth so much less is timed half as often: probes shall cost little."""
 EAGER_PROBES = 4
 """So many times as often at first: what was measured while idle was of made-up rows."""
+MOST_PROBES = 3
+"""At once, until one is timed: the first may have to catch up, another be still on its way."""
 NUM_TRIES = 5
 """The least time of as many is a length's at first: a machine's other work only adds to it."""
 GAIN = 1.02
@@ -43,11 +45,12 @@ PRIOR = 16.0
 
 @dataclass(frozen=True, slots=True)
 class SizeCosts:
-    """Of one size of batch: the mean step time of each length, how often it was measured, how
-    many steps were planned, and the length in use."""
+    """Of one size of batch: the mean step time of each length, how often it was measured and after
+    how many planned steps last, how many were planned, and the length in use."""
 
     step_s: tuple[float, ...]
     num_tries: tuple[int, ...]
+    timed_at: tuple[int, ...]
     num_planned: int
     current: int
 
@@ -64,7 +67,7 @@ class Costs:
     def of_size(self, num_rows: int) -> SizeCosts:
         """Row buckets that differ by less than a factor of two share what is known."""
         num = len(self.tried) + 1
-        unknown = SizeCosts((0.0,) * num, (0,) * num, 0, num - 1)
+        unknown = SizeCosts((0.0,) * num, (0,) * num, (0,) * num, 0, num - 1)
         return self.sizes.get(num_rows.bit_length(), unknown)
 
     def with_size(self, num_rows: int, size: SizeCosts) -> "Costs":
@@ -103,9 +106,9 @@ def by_load(
     most, _ = most_wanted(costs, reports, num_rows, wanted)
     size = costs.of_size(num_rows)
     size = replace(size, num_planned=size.num_planned + 1)
-    num_drafts = _trial(size, most)
+    tokens = [_tokens(costs, n, wanted) for n in range(most + 1)]
+    num_drafts = _trial(size, tokens)
     if num_drafts is None:
-        tokens = [_tokens(costs, n, wanted) for n in range(most + 1)]
         num_drafts = _best(size, tokens)
         if num_drafts != min(size.current, most):
             size = replace(size, current=num_drafts)
@@ -143,7 +146,7 @@ def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
     """Rows, contexts and the machine change all lengths alike, but only the one in use is timed
     at every step: how its mean moves, the others' do."""
     mean, num_known = size.step_s[num_drafts], size.num_tries[num_drafts]
-    means, num_tries = list(size.step_s), list(size.num_tries)
+    means, num_tries, timed_at = list(size.step_s), list(size.num_tries), list(size.timed_at)
     if 0 < num_known < NUM_TRIES:
         step_s = min(step_s, mean)
     elif num_known:
@@ -154,7 +157,9 @@ def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
             means = [one * step_s / mean for one in means]
     means[num_drafts] = step_s
     num_tries[num_drafts] += 1
-    return replace(size, step_s=tuple(means), num_tries=tuple(num_tries))
+    timed_at[num_drafts] = size.num_planned
+    known = tuple(means), tuple(num_tries), tuple(timed_at)
+    return SizeCosts(*known, size.num_planned, size.current)
 
 
 def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int] | None:
@@ -169,20 +174,26 @@ def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def _trial(size: SizeCosts, most: int) -> int | None:
-    """A length to try now, whatever it promises."""
+def _trial(size: SizeCosts, tokens: Sequence[float]) -> int | None:
+    """A length of 0 .. most to try now, whatever it promises."""
+    most = len(tokens) - 1
     left = _untried(size, most)
     if most in left:
         return most
     if left and size.num_planned % EXPLORE_EVERY == 0:
         return left[0]
+    if left:
+        return None
     current = min(size.current, most)
-    every, num_at_once = (PROBE_EVERY, 1) if current else (PROBE_EVERY_AT_ZERO, 2)
-    if size.num_planned < EAGER_PROBES * every:
-        every //= EAGER_PROBES
-    number, step = divmod(size.num_planned, every)
-    others = [n for n in range(most + 1) if n != current]
-    return others[number % len(others)] if others and step < num_at_once else None
+    every = PROBE_EVERY / (EAGER_PROBES if size.num_planned < EAGER_PROBES * PROBE_EVERY else 1)
+    best = tokens[current] / size.step_s[current]
+    for n in range(most + 1):
+        loss = max(0.0, 1 - tokens[n] / size.step_s[n] / best)
+        due = int(every * (1 + loss / PROBE_LOSS))
+        since = size.num_planned - size.timed_at[n]
+        if n != current and since >= due and since % due < MOST_PROBES:
+            return n
+    return None
 
 
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:
