@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -45,6 +45,16 @@ class Tasks:
             log.info("a background task failed: %s", error)
         elif error is not None:
             log.error("a background task failed", exc_info=error)
+
+
+async def again(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
+    """Do ``work`` every so often until cancelled; one turn that fails is logged, the next comes."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await work()
+        except Exception:
+            log.exception("what is done every %s s failed", every_s)
 
 
 async def cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -20,7 +20,7 @@ from core.errors import HandoverError, RankDied
 from core.identity import Identity
 from core.info import NodeStatus
 from core.request import Beat
-from core.tasks import cancelled, resolve
+from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Grant, Start
 from decode_node.publisher import FramePublisher
@@ -69,7 +69,7 @@ class DecodeNode:
         self._arriving: dict[Identity, asyncio.Task[TransferStats]] = {}
         self._ended: dict[Identity, float] = {}
         self._asyncio = asyncio.get_running_loop()
-        self._sweeper = self._asyncio.create_task(self._sweep(lease_s / 4))
+        self._sweeper = self._asyncio.create_task(again(lease_s / 4, self._sweep))
         self.loop.on_failure(self._on_failure)
         self.loop.add(self.engine)
         methods: Methods = {
@@ -167,15 +167,13 @@ class DecodeNode:
         if identity in self._ended:
             raise HandoverError(f"{identity} was aborted before it came")
 
-    async def _sweep(self, every_s: float) -> None:
+    async def _sweep(self) -> None:
         """Drop what belongs to gateways that are gone; forget what was aborted long ago."""
-        while True:
-            await asyncio.sleep(every_s)
-            for identity in self.sessions.sweep():
-                log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
-                await self._end(identity)
-            horizon = time.monotonic() - REMEMBER_S
-            self._ended = {i: at for i, at in self._ended.items() if at > horizon}
+        for identity in self.sessions.sweep():
+            log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
+            await self._end(identity)
+        horizon = time.monotonic() - REMEMBER_S
+        self._ended = {i: at for i, at in self._ended.items() if at > horizon}
 
     def _on_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped. Engine thread."""

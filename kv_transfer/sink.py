@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from core.answer import TransferStats
 from core.control import Control, Done
 from core.errors import HandoverError, LayoutMismatch, TandemError
-from core.tasks import cancelled
+from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
@@ -41,7 +41,7 @@ class Sink:
         self._layout = side.caches.layout
         self._links: dict[str, Link] = {}
         self._num_pulls = 0
-        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        self._sweeper = asyncio.create_task(again(side.deadlines.idle_s / 4, self._sweep))
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
@@ -107,13 +107,10 @@ class Sink:
         return link
 
     async def _sweep(self) -> None:
-        idle_s = self._side.deadlines.idle_s
-        while True:
-            await asyncio.sleep(idle_s / 4)
-            for seat, link in list(self._links.items()):
-                link.drop_if_idle(idle_s)
-                if not link.has_channel and not link.num_pulls:
-                    del self._links[seat]
+        for seat, link in list(self._links.items()):
+            link.drop_if_idle(self._side.deadlines.idle_s)
+            if not link.has_channel and not link.num_pulls:
+                del self._links[seat]
 
     async def _check(self, link: Link, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:

@@ -10,7 +10,7 @@ from torch import Tensor
 from core.control import Methods
 from core.errors import HandoverError
 from core.identity import Identity
-from core.tasks import cancelled
+from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
@@ -36,7 +36,8 @@ class Source:
         self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
         self._channels = AcceptedChannels(side)
         self._loop = asyncio.get_running_loop()
-        self._sweeper = self._loop.create_task(self._sweep())
+        every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
+        self._sweeper = self._loop.create_task(again(every_s, self._sweep))
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
@@ -198,14 +199,11 @@ class Source:
         self._loop.call_soon_threadsafe(function)
 
     async def _sweep(self) -> None:
-        idle_s = self._side.deadlines.idle_s
-        while True:
-            await asyncio.sleep(min(self._book.lease_s, idle_s) / 4)
-            for identity, entry in self._book.sweep().items():
-                log.warning("lease of %s expired", identity)
-                self._call_on_engine(entry.on_release)
-            # D drops an idle channel first; what is left longer belongs to a dead one.
-            self._channels.sweep(2 * idle_s)
+        for identity, entry in self._book.sweep().items():
+            log.warning("lease of %s expired", identity)
+            self._call_on_engine(entry.on_release)
+        # D drops an idle channel first; what is left longer belongs to a dead one.
+        self._channels.sweep(2 * self._side.deadlines.idle_s)
 
 
 def _log_failure(future: "Future[None]") -> None:

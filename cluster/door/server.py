@@ -13,6 +13,7 @@ from cluster.door.servicer import InferenceServicer
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
+from core.tasks import again
 
 if TYPE_CHECKING:  # the client's commands need no torch
     from cluster.gateway.gateway import ClusterGateway
@@ -76,13 +77,8 @@ class Server:
         """Serve requests through ``gateway`` from now on."""
         self._servicer.gateway = gateway
         await self.set_healthy(gateway.is_healthy())
-        self._watcher = asyncio.create_task(self._watch(gateway))
-
-    async def _watch(self, gateway: "ClusterGateway") -> None:
-        """Tell health checks when the nodes are lost."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            await self.set_healthy(gateway.is_healthy())
+        watched = again(WATCH_S, lambda: self.set_healthy(gateway.is_healthy()))
+        self._watcher = asyncio.create_task(watched)
 
     async def set_healthy(self, healthy: bool) -> None:
         """Tell health checks whether requests belong here; draining overrules it."""

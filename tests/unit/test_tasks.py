@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from core.errors import HandoverError
-from core.tasks import Tasks, threaded
+from core.tasks import Tasks, again, cancelled, threaded
 
 
 async def fails(error: BaseException) -> None:
@@ -22,6 +22,24 @@ async def test_no_task_fails_in_silence(caplog: pytest.LogCaptureFixture) -> Non
     told = {(record.levelname, bool(record.exc_info)) for record in caplog.records}
     assert told == {("INFO", False), ("ERROR", True)} and not len(tasks)
     assert "the peer is gone" in caplog.text and "a bug" in caplog.text
+
+
+async def test_what_is_done_again_and_again_outlives_a_turn_that_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turns: list[int] = []
+
+    async def turn() -> None:
+        turns.append(len(turns))
+        if len(turns) == 2:
+            raise KeyError("a bug")
+
+    task = asyncio.create_task(again(0.001, turn))
+    async with asyncio.timeout(10):
+        while len(turns) < 4:
+            await asyncio.sleep(0.001)
+    await cancelled(task)
+    assert task.cancelled() and [bool(record.exc_info) for record in caplog.records] == [True]
 
 
 def test_what_runs_on_a_thread_tells_its_end_and_cannot_be_cancelled() -> None:
