@@ -71,15 +71,15 @@ class Costs:
         return self.sizes.get(num_rows.bit_length(), unknown)
 
     def with_size(self, num_rows: int, size: SizeCosts) -> "Costs":
-        return replace(self, sizes={**self.sizes, num_rows.bit_length(): size})
+        return Costs(self.tried, self.accepted, {**self.sizes, num_rows.bit_length(): size})
 
-    def expected_tokens(self, num_drafts: int) -> float:
-        """Tokens that a row with so many drafts emits."""
-        total, reached = 1.0, 1.0
-        for tried, accepted in zip(self.tried[:num_drafts], self.accepted, strict=False):
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a row emits with 0, 1 .. drafts."""
+        expected, reached = [1.0], 1.0
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
             reached *= accepted / tried
-            total += reached
-        return total
+            expected.append(expected[-1] + reached)
+        return expected
 
 
 DraftLength = Callable[[Costs, Sequence[Report], int, Sequence[int]], tuple[int, Costs]]
@@ -106,7 +106,7 @@ def by_load(
     most, _ = most_wanted(costs, reports, num_rows, wanted)
     size = costs.of_size(num_rows)
     size = replace(size, num_planned=size.num_planned + 1)
-    tokens = [_tokens(costs, n, wanted) for n in range(most + 1)]
+    tokens = _tokens(costs.expected_tokens(), most, wanted)
     num_drafts = _trial(size, tokens)
     if num_drafts is None:
         num_drafts = _best(size, tokens)
@@ -134,7 +134,7 @@ def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
     for k in range(key.num_drafts):
         tried[k] += sum(report.tried[k] for report in reports)
         accepted[k] += sum(report.accepted[k] for report in reports)
-    costs = replace(costs, tried=tuple(tried), accepted=tuple(accepted))
+    costs = Costs(tuple(tried), tuple(accepted), costs.sizes)
     if key.width > key.num_drafts + 1 or not all(report.is_usual for report in reports):
         return costs
     step_s = max(report.program_s for report in reports)
@@ -210,9 +210,10 @@ def _untried(size: SizeCosts, most: int) -> list[int]:
     return [n for n in range(most + 1) if size.num_tries[n] < NUM_TRIES]
 
 
-def _tokens(costs: Costs, num_drafts: int, wanted: Sequence[int]) -> float:
-    limits = enumerate(wanted)
-    return sum(num * costs.expected_tokens(min(num_drafts, limit)) for limit, num in limits)
+def _tokens(expected: Sequence[float], most: int, wanted: Sequence[int]) -> list[float]:
+    """Of all rows with 0 .. most drafts."""
+    limits = [(limit, num) for limit, num in enumerate(wanted) if num]
+    return [sum(num * expected[min(n, limit)] for limit, num in limits) for n in range(most + 1)]
 
 
 FIXED = "fixed"
