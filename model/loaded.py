@@ -100,7 +100,7 @@ def load_model(
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path, on_loaded) as files:
-        checkpoint = Checkpoint(files, model, dtype, device, keep_blocks)
+        checkpoint = Checkpoint(files, model, dtype, device, keep_blocks, drafts=kind != PREFILL)
         network = load_network(checkpoint, dispatch)
         speculation = config.speculation
         name = speculation.drafter if speculation.num_tokens else NONE

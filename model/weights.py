@@ -28,13 +28,15 @@ _DERIVED = (_SCALE, "rotary_emb.inv_freq")
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
-    FP8 matrices, if these ``keep_blocks``."""
+    FP8 matrices, if these ``keep_blocks``. A rank that never ``drafts`` writes cache entries of the
+    MTP layer and has no use for its experts."""
 
     files: CheckpointFiles
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     keep_blocks: bool = False
+    drafts: bool = True
 
 
 def mtp_prefix(config: ModelConfig) -> str:
@@ -57,11 +59,14 @@ def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def load_mtp(layer: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the first MTP layer; its copies of embedding and head are not read. Raises as
-    load_weights does."""
+    """Fill the first MTP layer; its copies of embedding and head are not read, nor are experts if
+    they are not to be kept. Raises as load_weights does."""
     prefix = mtp_prefix(checkpoint.config)
     own = (name for name in checkpoint.files.names() if name.startswith(prefix))
     own = (name for name in own if name.removeprefix(prefix) not in _MTP_COPIES)
+    if not checkpoint.drafts:
+        del layer.mlp
+        own = (name for name in own if not name.startswith(prefix + "mlp."))
     load_weights(layer, own, checkpoint, prefix)
 
 

@@ -37,13 +37,14 @@ SPARED = [STAGING, "speculation.measure_at_start=false"]
 """A rank that measures steps computes longer than most answers here."""
 
 
-_loaded: dict[tuple[ModelConfig, str], LoadedModel] = {}
+_loaded: dict[tuple[ModelConfig, str, bool], LoadedModel] = {}
 
 
 def load_once(config: TandemConfig, kind: str, on_loaded: OnLoaded, *share: Any) -> LoadedModel:
     """As load_model, but ranks of this process that hold all experts share the weights: nothing
     writes to them."""
-    key, section = (config.model, config.speculation.drafter), config.of_kind(kind)
+    key = config.model, config.speculation.drafter, kind == PREFILL
+    section = config.of_kind(kind)
     assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
     if section.dp_size > 1:
         return load_model(config, kind, on_loaded, *share)

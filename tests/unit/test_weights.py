@@ -13,7 +13,9 @@ from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import load as load_config
-from core.info import DECODE
+from core.info import DECODE, PREFILL
+from model.batch import Segment, pack
+from model.cache import MTP
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
@@ -193,6 +195,24 @@ def test_fp8_blocks_with_scales_in_another_shard(tmp_path: Path) -> None:
     shard(tmp_path, [weights, scales])
     with pytest.raises(ValueError, match=r"o_proj\.weight is torch\.float8.*no .*_scale_inv"):
         network(tmp_path)
+
+
+def test_a_rank_that_prefills_writes_the_entries_of_the_mtp_layer_without_its_experts(
+    folder: Path,
+) -> None:
+    config, written = load_config(None, [f"model.path={folder}", "model.dtype=float32"]), {}
+    for kind in (PREFILL, DECODE):
+        loaded = load_model(config, kind)
+        assert isinstance(loaded.drafter, MtpDrafter)
+        assert hasattr(loaded.drafter._layer, "mlp") == (kind == DECODE)
+        caches = loaded.allocate(3, 16)
+        batch = pack([Segment(list(range(5, 25)), 0, [2, 1])], 16, torch.device("cpu"))
+        with torch.inference_mode():
+            hidden_1TD = loaded.network(batch, caches)
+            loaded.drafter.prefill(batch, torch.tensor([7]), hidden_1TD, caches)
+        written[kind] = caches[MTP][0]
+    assert torch.equal(written[PREFILL], written[DECODE])
+    assert written[DECODE][2].any(-1).all() and written[DECODE][1, :4].any(-1).all()
 
 
 def test_copies_of_embedding_and_head_in_the_mtp_layer_are_tolerated(folder: Path) -> None:
