@@ -29,6 +29,7 @@ from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
 MAX_DRAFTS = 3
+PAGE_SIZE = 64
 BY_LOAD = "by_load"
 ARMS = [*map(str, range(MAX_DRAFTS + 1)), BY_LOAD]
 
@@ -50,7 +51,7 @@ class Wrong:
 class Arm:
     """One way to choose the length; what it has learned lasts over its turns."""
 
-    def __init__(self, name: str, loaded: LoadedModel, batch_size: int) -> None:
+    def __init__(self, name: str, loaded: LoadedModel, batch_size: int, num_pages: int) -> None:
         is_fixed = name != BY_LOAD
         if name == "0":
             loaded = replace(loaded, drafter=NoDrafter())
@@ -60,8 +61,8 @@ class Arm:
             num_drafts=int(name) if is_fixed else MAX_DRAFTS,
             draft_length="fixed" if is_fixed else BY_LOAD,
             max_rows=batch_size,
-            num_pages=1 + 12 * batch_size,
-            page_size=64,
+            num_pages=1 + num_pages * batch_size,
+            page_size=PAGE_SIZE,
             measures=True,
         )
         self._finish()
@@ -91,12 +92,13 @@ def measure(
     loaded: LoadedModel,
     asked: Iterator[Request],
     batch_size: int,
+    num_pages: int,
     num_warm: int,
     num_rounds: int,
     bar: Progress,
 ) -> dict[str, float]:
-    """Tokens per second of each arm."""
-    arms = {name: Arm(name, loaded, batch_size) for name in ARMS}
+    """Tokens per second of each arm, with so many pages a row."""
+    arms = {name: Arm(name, loaded, batch_size, num_pages) for name in ARMS}
     task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
     for i in range(num_warm + num_rounds):
         batch = list(islice(asked, batch_size))
@@ -155,11 +157,12 @@ def main() -> None:
         wrong: Any = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
     num_turns = args.warm_up + args.rounds
-    asked = iter(requests(args.path, num_turns * sum(sizes), args.max_tokens))
+    asked = requests(args.path, num_turns * sum(sizes), args.max_tokens)
+    # A prompt's pages are held twice while it is handed over.
+    num_tokens = 2 * max(len(request.prompt_ids) for request in asked) + args.max_tokens
+    turns, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
     with Progress(console=Console(stderr=True)) as bar:
-        results = {
-            size: measure(loaded, asked, size, args.warm_up, args.rounds, bar) for size in sizes
-        }
+        results = {size: measure(loaded, rest, size, *turns, bar) for size in sizes}
     if args.plot is not None:
         save_plot(args.plot, results)
     if args.json:
