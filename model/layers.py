@@ -4,10 +4,12 @@ Shape legend: X rows, D hidden, R rotary width of a head.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model.checkpoint_files import dequantise
 from model.config import ModelConfig, YarnScaling
 from model.kernels.base import BLOCK, Angles, Blocks, Kernels, Weights
 
@@ -79,9 +81,20 @@ class Linear(Part):
         return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
 
 
-def joined(first: Weights, second: Weights) -> Weights:
-    """Rows of both; blocks stay what they are."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
+def alike(*weights: Weights) -> list[Any]:
+    """All of them blocks, or none: beside one that is not, others are dequantised."""
+    plain = next((one for one in weights if isinstance(one, Tensor)), None)
+    if plain is None:
+        return list(weights)
+    return [
+        dequantise(*one, (BLOCK, BLOCK)).to(plain.dtype) if isinstance(one, Blocks) else one
+        for one in weights
+    ]
+
+
+def joined(first: Any, second: Any) -> Weights:
+    """Rows of both, which are `alike`."""
+    if isinstance(first, Tensor):
         return torch.cat((first, second))
     return Blocks(*map(torch.cat, zip(first, second, strict=True)))
 
@@ -102,8 +115,8 @@ class GatedMLP(Part):
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        gate_up = joined(self.gate_proj.stored, self.up_proj.stored)
-        self.packed = kernels.pack_experts(alone(gate_up), alone(self.down_proj.stored))
+        gate, up, down = alike(*(p.stored for p in (self.gate_proj, self.up_proj, self.down_proj)))
+        self.packed = kernels.pack_experts(alone(joined(gate, up)), alone(down))
         del self.gate_proj, self.up_proj, self.down_proj
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from model.batch import Batch
 from model.config import ModelConfig
 from model.kernels.base import BLOCK, Angles, Kernels
-from model.layers import Linear, Part, RMSNorm, joined
+from model.layers import Linear, Part, RMSNorm, alike, joined
 
 
 class MLA(Part):
@@ -45,7 +45,7 @@ class MLA(Part):
         first = self.q_proj if config.q_lora_rank is None else self.q_a_proj
         second = self.kv_a_proj_with_mqa
         self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
-        self._down = kernels.pack(joined(first.stored, second.stored))
+        self._down = kernels.pack(joined(*alike(first.stored, second.stored)))
         del self.kv_a_proj_with_mqa
         if config.q_lora_rank is None:
             del self.q_proj

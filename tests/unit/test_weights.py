@@ -21,7 +21,7 @@ from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch.local import Local
 from model.drafters.mtp import MtpDrafter, MtpLayer
-from model.kernels.base import PLAIN
+from model.kernels.base import PLAIN, Blocks
 from model.layers import adopt
 from model.loaded import LoadedModel, load_model, load_network
 from model.weights import Checkpoint
@@ -166,6 +166,36 @@ def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_
         ),
     ):
         load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
+
+
+def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: Path) -> None:
+    """Of a checkpoint that leaves some of them as they were."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8, q_lora_rank=128)
+    plain, stored = tensors(tmp_path), quantised(tmp_path)
+    prefix = "model.layers.1."
+    for name in ("self_attn.kv_a_proj_with_mqa", "mlp.shared_experts.down_proj"):
+        stored[f"{prefix}{name}.weight"] = plain[f"{prefix}{name}.weight"]
+        del stored[f"{prefix}{name}.weight_scale_inv"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with CheckpointFiles(tmp_path) as files:
+        checkpoint = Checkpoint(files, config, torch.float32, torch.device("cpu"), keep_blocks=True)
+        model = load_network(checkpoint, Local(config.n_routed_experts))
+    adopt(model, PLAIN)
+
+    def wanted(name: str) -> Tensor:
+        weight = stored[f"{prefix}{name}.weight"]
+        scale = stored.get(f"{prefix}{name}.weight_scale_inv")
+        return weight if scale is None else dequantise(weight, scale, (128, 128))
+
+    layer = model.model.layers[1]
+    down = [wanted(f"self_attn.{name}") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    assert torch.equal(layer.self_attn._down, torch.cat(down))
+    names = ("gate_proj", "up_proj", "down_proj")
+    gate, up, back = (wanted(f"mlp.shared_experts.{name}") for name in names)
+    assert torch.equal(layer.mlp.shared_experts.packed[0][0], torch.cat((gate, up)))
+    assert torch.equal(layer.mlp.shared_experts.packed[1][0], back)
+    assert isinstance(layer.self_attn.q_b_proj.packed, Blocks)
 
 
 @pytest.mark.usefixtures("unpacked")

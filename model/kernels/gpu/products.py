@@ -71,35 +71,30 @@ def product(
     values, scales = x if isinstance(x, Blocks) else (x, x)
     num_slots, num_out, width = w.values.shape
     num_rows, part = len(values) if rows is None else len(rows.order_P), num_out // num_parts
-    per_slot = num_rows if rows is None else triton.cdiv(num_rows, num_slots)
     is_exact = values.dtype == torch.float32
-    block_m = next((m for m in (16, 32, 64) if per_slot <= m or is_exact), 128)
-    num_tiles = triton.cdiv(num_rows, block_m)
-    if rows is not None:
-        num_tiles += min(num_slots, num_rows)
-    wide = (n for n in (128, 64, 32) if num_tiles * triton.cdiv(num_out, n) >= num_processors)
-    block_n = 32 if is_exact else next(wide, 16)
+    num_sorted = 0 if rows is None else num_slots
+    num_tiles, block_m, block_n = _tiles(num_rows, num_sorted, num_out, num_processors, is_exact)
     out = torch.empty(num_rows, num_out, dtype=dtype, device=values.device)
     order, starts = (values, values) if rows is None else rows[:2]
-    has_tokens = rows is not None and rows.tokens_P is not None
+    tokens = None if rows is None else rows.tokens_P
     _product[(num_tiles, num_parts * triton.cdiv(part, block_n))](
         values,
         scales,
         *w,
         order,
         starts,
-        rows.tokens_P if has_tokens else values,  # type: ignore[union-attr]
+        values if tokens is None else tokens,
         out,
         num_rows,
         values.stride(0),
         1 if rows is None else rows.per_token,
-        S=0 if rows is None else num_slots,
+        S=num_sorted,
         SLOTS=triton.next_power_of_2(num_slots),
         PARTS=num_parts,
         F=part,
         K=width,
         IS_QUANTISED=isinstance(x, Blocks),
-        HAS_TOKENS=has_tokens,
+        HAS_TOKENS=tokens is not None,
         IS_BACK=is_back,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -108,6 +103,18 @@ def product(
         num_stages=3,
     )
     return out
+
+
+def _tiles(
+    num_rows: int, num_slots: int, num_out: int, num_processors: int, is_exact: bool
+) -> tuple[int, int, int]:
+    """The most tiles that rows may need, sorted by slots if there are any; how many rows each has;
+    and how many outputs a program, as many as leave no processor idle."""
+    per_slot = triton.cdiv(num_rows, num_slots or 1)
+    block_m = next((m for m in (16, 32, 64) if per_slot <= m or is_exact), 128)
+    num_tiles = triton.cdiv(num_rows, block_m) + min(num_slots, num_rows)
+    wide = (n for n in (128, 64, 32) if num_tiles * triton.cdiv(num_out, n) >= num_processors)
+    return num_tiles, block_m, 32 if is_exact else next(wide, 16)
 
 
 def experts(
@@ -202,11 +209,8 @@ def _product(
     slot, begin, end = _tile(starts, tl.program_id(0), num_rows, S, SLOTS, BLOCK_M)
     if begin >= end:
         return
-    place_M, n_N, k_K = (
-        begin + tl.arange(0, BLOCK_M),
-        first_n + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_K),
-    )
+    place_M, n_N = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    k_K = tl.arange(0, BLOCK_K)
     is_m, is_n = (place_M < end)[:, None], (n_N < F)[:, None]
     from_M, to_M = place_M, place_M
     if S > 0:
