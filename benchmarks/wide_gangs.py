@@ -65,10 +65,10 @@ def exchanged_bytes(step: Step, size: int) -> float:
 
 def planner_bytes(step: Step, size: int) -> tuple[int, int]:
     """What rank 0 receives and sends for one plan."""
-    key = StepKey(step.rows, step.drafts, step.drafts + 1, True)
+    key = StepKey(step.rows, step.drafts, step.drafts + 1)
     told = (step.rows,) * step.drafts
     report = Report(key, 0.0123456789, told, told)
-    proposal = Proposal((0,) * step.drafts + (step.rows,), step.drafts + 1, True, report)
+    proposal = Proposal((0,) * step.drafts + (step.rows,), step.drafts + 1, report=report)
     asked = len(pack(Proposed(100_000, pack(proposal)))) + LENGTH
     plan = len(pack(Told(100_000, pack(key)))) + LENGTH
     return size * asked, size * plan

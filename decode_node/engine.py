@@ -19,7 +19,7 @@ from decode_node.draft_length import FIXED
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
 from decode_node.plan import (
-    Extras,
+    MAKE,
     Proposal,
     Report,
     StepKey,
@@ -68,16 +68,18 @@ class DecodeEngine:
         program = StepProgram(loaded, parts.caches, self._rows)
         self._launcher = Launcher(loaded, program, self._rows, pool, buckets)
         lengths = config.speculation
+        is_fixed = lengths.draft_length == FIXED
         decide = StepPlanner(
-            buckets, self._max_drafts, lengths.draft_length, lengths.measure_at_start
+            buckets,
+            self._max_drafts,
+            lengths.draft_length,
+            lengths.measure_at_start,
+            usual_programs(buckets.sizes, self._max_drafts, is_fixed),
         )
         schema = Proposal, StepKey
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
-        self._may_measure = decide.measures
-        self._to_make: deque[tuple[StepKey, Extras]] = deque()
-        if loaded.kernels.makes_ahead and not loaded.is_eager:
-            is_fixed = lengths.draft_length == FIXED
-            self._to_make.extend(usual_programs(buckets.sizes, self._max_drafts, is_fixed))
+        self._loaded = loaded
+        self._may_prepare = decide.measures or self._can_make
         self._report: Report | None = None
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
@@ -114,8 +116,12 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         active = (one.active for one in self.scheduler.sequences.values())
-        is_wanted = self._planner.is_asked or self._may_measure or bool(self._to_make)
+        is_wanted = self._planner.is_asked or self._may_prepare
         return bool(self._in_flight) or any(active) or is_wanted
+
+    def close(self) -> None:
+        """On the engine thread, when no step will follow."""
+        self._launcher.program.clear()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -130,8 +136,7 @@ class DecodeEngine:
     def fail(self, error: Exception) -> None:
         """Whoever was in the step that raised this, or in one on its way, is given up and told.
         What was to be measured is learnt while serving then."""
-        self._may_measure = False
-        self._to_make.clear()
+        self._may_prepare = False
         for step in self._in_flight:
             self.scheduler.landed(step.sequences)
             self._note(step.sequences)
@@ -160,12 +165,13 @@ class DecodeEngine:
         self._make_room()
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
         key = None
-        if not sequences and self._to_make:
-            self._launcher.make(*self._to_make.popleft())
-        elif sequences or self._planner.is_asked or self._may_measure:
+        if sequences or self._planner.is_asked or self._may_prepare:
             key = self._plan(sequences).key
-            self._may_measure &= key is not None
-        if key is not None:
+            # What was eager in steps of somebody's rows may be made when they have ended.
+            self._may_prepare = key is not None and (self._may_prepare or self._can_make)
+        if key is not None and key.use == MAKE:
+            self._make(key)
+        elif key is not None:
             # Who has ended since it was proposed is padding now.
             self._launch([one for one in sequences if not one.ended], key)
         self._read(num_kept=1 if overlaps and key is not None else 0)
@@ -181,7 +187,16 @@ class DecodeEngine:
 
     def _plan(self, sequences: list[Sequence]) -> Plan[StepKey]:
         report, self._report = self._report, None
-        return self._planner.plan(propose(sequences, self._max_drafts, report))
+        told = propose(sequences, self._max_drafts, report, self._can_make)
+        return self._planner.plan(told)
+
+    @property
+    def _can_make(self) -> bool:
+        return self._loaded.kernels.makes_ahead and not self._loaded.is_eager
+
+    def _make(self, key: StepKey) -> None:
+        with self._planner.program():
+            self._launcher.make(self._launcher.prepare([], key))
 
     def _launch(self, sequences: list[Sequence], key: StepKey) -> None:
         step = self._prepare(sequences, key)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode_node.buckets import Buckets
 from decode_node.clock import Moment, now, wait
-from decode_node.plan import PLAIN, Extras, Report, StepKey, extras_of, report_of
+from decode_node.plan import SERVE, TRIAL, Report, StepKey, report_of
 from decode_node.program import StepProgram, StepResult, What
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
@@ -69,22 +69,22 @@ class Launcher:
         dummy."""
         for sequence in sequences:
             self.rows.grow(sequence)
-        extras = PLAIN if key.plain else extras_of(sequences)
-        what = replace(key, trial=False), extras, self._num_pages(sequences, key)
+        if key.extras.has_rules:
+            self.rows.hold_rules()
+        what = replace(key, use=SERVE), self._num_pages(sequences, key)
         rows = [sequence.row for sequence in sequences]
-        index = self.rows.index(rows, key.num_rows, key.trial)
+        index = self.rows.index(rows, key.num_rows, is_trial=key.use == TRIAL)
         return Prepared(tuple(sequences), key, what, *index)
 
-    def make(self, key: StepKey, extras: Extras) -> None:
+    def make(self, step: Prepared) -> None:
         """Get the program of such steps ready."""
-        what = key, extras, self._num_pages([], key)
         self.loaded.dispatch.counts = False
-        self.program.make(what, *self.rows.index([], key.num_rows, is_trial=True))
+        self.program.make(step.what, step.read_B, step.write_B)
 
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
         began = now(self.loaded.device)
-        self.loaded.dispatch.counts = not step.key.trial
+        self.loaded.dispatch.counts = step.key.use == SERVE
         result = download(self.program.run(step.what, step.read_B, step.write_B))
         ended = now(self.loaded.device)
         for sequence in step.sequences:

@@ -2,28 +2,51 @@
 one Plan, and what a rank then launches derives from the plan alone (design.md, Parallelism).
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.request import STRICT
 from decode_node.sequence import Sequence
 
+MAX_KEPT = 256
+"""Programs beyond them are made again when they are asked for: those not used for longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What rows of any rank ask for that is not plain.
+
+    ``has_rules``: some row adjusts its logits. ``num_logprobs`` is the most that any row asks
+    for, None if none does. ``kinds`` are the kinds of acceptance of all rows, sorted.
+    """
+
+    all_greedy: bool = True
+    has_rules: bool = False
+    num_logprobs: int | None = None
+    kinds: tuple[str, ...] = (STRICT,)
+
+
+PLAIN, SAMPLED = Extras(), Extras(all_greedy=False)
+SERVE, TRIAL, MAKE = "serve", "trial", "make"
+
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """What fixes every shape of a step's program that ranks share.
+    """All that decides on a step's program, the same on every rank: so captured collectives are
+    replayed by all ranks or by none, as NCCL asks.
 
     ``num_rows`` is the bucket, padding included; ``width`` how many tokens of a row the drafter's
-    pass 1 catches up with, 0 if that is put off. In a ``plain`` step no row of any rank asks for
-    Extras. A ``trial`` is of nobody's rows: all ranks run made-up ones, to learn what such a step
-    costs.
+    pass 1 catches up with, 0 if that is put off. ``use`` is SERVE but for steps of nobody's rows:
+    in a TRIAL all ranks run made-up ones, to learn what such a step costs; MAKE gets the program
+    ready.
     """
 
     num_rows: int
     num_drafts: int
     width: int
-    plain: bool = False
-    trial: bool = False
+    extras: Extras = PLAIN
+    use: str = SERVE
 
 
 MOST_PENDING = 16
@@ -44,35 +67,15 @@ def pass_width(num_drafts: int, num_pending: int, max_drafts: int) -> int:
     return next(w for w in (num_drafts + 1, max_drafts + 1, widest) if num_pending <= w)
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What rows of one rank ask for that is not plain. It shapes nothing that ranks share.
-
-    ``has_rules``: some row adjusts its logits. ``num_logprobs`` is the most that any row asks
-    for, None if none does. ``kinds`` are the kinds of acceptance of its rows, sorted.
-    """
-
-    all_greedy: bool = True
-    has_rules: bool = False
-    num_logprobs: int | None = None
-    kinds: tuple[str, ...] = (STRICT,)
-
-
-PLAIN = Extras()
-
-
-def usual_programs(
-    sizes: Items[int], max_drafts: int, is_fixed: bool
-) -> list[tuple[StepKey, Extras]]:
+def usual_programs(sizes: Items[int], max_drafts: int, is_fixed: bool) -> list[StepKey]:
     """Of steps with nothing but greedy rows and of those with sampled ones, the largest first;
     ``is_fixed``: always with as many drafts."""
-    widest, found = row_width(max_drafts), []
+    widest, found = row_width(max_drafts), list[StepKey]()
     for num_rows in sorted(sizes, reverse=True):
         for n in [max_drafts] if is_fixed else range(max_drafts + 1):
             for num_pending in (1,) if n else (1, widest):
                 width = pass_width(n, num_pending, max_drafts)
-                found.append((StepKey(num_rows, n, width, plain=True), PLAIN))
-                found.append((StepKey(num_rows, n, width), replace(PLAIN, all_greedy=False)))
+                found += [StepKey(num_rows, n, width, extras) for extras in (PLAIN, SAMPLED)]
     return list(dict.fromkeys(found))
 
 
@@ -93,11 +96,13 @@ class Report:
 class Proposal:
     """What a rank wants of the next step. ``num_rows_by_limit[k]`` of its rows use at most k
     drafts, up to n_max; no row has more than ``num_pending_most`` tokens that are new to the
-    drafter. ``report`` is of the step read last, None if it was told already."""
+    drafter. ``extras`` are those of its rows. Programs are made only if every rank ``can_make``
+    them. ``report`` is of the step read last, None if it was told already."""
 
     num_rows_by_limit: tuple[int, ...]
     num_pending_most: int
-    plain: bool
+    extras: Extras = PLAIN
+    can_make: bool = False
     report: Report | None = None
 
     @property
@@ -105,7 +110,9 @@ class Proposal:
         return sum(self.num_rows_by_limit)
 
 
-def propose(sequences: Items[Sequence], max_drafts: int, report: Report | None) -> Proposal:
+def propose(
+    sequences: Items[Sequence], max_drafts: int, report: Report | None, can_make: bool = False
+) -> Proposal:
     """A step of ``sequences``, which may be none."""
     num_rows_by_limit = [0] * (max_drafts + 1)
     for sequence in sequences:
@@ -113,7 +120,8 @@ def propose(sequences: Items[Sequence], max_drafts: int, report: Report | None) 
     return Proposal(
         num_rows_by_limit=tuple(num_rows_by_limit),
         num_pending_most=max((one.num_pending_most for one in sequences), default=1),
-        plain=extras_of(sequences) == PLAIN,
+        extras=extras_of(sequences),
+        can_make=can_make,
         report=report,
     )
 
@@ -128,6 +136,20 @@ def extras_of(sequences: Items[Sequence]) -> Extras:
         num_logprobs=max(asked, default=None),
         kinds=tuple(sorted(kinds)) or PLAIN.kinds,
     )
+
+
+def extras_of_all(extras: Iterable[Extras]) -> Extras:
+    """What these ask for together; nobody asks for nothing."""
+    first, *others = extras
+    for one in others:
+        nums = [num for num in (first.num_logprobs, one.num_logprobs) if num is not None]
+        first = Extras(
+            first.all_greedy and one.all_greedy,
+            first.has_rules or one.has_rules,
+            max(nums, default=None),
+            tuple(sorted({*first.kinds, *one.kinds})),
+        )
+    return first
 
 
 def report_of(

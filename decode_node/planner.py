@@ -1,7 +1,9 @@
 """Who answers proposals with a plan. The decision is a pure function of all proposals and of the
 cost table, which only the planner keeps."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from decode_node.buckets import Buckets
 from decode_node.draft_length import (
@@ -13,24 +15,49 @@ from decode_node.draft_length import (
     no_costs,
     untried,
 )
-from decode_node.plan import Proposal, Report, StepKey, pass_width
+from decode_node.plan import (
+    MAKE,
+    MAX_KEPT,
+    TRIAL,
+    Proposal,
+    Report,
+    StepKey,
+    extras_of_all,
+    pass_width,
+)
 
 
 class StepPlanner:
     """Decides by all ranks' proposals (runtime/lockstep.py: Decide). ``draft_length`` is a name
-    (draft_length.py). ``measures``: what the cost table lacks is measured while nobody has work."""
+    (draft_length.py). While nobody has work, programs are made if ranks can: those ``to_make``, and
+    then others that were asked for; and what the cost table lacks is measured if it ``measures``.
+    """
 
     def __init__(
-        self, buckets: Buckets, max_drafts: int, draft_length: str, measures: bool = False
+        self,
+        buckets: Buckets,
+        max_drafts: int,
+        draft_length: str,
+        measures: bool = False,
+        to_make: Iterable[StepKey] = (),
     ) -> None:
         self._buckets = buckets
         self._length = LENGTHS[draft_length]
         self._costs = no_costs(max_drafts)
         self.measures = measures and self._length is by_load and max_drafts > 0
+        self._to_make = deque(to_make)
+        self._known = set(self._to_make)
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepKey | None:
         key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
-        if key is None and self.measures:
+        can_make = all(proposal.can_make for proposal in proposals)
+        if key is not None:
+            if can_make and key not in self._known and len(self._known) < MAX_KEPT:
+                self._known.add(key)
+                self._to_make.append(key)
+        elif can_make and self._to_make:
+            key = replace(self._to_make.popleft(), use=MAKE)
+        elif self.measures:
             key, self._costs = plan_trial(proposals, self._costs, self._buckets)
         return key
 
@@ -48,8 +75,8 @@ def plan_step(
     num_drafts, costs = length(costs, _reports(proposals), num_rows, wanted)
     num_pending = max(proposal.num_pending_most for proposal in proposals)
     width = pass_width(num_drafts, num_pending, len(wanted) - 1)
-    plain = all(proposal.plain for proposal in proposals)
-    return StepKey(num_rows, num_drafts, width, plain), costs
+    extras = extras_of_all(proposal.extras for proposal in proposals if proposal.num_rows)
+    return StepKey(num_rows, num_drafts, width, extras), costs
 
 
 def plan_trial(
@@ -62,7 +89,7 @@ def plan_trial(
         return None, costs
     num_rows, num_drafts = missing
     width = pass_width(num_drafts, 1, len(proposals[0].num_rows_by_limit) - 1)
-    return StepKey(num_rows, num_drafts, width, plain=True, trial=True), costs
+    return StepKey(num_rows, num_drafts, width, use=TRIAL), costs
 
 
 def _reports(proposals: Sequence[Proposal]) -> list[Report]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decode_node.plan import Extras, StepKey
+from decode_node.plan import MAX_KEPT, StepKey
 from decode_node.rows import Rows
 from decode_node.step import decode_step
 from model.acceptance.base import Verdict
@@ -14,11 +14,8 @@ from model.kernels.base import Eager, Repeated
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
 
-MAX_KEPT = 256
-"""Beyond them, the one that was not used for longest is made again when it is asked for."""
-What = tuple[StepKey, Extras, int | None]
-"""All that decides on a program's way: besides its key what rows ask for, and the width of their
-page tables."""
+What = tuple[StepKey, int | None]
+"""All that decides on a program's way: besides its key the width of page tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,8 @@ class StepResult:
 
 class StepProgram:
     """Functions of the rows to read [B] and those to write [B] of ``rows``, which they advance; in
-    the form that this rank can have."""
+    the form that this rank can have. Which ones are kept follows from the keys it was asked for,
+    so it is the same on every rank."""
 
     def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
         self._loaded, self._caches, self._rows = loaded, caches, rows
@@ -51,11 +49,20 @@ class StepProgram:
         return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
 
     def make(self, what: What, read_B: Tensor, write_B: Tensor) -> None:
-        """Get a program ready, on rows that are nobody's."""
+        """Get a program ready, on rows that are nobody's. After one that cannot be had no more are
+        made here."""
         function = self._new(what)
-        while not function.is_ready:
-            function(read_B, write_B)
+        try:
+            while not function.is_ready:
+                function(read_B, write_B)
+        except Exception as error:
+            self._loaded.kernels.why_eager = f"a program could not be made: {error!r}"
+            raise
         self._keep(what, function)
+
+    def clear(self) -> None:
+        """A group of ranks cannot end before the graphs that hold its collectives have."""
+        self._kept.clear()
 
     def _keep(self, what: What, function: Repeated) -> None:
         if not isinstance(function, Eager):
@@ -72,16 +79,15 @@ class StepProgram:
         return self._loaded.kernels.repeated(function)
 
     def _compute(self, what: What, read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:
-        (key, extras, num_pages), loaded = what, self._loaded
+        (key, num_pages), loaded = what, self._loaded
         output = decode_step(
             loaded.network,
             loaded.drafter,
             self._caches,
-            self._rows.select(read_B, num_pages, extras),
+            self._rows.select(read_B, num_pages, key.extras),
             key,
-            extras,
             loaded.think_ids,
         )
-        self._rows.store(write_B, output.state, output.verdict, extras)
+        self._rows.store(write_B, output.state, output.verdict, key.extras)
         logprobs = () if output.logprobs is None else output.logprobs.tensors
         return output.verdict.tokens_BN1, output.verdict.num_accepted_B, *logprobs

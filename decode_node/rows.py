@@ -80,7 +80,7 @@ class Rows:
     def begin(self, sequence: Sequence, first_token: int, hidden_D: Tensor | None) -> None:
         """``sequence`` enters with ``first_token``, which is not in the cache yet. Without
         ``hidden_D`` its hidden state is zeros and its first pass leaves no trace (zero_hidden).
-        Memory for logit rules is taken when the first request has some."""
+        Memory for logit rules is taken when the first request, of any rank, has some."""
         row, request, loaded = sequence.row, sequence.request, self._loaded
         output_ids = (*request.output_ids, first_token)
         hidden_1MD = torch.zeros_like(self._table.state.hidden_BMD[:1])
@@ -99,10 +99,18 @@ class Rows:
         )
         write(self._table, self._upload([row]), upload(new, loaded.device))
         self._num_pages[row] = len(sequence.pages)
-        if self._rules is None and request.sampling.adjusts_logits:
-            self._rules = no_rules(self._num_rows, loaded.config.vocab_size, loaded.device)
+        if request.sampling.adjusts_logits:
+            self.hold_rules()
         if self._rules is not None:
             set_rules(self._rules, row, request, output_ids, sequence.stops)
+
+    @torch.inference_mode(False)
+    def hold_rules(self) -> None:
+        """Steps with rules are possible from now on. Also between steps the memory is written to,
+        as tensors of inference may not be."""
+        if self._rules is None:
+            vocab_size, device = self._loaded.config.vocab_size, self._loaded.device
+            self._rules = no_rules(self._num_rows, vocab_size, device)
 
     def grow(self, sequence: Sequence) -> None:
         """The page table of a sequence that may have got pages; writes only what is new."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode_node.plan import PLAIN, Extras, StepKey
+from decode_node.plan import PLAIN, StepKey
 from decode_node.rows import RowState, RowTensors
 from model.acceptance import judge, pick_draft
 from model.acceptance.base import Evidence, Verdict
@@ -38,10 +38,10 @@ def decode_step(
     caches: Caches,
     rows: RowTensors,
     key: StepKey,
-    extras: Extras = PLAIN,
     think_ids: ThinkIds | None = None,
 ) -> StepOutput:
     """Advance every row by its accepted drafts plus one token of the main model's own."""
+    extras = key.extras
     assert (rows.sampling.rules is not None) == extras.has_rules, "rules come if a row has some"
     drafts = Drafts(rows.state.tokens_BM[:, :0])
     if key.width:

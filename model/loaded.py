@@ -56,7 +56,7 @@ class LoadedModel:
     @property
     def form(self) -> str:
         """In which its decode steps are computed, and if the kernels could do better, why not."""
-        why = self.dispatch.why_eager or self.drafter.why_eager
+        why = self.dispatch.why_eager or self.drafter.why_eager or self.kernels.why_eager
         return f"{EAGER}: {why}" if why and self.kernels.form != EAGER else self.kernels.form
 
     @property

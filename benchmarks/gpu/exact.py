@@ -50,11 +50,10 @@ def requests(num: int) -> list[Request]:
 def answers(
     loaded: LoadedModel, asked: list[Request], num_drafts: int, is_captured: bool
 ) -> tuple[list[tuple[list[int], str]], list[torch.Tensor]]:
+    loaded.dispatch.why_eager = "" if is_captured else "to be compared"
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=len(asked), page_size=64, num_pages=400)
-    if is_captured:
-        while bench.decode.has_work():
-            bench.decode.step()
-    bench.decode._to_make.clear()
+    while bench.decode.has_work():
+        bench.decode.step()
     told = bench.generate(*asked)
     bench.check_empty()
     return told, bench.all_caches()
@@ -68,11 +67,10 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def waits(loaded: LoadedModel, device: Device) -> str:
     """What torch says of the first wait in a step of each form; nothing if there is none."""
     for is_captured in (False, True):
+        loaded.dispatch.why_eager = "" if is_captured else "to be compared"
         bench = Bench(loaded, num_drafts=3, max_rows=4, page_size=64)
-        if is_captured:
-            while bench.decode.has_work():
-                bench.decode.step()
-        bench.decode._to_make.clear()
+        while bench.decode.has_work():
+            bench.decode.step()
         for request in requests(4):
             bench.start(request)
         bench.decode.step()

@@ -16,7 +16,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from core.identity import Identity
-from decode_node.plan import PLAIN, StepKey, pass_width, row_width
+from decode_node.plan import StepKey, pass_width, row_width
 from decode_node.program import StepProgram
 from decode_node.rows import Rows
 from decode_node.sequence import Sequence
@@ -90,7 +90,7 @@ class Steps:
             self.rows.begin(one, 7 + i, hidden.to(loaded.dtype))
         self._program = StepProgram(loaded, self.caches, self.rows)
         width = pass_width(num_drafts, 1, num_drafts)
-        self._what = StepKey(num_rows, num_drafts, width, plain=True), PLAIN, None
+        self._what = StepKey(num_rows, num_drafts, width), None
         self._index = self.rows.index(list(range(num_rows)), num_rows)
 
     def step(self) -> Any:

@@ -25,6 +25,8 @@ class Gathered(Spread):
     ) -> None:
         super().__init__(placement, rank, device)
         self._is_static = is_static
+        if is_static:
+            self.why_eager = ""
 
     def run(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None

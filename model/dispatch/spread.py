@@ -24,7 +24,6 @@ class Spread:
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: Collectives | None = None
-        self.counts = True
         self.num_slots = placement.slots_per_rank
         self.placement, self._rank = placement, rank
         tables = [
@@ -35,6 +34,18 @@ class Spread:
         num_experts = len(placement.slots_of(0))
         self._sent_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
         self._computed_L = torch.zeros(len(tables), dtype=torch.int64, device=device)
+        # On the device: what is captured in a graph must not be decided on the host.
+        self._counts, self._counts_1 = True, torch.ones(1, dtype=torch.int64, device=device)
+
+    @property
+    def counts(self) -> bool:
+        return self._counts
+
+    @counts.setter
+    def counts(self, value: bool) -> None:
+        if value != self._counts:
+            self._counts_1.fill_(int(value))
+        self._counts = value
 
     def held(self, layer: int) -> tuple[int, ...]:
         return self.placement.of_rank(layer, self._rank)
@@ -61,16 +72,15 @@ class Spread:
         if real_T is not None:
             slots_TK = slots_TK.where(real_T.unsqueeze(1), NOWHERE)
             real_TK = real_T.unsqueeze(1).expand_as(ids_TK).long()
-        if self.counts:
-            self._sent_LE[layer].scatter_add_(0, ids_TK.flatten(), real_TK.flatten())
+        counted_TK = real_TK * self._counts_1
+        self._sent_LE[layer].scatter_add_(0, ids_TK.flatten(), counted_TK.flatten())
         return slots_TK
 
     def here(self, layer: int, slots_NK: Tensor) -> Tensor:
         """Slots of this rank from 0 on, ``num_slots`` for those of others. The rows are counted."""
         mine_NK = slots_NK - self._rank * self.num_slots
         is_mine = (mine_NK >= 0) & (mine_NK < self.num_slots)
-        if self.counts:
-            self._computed_L[layer] += is_mine.sum()
+        self._computed_L[layer] += is_mine.sum() * self._counts_1[0]
         return mine_NK.where(is_mine, self.num_slots)
 
     def compute_and_return(

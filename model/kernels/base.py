@@ -86,6 +86,9 @@ class Kernels:
     makes_ahead = False
     """A repeated function takes so long to get ready that nobody shall wait for it."""
 
+    why_eager = ""
+    """Why functions are called in Python each time although the kernels could do better."""
+
     reads_blocks = False
     """Matrices can stay the FP8 blocks of their checkpoint."""
 

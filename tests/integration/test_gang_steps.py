@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from torch import Tensor
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
-from core.request import Request
+from core.request import Request, SamplingParams
 from decode_node.node import DecodeNode
+from decode_node.plan import StepKey
+from decode_node.program import StepProgram, StepResult, What
 from model.dispatch.spread import Spread
+from model.kernels.base import Function, Kernels
 from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
@@ -110,6 +114,64 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
             near_ties(small_model, list(request.prompt_ids), ids)
         assert sum(sum(one.computed()) for one in dispatches) > warming + 100
         await cluster.check_empty()
+
+
+class Captured:
+    """What a graph is to a gang: no call is made unless all ranks make it. The second makes it."""
+
+    def __init__(self, function: Function) -> None:
+        self._function, self._num_calls = function, 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self._num_calls > 1
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self._num_calls += 1
+        return self._function(*inputs)
+
+
+class Capturing(Kernels):
+    form, makes_ahead, reads_pages = "captured", True, True
+
+    def repeated(self, function: Function) -> Captured:
+        return Captured(function)
+
+
+async def test_ranks_make_programs_together_and_replay_them_all_or_none(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's collectives in graphs ask for that; whatever rows of one rank alone ask for."""
+    run, ran = StepProgram.run, dict[StepProgram, list[tuple[StepKey, bool]]]()
+
+    def noted(self: StepProgram, what: What, *index: Tensor) -> StepResult:
+        ran.setdefault(self, []).append((what[0], isinstance(self._kept.get(what), Captured)))
+        return run(self, what, *index)
+
+    monkeypatch.setattr(StepProgram, "run", noted)
+    monkeypatch.setattr(Spread, "why_eager", "")
+    monkeypatch.setattr("model.loaded.create_kernels", lambda *asked, **more: Capturing())
+    async with rig(small_model, *SETS, "decode.max_rows=4") as cluster:
+        ranks = cluster.decodes
+        await until(lambda: not any(rank.engine.has_work() for rank in ranks))
+        programs = [rank.engine._launcher.program for rank in ranks]
+        usual = set(programs[0]._kept)
+        assert len(usual) == 4 * 5 * 2
+        sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
+        asked = requests(4)
+        asked[1] = replace(asked[1], sampling=sampling)
+        asked[2] = replace(asked[2], sampling=replace(asked[2].sampling, logprobs=2))
+        asked[3] = replace(asked[3], sampling=replace(sampling, frequency_penalty=0.5))
+        for _ in range(2):
+            answers = await asyncio.gather(*map(cluster.complete, asked))
+            assert is_exact(small_model, asked[0], answers[0][0])
+            await until(lambda: not any(rank.engine.has_work() for rank in ranks))
+            assert list(programs[0]._kept) == list(programs[1]._kept)
+        assert ran[programs[0]] == ran[programs[1]]
+        assert {is_captured for _, is_captured in ran[programs[0]]} == {True, False}
+        assert set(programs[0]._kept) - usual, "what was eager is made when nobody has work"
+        await cluster.check_empty()
+    assert not any(program._kept for program in programs), "before their group ends"
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

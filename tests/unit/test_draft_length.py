@@ -14,7 +14,7 @@ from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
 from decode_node.buckets import Buckets
 from decode_node.draft_length import NUM_TRIES, most_wanted, no_costs, recorded
-from decode_node.plan import Proposal, Report, StepKey, report_of
+from decode_node.plan import PLAIN, TRIAL, Proposal, Report, StepKey, report_of
 from decode_node.planner import StepPlanner
 from model.drafters.base import Drafts, DraftState
 from runtime.lockstep import LocalPlanner
@@ -23,7 +23,7 @@ from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 BUCKETS = Buckets(tuple(range(1, 65)))
 
 
-IDLE = Proposal((0, 0, 0, 0), 1, True)
+IDLE = Proposal((0, 0, 0, 0), 1)
 
 
 def local_planner(*, measures: bool = False) -> LocalPlanner:
@@ -64,7 +64,7 @@ class Server:
         lengths = []
         for step in range(num_steps):
             wanted = tuple(limits.count(k) for k in range(4))
-            key = self.planner.plan(Proposal(wanted, 1, True, self.report)).key
+            key = self.planner.plan(Proposal(wanted, 1, report=self.report)).key
             assert key is not None
             n = key.num_drafts
             lengths.append(n)
@@ -124,7 +124,9 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     assert {(key.num_rows, key.num_drafts) for key in keys} == {
         (rows, n) for rows in (1, 3, 6, 12, 24, 48, 64) for n in range(4)
     }
-    assert len(keys) == 7 * 4 * NUM_TRIES and all(key.trial and key.plain for key in keys)
+    assert len(keys) == 7 * 4 * NUM_TRIES and {(key.use, key.extras) for key in keys} == {
+        (TRIAL, PLAIN)
+    }
     lengths = server.run([3] * 40, 1000)
     drafting = [n for n in lengths if n]
     assert drafting == [3, 1, 2, 3], "the first, and a probe each, of the worst last"
@@ -133,9 +135,9 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
 
 def test_work_comes_before_what_is_not_measured_yet() -> None:
     planner = local_planner(measures=True)
-    assert planner.plan(IDLE).key == StepKey(1, 0, 0, plain=True, trial=True)
-    assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepKey(2, 3, 4, True)
-    assert planner.plan(IDLE).key == StepKey(1, 0, 0, plain=True, trial=True)
+    assert planner.plan(IDLE).key == StepKey(1, 0, 0, use=TRIAL)
+    assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepKey(2, 3, 4)
+    assert planner.plan(IDLE).key == StepKey(1, 0, 0, use=TRIAL)
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])

@@ -180,12 +180,12 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
-    key = StepKey(3, num_drafts, num_drafts + 1)
     extras = Extras(all_greedy=False, has_rules=True, num_logprobs=2)
+    key = StepKey(3, num_drafts, num_drafts + 1, extras)
     rows = bench.decode._rows.select(torch.arange(3), 5, extras)
 
     def program() -> torch.Tensor:
-        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, key, extras)
+        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, key)
         return output.verdict.tokens_BN1
 
     with torch.inference_mode():

@@ -6,7 +6,7 @@ import pytest
 
 from decode_node.buckets import Buckets
 from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
-from decode_node.plan import Proposal, Report, StepKey, propose
+from decode_node.plan import MAKE, PLAIN, Extras, Proposal, Report, StepKey, propose
 from decode_node.planner import StepPlanner, plan_step
 from runtime.lockstep import LocalPlanner
 
@@ -14,8 +14,8 @@ BUCKETS = Buckets((1, 2, 4, 8))
 IDLE = propose([], 3, None)
 
 
-def rows(*limits: int, num_pending_most: int = 1, plain: bool = True) -> Proposal:
-    return Proposal(tuple(limits.count(k) for k in range(4)), num_pending_most, plain)
+def rows(*limits: int, num_pending_most: int = 1, extras: Extras = PLAIN) -> Proposal:
+    return Proposal(tuple(limits.count(k) for k in range(4)), num_pending_most, extras)
 
 
 def planned(*proposals: Proposal) -> StepKey | None:
@@ -29,7 +29,7 @@ def test_nobody_launches_if_nobody_has_work() -> None:
 
 def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
     key = planned(IDLE, rows(3, 1, 0), rows(2))
-    assert key == StepKey(num_rows=4, num_drafts=3, width=4, plain=True)
+    assert key == StepKey(num_rows=4, num_drafts=3, width=4)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,27 @@ def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
     assert key is not None and (key.num_drafts, key.width) == (limit, width)
 
 
-def test_one_rank_that_is_not_plain_makes_the_step_full() -> None:
-    key = planned(rows(3), rows(3, plain=False), IDLE)
-    assert key is not None and not key.plain
+def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
+    """So every rank runs the same program; who has no row asks for nothing."""
+    sampled = Extras(all_greedy=False, num_logprobs=2, kinds=("rejection",))
+    ruled = Extras(has_rules=True, num_logprobs=5, kinds=("relaxed",))
+    key = planned(rows(3, extras=sampled), IDLE, rows(2, extras=ruled))
+    assert key is not None and key.extras == Extras(False, True, 5, ("rejection", "relaxed"))
+    assert planned(rows(3, extras=sampled), IDLE) == StepKey(1, 3, 4, sampled)
+    assert planned(rows(3), IDLE) == StepKey(1, 3, 4, PLAIN)
+
+
+def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
+    usual = [StepKey(2, 3, 4), StepKey(1, 3, 4)]
+    planner = StepPlanner(BUCKETS, 3, "fixed", to_make=usual)
+    idle = replace(IDLE, can_make=True)
+    assert planner((idle, IDLE)) is None
+    assert planner((idle, idle)) == StepKey(2, 3, 4, use=MAKE)
+    ruled = replace(rows(3, extras=Extras(has_rules=True)), can_make=True)
+    asked = [planner((ruled, idle)) for _ in range(3)]
+    assert asked == [StepKey(1, 3, 4, Extras(has_rules=True))] * 3, "it is not waited for"
+    left = [planner((idle, idle)) for _ in range(3)]
+    assert left == [replace(usual[1], use=MAKE), replace(asked[0], use=MAKE), None]
 
 
 def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:
@@ -71,7 +89,7 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
     """The costs given are not touched, so planning twice gives the same."""
     costs = no_costs(3)
     report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
-    proposals = (Proposal((0, 0, 0, 2), 4, True, report), IDLE)
+    proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
         first = plan_step(proposals, costs, BUCKETS, by_load)
         assert plan_step(proposals, costs, BUCKETS, by_load) == first
@@ -80,8 +98,8 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
 
 def test_ranks_may_report_different_steps() -> None:
     """An idle rank reads a step later than a busy one, or has read one of other shapes."""
-    wide = Report(StepKey(2, 3, 4, True), 0.02, (2, 2, 2), (2, 2, 1))
-    narrow = Report(StepKey(1, 1, 2, True), 0.01, (1,), (1,))
+    wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
+    narrow = Report(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
     _, costs = plan_step(proposals, no_costs(3), BUCKETS, by_load)
     apart = recorded(recorded(no_costs(3), [wide, wide]), [narrow])

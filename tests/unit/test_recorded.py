@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +21,8 @@ from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node import program as program_module
 from decode_node.draft_length import no_costs
 from decode_node.draft_length import recorded as recorded_costs
-from decode_node.plan import Report, StepKey
+from decode_node.launcher import Launcher, Prepared
+from decode_node.plan import PLAIN, SAMPLED, Report, StepKey
 from model.kernels.base import Eager
 from model.kernels.recorded import Recorded
 from model.loaded import LoadedModel
@@ -230,11 +232,39 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     assert len(made) == 3 * 5 * 2 and all(function.is_ready for function in made.values())
     for cache, clean in zip(bench.all_caches(), caches, strict=True):
         assert torch.equal(cache[1:], clean[1:]), "only the dummy page may be written"
-    known = list(made)
-    plain = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
-    plain.decode._to_make.clear()
-    assert bench.generate(*asked) == plain.generate(*asked) == answers
-    assert set(made) == set(known), "nobody waited for a program"
+    known, make = set(made), Launcher.make
+
+    def make_alone(launcher: Launcher, step: Prepared) -> None:
+        assert not bench.decode.scheduler.sequences, "nobody waits for a program"
+        make(launcher, step)
+
+    monkeypatch.setattr(Launcher, "make", make_alone)
+    assert bench.generate(*asked) == answers and not bench.decode.has_work()
+    met = set(made) - known
+    assert met and all(key.extras not in (PLAIN, SAMPLED) for key, _ in met)
+    bench.check_empty()
+
+
+def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a graph that the memory does not hold."""
+    asked = everything()
+    answers = Bench(loaded, max_rows=6).generate(*asked)
+    kernels = copy(loaded.kernels)
+    kernels.makes_ahead = True
+    bench = Bench(replace(loaded, kernels=kernels), max_rows=6, buckets=(2, 4, 6))
+    for _ in range(3):
+        bench.decode.step()
+    error = RuntimeError("out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr("decode_node.program.decode_step", Mock(side_effect=error))
+        with pytest.raises(RuntimeError):
+            bench.decode.step()
+    bench.decode.fail(error)
+    assert not bench.decode.has_work() and "out of memory" in bench.decode._loaded.form
+    assert bench.generate(*asked) == answers
+    assert len(bench.decode._launcher.program._kept) == 3
     bench.check_empty()
 
 
