@@ -221,8 +221,8 @@ class DecodeEngine:
         while len(self._in_flight) > num_kept:
             step = self._in_flight[0]
             self._note(step.sequences)
-            runs, self._report = step.collect()
-            self._planner.check()
+            with self._planner.reading():
+                runs, self._report = step.collect()
             self._in_flight.popleft()
             self.program_s += self._report.program_s
             self.scheduler.landed(step.sequences)

@@ -97,9 +97,8 @@ class PrefillEngine:
         if plan.key is not None:
             work = self._prepare(plan.key)
             self._note(self._chunks)
-            with self._planner.program():
+            with self._planner.program(), self._planner.reading():
                 firsts = self._compute(work)
-            self._planner.check()
             self._report(self._chunks, firsts)
             self._note([])
         self.num_steps += 1

@@ -7,6 +7,7 @@ function and awaits its result, so no lock guards tensor state.
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -45,9 +46,13 @@ class EngineLoop:
     """
 
     def __init__(
-        self, name: str, box: BlackBox | None = None, stuck_s: float = ControlConfig().stuck_s
+        self,
+        name: str,
+        box: BlackBox | None = None,
+        stuck_s: float = ControlConfig().stuck_s,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.watch = Watch(stuck_s)
+        self.watch = Watch(stuck_s, clock)
         self.box = box or BlackBox()
         self._num_failed = 0
         self.failure: BaseException | None = None

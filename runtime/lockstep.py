@@ -41,9 +41,9 @@ class Planner(Protocol[Asked, Key]):
         """Around the part of a step that all ranks compute together."""
         ...
 
-    def check(self) -> None:
-        """What a device has computed is whole; raises EpochEnded if its collectives were aborted
-        meanwhile."""
+    def reading(self) -> AbstractContextManager[None]:
+        """Around the host's waits for what ranks compute together. It takes no longer than other
+        ranks are waited for, and raises EpochEnded if its collectives were aborted meanwhile."""
         ...
 
 
@@ -85,8 +85,8 @@ class LocalPlanner(Generic[Proposal, Key]):
     def program(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def check(self) -> None:
-        return
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Alone:

@@ -15,11 +15,12 @@ NUM_RECENT = 256
 
 class Watch:
     """``follow``, ``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other
-    thread. A turn does not age while its thread waits for a CPU: what starves is not stuck."""
+    thread. A turn does not age while its thread waits for a CPU or the ``clock`` stands still: what
+    starves is not stuck."""
 
     def __init__(self, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._least_s = least_s
-        self._clock = clock
+        self.clock = clock
         self._starved_s: Callable[[], float] = lambda: 0.0
         self._starved_before_s = 0.0
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT)
@@ -37,18 +38,18 @@ class Watch:
         self._starved_before_s = self._starved_s()
 
     def begin(self) -> None:
-        self._began_at = self._clock()
+        self._began_at = self.clock()
 
     def end(self) -> None:
         assert self._began_at is not None, "no turn has begun"
         turn, age_s = self._seen
         unseen_s = LONGEST_GAP_S + (age_s if turn == self._num_turns else 0.0)
-        self._recent_s.append(min(self._clock() - self._began_at, unseen_s))
+        self._recent_s.append(min(self.clock() - self._began_at, unseen_s))
         self._began_at = None
         self._num_turns += 1
 
     def pace(self) -> Pace:
-        now, began_at, turn = self._clock(), self._began_at, self._num_turns
+        now, began_at, turn = self.clock(), self._began_at, self._num_turns
         starved_s = self._starved_s()
         gap_s = min(now - self._asked_at, LONGEST_GAP_S) - (starved_s - self._starved_before_s)
         self._asked_at, self._starved_before_s = now, starved_s

@@ -95,6 +95,10 @@ class Kernels:
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
+    def compile_s(self) -> float:
+        """How long kernels have been compiled so far, this moment included; any thread."""
+        return 0.0
+
     def repeated(self, function: Function) -> Repeated:
         """``function`` in that form, for inputs of the shapes that it meets first. What it returns
         may be overwritten by the next call of any, in the order of the device."""

@@ -28,4 +28,5 @@ def join(
 
     collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
     watch.place = lambda: collectives.place
-    return Member(spec, meeting, collectives, hub, lambda: DATA_FACTOR * watch.bound_s)
+    timeout_s = lambda: DATA_FACTOR * watch.bound_s  # noqa: E731
+    return Member(spec, meeting, collectives, hub, timeout_s, watch.clock)

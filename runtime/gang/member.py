@@ -1,7 +1,10 @@
 """A rank's end of its gang: proposes, is told the plan, learns of the end of the epoch."""
 
+import math
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +18,8 @@ from runtime.gang.messages import Inbox, Proposed, Told, send
 from runtime.lockstep import Decide, Key, Plan, Proposal
 
 _RECEIVE_BYTES = 1 << 16
+TICK_S = 0.5
+"""Between two looks whether the device is late."""
 
 
 class Member:
@@ -23,7 +28,7 @@ class Member:
     ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
     Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
     rank sees as the end of the epoch. ``timeout_s`` tells how long to wait for the others in the
-    next step.
+    next step, by a ``clock`` that may stand still where nobody is late.
     """
 
     def __init__(
@@ -33,11 +38,13 @@ class Member:
         collectives: Collectives,
         hub: Hub | None,
         timeout_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.collectives = collectives
         self._name = spec.name
         self._hub = hub
-        self._timeout_s = timeout_s
+        self._timeout_s, self._clock = timeout_s, clock
+        self._due_at = math.inf
         self._connection = _connect(meeting, spec.rank)
         self._key: Any = None
         self._on_asked: Callable[[], None] = lambda: None
@@ -91,7 +98,18 @@ class Member:
         except Exception as error:
             raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
 
-    def check(self) -> None:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A device's collectives know no timeout: here they are aborted after one."""
+        self._due_at = self._clock() + self._timeout_s()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.collectives.is_aborted:
+                raise EpochEnded(f"{self._name}: {self._lost}") from error
+            raise
+        finally:
+            self._due_at = math.inf
         if self.collectives.is_aborted:
             raise EpochEnded(f"{self._name}: {self._lost}")
 
@@ -111,16 +129,26 @@ class Member:
             raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
 
     def _read(self) -> None:
-        inbox = Inbox(Told)
         try:
-            while data := self._connection.recv(_RECEIVE_BYTES):
-                for told in inbox.feed(data):
-                    self._take(told)
-            self._lose("the planner ended the epoch")
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                self._lose(self._listen(selector, Inbox(Told)))
         except (OSError, ValueError) as error:
             self._lose(f"the planner has gone: {error}")
         finally:
             self._connection.close()
+
+    def _listen(self, selector: selectors.BaseSelector, inbox: Inbox[Told]) -> str:
+        """Until the epoch is over; why it is."""
+        while self._clock() < self._due_at:
+            if not selector.select(TICK_S):
+                continue
+            data = self._connection.recv(_RECEIVE_BYTES)
+            if not data:
+                return "the planner ended the epoch"
+            for told in inbox.feed(data):
+                self._take(told)
+        return f"{self.collectives.place} has not ended in time"
 
     def _take(self, told: Told) -> None:
         with self._changed:

@@ -107,6 +107,38 @@ def test_who_has_work_wakes_the_others_and_all_get_one_plan() -> None:
         assert str(ranks.watches[1].pace().place) == "step 1, collective 1 (all_to_all)"
 
 
+class Device:
+    """A group of one, whose collective ends when it is aborted and not before."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.freed.set()
+
+
+def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> None:
+    """Its connection says nothing: it is open."""
+    device = Device()
+
+    def read(member: Member) -> None:
+        with member.reading():
+            assert device.freed.wait(PATIENCE_S)
+
+    with ranks_of(2) as ranks:
+        ranks.begin()
+        member = ranks.members[1]
+        member.collectives._group = device
+        member._timeout_s = lambda: 0.2
+        with pytest.raises(EpochEnded, match="step 0, collective 1 .* has not ended in time"):
+            ranks.call(1, read).result(PATIENCE_S)
+        with pytest.raises(EpochEnded):
+            ranks.plan(0, 1).result(PATIENCE_S)
+
+
 def test_a_rank_that_enters_early_is_remembered() -> None:
     """It proposes before rank 0's engine has been built, and the next step at once."""
     with ranks_of(2) as ranks:

@@ -75,6 +75,15 @@ def fp8(num_slots: int, rows: int, columns: int) -> Blocks:
     return Blocks(zeros(num_slots, rows, columns).to(FP8), zeros(*shape).float())
 
 
+def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
+    """Once a kernel and kind of arguments: who is in its first step is not stuck."""
+    kernels, told_s = Triton(132), [0.0]
+    for _ in range(3):
+        kernels.rms_norm(zeros(3, 11_200), zeros(11_200), 1e-6)
+        told_s.append(kernels.compile_s())
+    assert told_s[1] > 0 and told_s[1] == told_s[2] == told_s[3]
+
+
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
 def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
     num_rows, cache, angles = 8 * num_q, zeros(4, 64, 576), zeros(8 * num_q, 32).float()

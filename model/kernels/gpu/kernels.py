@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
 from model.kernels.captured import Captured
-from model.kernels.gpu import norms, products, route, sample
+from model.kernels.gpu import compiling, norms, products, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
 
@@ -32,6 +32,7 @@ class Triton(Kernels):
     reads_pages = True
     mla_entry = staticmethod(norms.mla_entry)
     combine = staticmethod(combine)
+    compile_s = staticmethod(compiling.seconds)
     drawn = staticmethod(sample.draw)
 
     def __init__(
