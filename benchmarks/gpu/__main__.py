@@ -32,6 +32,7 @@ SECTIONS = {
     "costs": 60,
     "prefill": 60,
     "handover": 30,
+    "gang": 60,
 }
 """Seconds that each may take."""
 

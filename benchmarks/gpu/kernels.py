@@ -35,6 +35,8 @@ def run(device: Device, say: Say) -> None:
         for num_rows, num_q, context in ((1, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)):
             size = (2, num_q, 100) if device.is_rehearsal else (num_rows, num_q, context)
             _attention(device, say, name, config, kernels, *size)
+        for num_tokens in (100,) if device.is_rehearsal else (1024, 4096):
+            _prompt(device, say, name, config, kernels, num_tokens)
         for num_tokens in (1, 4, 32, 128, 512):
             _experts(device, say, name, config, kernels, num_tokens)
             _routing(device, say, name, config, kernels, num_tokens)
@@ -97,6 +99,34 @@ def _attention(
     work += floors.product(up_k.numel() + up_v.numel(), num_rows * num_q)
     what = f"{name}, attention, {num_rows} rows x {num_q} of {context}"
     _tell(device, say, what, lambda: attend(kernels, slice(0, num_rows), BF16), work, wrong)
+
+
+def _prompt(
+    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+) -> None:
+    """Causal attention over expanded keys and values; torch's time beside."""
+    c, num_pages = config, -(-num_tokens // PAGE_SIZE)
+    heads, width = c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim
+    cache = draw(device, 1 + num_pages, PAGE_SIZE, c.latent_dim)
+    pages = torch.arange(1, 1 + num_pages, device=device.kind)[None]
+    q = draw(device, num_tokens, heads, c.qk_head_dim)
+    kv_b = draw(device, heads, width, c.kv_lora_rank, scale=c.kv_lora_rank**-0.5)
+    angle = torch.rand(num_tokens, c.qk_rope_head_dim // 2, device=device.kind)
+    length, angles = (num_tokens,), (angle.cos(), angle.sin(), True)
+
+    def attend(kernels: Kernels, num_heads: int, kind: torch.dtype) -> Tensor:
+        up, where = kernels.pack(kv_b[:num_heads].to(kind)), (cache.to(kind), pages)
+        told = *angles, *where, length, length
+        own_q, sizes = q[:, :num_heads].to(kind), (c.v_head_dim, c.softmax_scale)
+        return kernels.mla_prefill(own_q, up, *told, *sizes)
+
+    wrong = error(attend(kernels, heads, BF16)[:, :1], attend(PLAIN, 1, torch.float64))
+    pairs = num_tokens * (num_tokens + 1) / 2
+    work = Work(0, 2 * heads * (c.qk_head_dim + c.v_head_dim) * pairs)
+    work += floors.product(kv_b.numel(), num_tokens)
+    torchs = 1e6 * device.time_s(lambda: attend(PLAIN, heads, BF16))
+    what = f"{name}, attention of a prompt of {num_tokens}, torch's {torchs:.0f} us"
+    _tell(device, say, what, lambda: attend(kernels, heads, BF16), work, wrong)
 
 
 def _experts(

@@ -164,8 +164,9 @@ class Member:
         with self._changed:
             self._lost = reason
             self._changed.notify_all()
-        self.collectives.abort()
+        # First, for an abort returns when no graph holds its collectives any more.
         self._on_asked()
+        self.collectives.abort()
 
 
 def _connect(meeting: Meeting, rank: int) -> socket.socket:

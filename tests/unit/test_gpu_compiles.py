@@ -75,6 +75,16 @@ def fp8(num_slots: int, rows: int, columns: int) -> Blocks:
     return Blocks(zeros(num_slots, rows, columns).to(FP8), zeros(*shape).float())
 
 
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("kind", [BF16, torch.float32])
+def test_attention_of_prompts(compiled: list[str], kind: torch.dtype, num_heads: int) -> None:
+    q, kv_b, cache = zeros(130, num_heads, 192), zeros(num_heads, 256, 512), zeros(5, 64, 576)
+    pages, angles = torch.tensor([[1, 2, 3, 4]]), zeros(130, 32).float()
+    told = angles, angles, True, cache.to(kind), pages, (130,), (250,), 128, 0.1
+    assert Triton(132).mla_prefill(q.to(kind), kv_b.to(kind), *told).shape == (130, num_heads, 128)
+    assert compiled == ["_attend"]
+
+
 def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
     """Once a kernel and kind of arguments: who is in its first step is not stuck."""
     kernels, told_s = Triton(132), [0.0]

@@ -1,0 +1,52 @@
+"""A gang of one rank whose tokens travel all the same: collectives of NCCL inside captured steps,
+and how such a life ends."""
+
+import time
+from dataclasses import replace
+from itertools import chain
+
+import torch.distributed as dist
+
+from benchmarks.driven.engines import Bench, load
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.exact import answers, requests, same
+from benchmarks.gpu.say import Say
+from core.config import TINY_MODEL
+from core.placement import Placement
+from model.dispatch.gathered import Gathered
+from model.loaded import LoadedModel
+from model.moe import MoE
+from runtime.gang.collectives import Collectives, connect
+
+
+def run(device: Device, say: Say) -> None:
+    sets = [] if device.is_rehearsal else ["decode.device=cuda", "model.kernels=triton"]
+    loaded, asked = load(TINY_MODEL, "model.dtype=bfloat16", *sets), requests(4)
+    alone, _ = answers(loaded, asked, 3, is_captured=True)
+    group = connect(dist.HashStore, 0, 1, device.kind, "127.0.0.1")
+    spread = spread_over(group, loaded, device)
+    eager, eager_bits = answers(spread, asked, 3, is_captured=False)
+    captured, captured_bits = answers(spread, asked, 3, is_captured=not device.is_rehearsal)
+    forms_equal = eager == captured and same(eager_bits, captured_bits)
+    as_alone = sum(a == b for a, b in zip(eager, alone, strict=True)) / len(asked)
+    right = forms_equal and (spread.form == loaded.form or device.is_rehearsal)
+    say("bfloat16, n = 3", is_right=right, as_alone=as_alone, form=spread.form)
+    bench = Bench(spread, num_drafts=3, max_rows=len(asked), page_size=64)
+    while bench.decode.has_work():
+        bench.decode.step()
+    began_at = time.perf_counter()
+    bench.decode.close()
+    group.close()
+    say("from the last step to the end of the group", s=time.perf_counter() - began_at)
+
+
+def spread_over(group: Collectives, loaded: LoadedModel, device: Device) -> LoadedModel:
+    """The same weights, with experts behind the ``group``."""
+    config, parts = loaded.config, [loaded.network, getattr(loaded.drafter, "_layer", None)]
+    placement = Placement.plain(config.num_moe_layers, config.n_routed_experts, group.num_ranks)
+    dispatch = Gathered(placement, group.rank, device.kind, is_static=True)
+    dispatch.join(group)
+    for module in chain.from_iterable(part.modules() for part in parts if part is not None):
+        if isinstance(module, MoE):
+            module.dispatch = dispatch
+    return replace(loaded, dispatch=dispatch)

@@ -1,0 +1,205 @@
+"""Attention of packed prompts over expanded keys and values: flash attention (Dao 2023) whose keys
+are wider than its values (192 and 128 in DeepSeek's models), without a mask in memory.
+
+A program takes a head and a tile of rows of one segment; rows are its context's last, so that each
+sees all slots up to its own. Keys lie in two parts: what was expanded from latents by head, and the
+rotated part that heads share.
+
+Shape legend: T tokens, H heads, K query width, C latent width, R rotary width, L = C + R,
+N = K - R, V value width, S slots of all contexts, M rows of a tile.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.gpu.attend import LOG2_E
+from model.kernels.gpu.rotary import rotated
+from model.tensors import upload
+
+MOST_EXPANDED_BYTES = 1 << 30
+"""Keys and values of so many heads are expanded at once: long contexts have gigabytes of them."""
+
+
+def attend(
+    q_THK: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    is_interleaved: bool,
+    latent_SL: Tensor,
+    page_size: int,
+    lengths: tuple[int, ...],
+    contexts: tuple[int, ...],
+    num_values: int,
+    scale: float,
+) -> Tensor:
+    """[T, H, V], zeros for padding. ``latent`` holds the pages of each segment's context one after
+    the other; ``kv_b`` is [H, N + V, C]."""
+    (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * cos.shape[1]
+    is_exact = q_THK.dtype == torch.float32
+    block_m = 16 if is_exact else 128
+    tiles = _tiles(lengths, contexts, page_size, block_m, q_THK.device)
+    is_padded = sum(lengths) < num_rows
+    make = q_THK.new_zeros if is_padded else q_THK.new_empty
+    out_THV = make(num_rows, num_heads, num_values)
+    per_head = latent_SL.shape[0] * kv_b.shape[1] * latent_SL.element_size()
+    num_at_once = max(1, MOST_EXPANDED_BYTES // max(1, per_head))
+    for first in range(0, num_heads if len(tiles) else 0, num_at_once):
+        up_HUC = kv_b[first : first + num_at_once]
+        kv_SU = latent_SL[:, : kv_b.shape[2]] @ up_HUC.flatten(0, 1).t()
+        _attend[(len(tiles), len(up_HUC))](
+            q_THK,
+            kv_SU,
+            latent_SL,
+            cos,
+            sin,
+            tiles,
+            out_THV,
+            scale,
+            first,
+            *q_THK.stride()[:2],
+            kv_SU.stride(0),
+            latent_SL.stride(0),
+            num_heads,
+            N=width - num_pe,
+            R=num_pe,
+            C=kv_b.shape[2],
+            V=num_values,
+            IS_INTERLEAVED=is_interleaved,
+            BLOCK_M=block_m,
+            BLOCK_S=16 if is_exact else 64,
+            BLOCK_N=_block(width - num_pe),
+            BLOCK_R=_block(num_pe),
+            BLOCK_V=_block(num_values),
+            num_warps=4 if is_exact else 8,
+            num_stages=1 if is_exact else 3,
+        )
+    return out_THV
+
+
+@lru_cache(maxsize=2)
+def _tiles(
+    lengths: tuple[int, ...],
+    contexts: tuple[int, ...],
+    page_size: int,
+    block_m: int,
+    device: torch.device,
+) -> Tensor:
+    """First row, its number of rows, first slot of its segment and what its first row sees, of each
+    tile: [tiles, 4] int32, those with most to do first. The same for all layers of a forward."""
+    tiles, row, slot = [], 0, 0
+    for num, context in zip(lengths, contexts, strict=True):
+        for done in range(0, num, block_m):
+            tile = row + done, min(block_m, num - done), slot, context - num + done + 1
+            tiles.append(tile)
+        row, slot = row + num, slot + -(-context // page_size) * page_size
+    tiles.sort(key=lambda tile: -tile[3])
+    return upload(torch.tensor(tiles, dtype=torch.int32), device)
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+@triton.jit
+def _attend(
+    q,
+    kv,
+    latent,
+    cos,
+    sin,
+    tiles,
+    out,
+    scale,
+    first_head,
+    q_row,
+    q_head,
+    kv_row,
+    latent_row,
+    num_heads,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
+    m_M, v_V = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
+    row_M, is_row_M = (tl.load(tile) + m_M).to(tl.int64), m_M < tl.load(tile + 1)
+    slot, num_seen = tl.load(tile + 2).to(tl.int64), tl.load(tile + 3)
+    n_N, r_R = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    at_M = row_M * q_row + (first_head + head) * q_head
+    is_q_MN = is_row_M[:, None] & (n_N < N)[None, :]
+    q_MN = tl.load(q + at_M[:, None] + n_N[None, :], mask=is_q_MN, other=0.0)
+    is_q_MR = is_row_M[:, None] & (r_R < R)[None, :]
+    q_MR = rotated(q, at_M + N, cos, sin, row_M, r_R, is_q_MR, R, IS_INTERLEAVED).to(q_MN.dtype)
+
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    out_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    keys = kv + slot * kv_row + head * (N + V), latent + slot * latent_row + C, kv_row, latent_row
+    rows = q_MN, q_MR, num_seen + m_M, scale * LOG2_E
+    state = top_M, sum_M, out_MV
+    num_whole = num_seen // BLOCK_S * BLOCK_S
+    end = num_seen + tl.load(tile + 1) - 1
+    state = _over(keys, rows, state, 0, num_whole, end, False, N, R, V, BLOCK_S, BLOCK_N, BLOCK_R)
+    state = _over(keys, rows, state, num_whole, end, end, True, N, R, V, BLOCK_S, BLOCK_N, BLOCK_R)
+    _, sum_M, out_MV = state
+    at_M = (row_M * num_heads + first_head + head) * V
+    is_out_MV = is_row_M[:, None] & (v_V < V)[None, :]
+    out_MV = (out_MV / sum_M[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_M[:, None] + v_V[None, :], out_MV, mask=is_out_MV)
+
+
+@triton.jit
+def _over(
+    keys,
+    rows,
+    state,
+    first,
+    last,
+    end,
+    IS_EDGE: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The state after slots of a range, all of which every row sees but at the edge."""
+    kv, latent, kv_row, latent_row = keys
+    q_MN, q_MR, num_seen_M, scale = rows
+    top_M, sum_M, out_MV = state
+    n_N, r_R, v_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, out_MV.shape[1])
+    for start in range(first, last, BLOCK_S):
+        slot_S = start + tl.arange(0, BLOCK_S)
+        is_slot_S1 = (slot_S < end)[:, None]
+        at_S1 = slot_S.to(tl.int64)[:, None]
+        is_k_SN, is_k_SR, is_v_SV = (n_N < N)[None, :], (r_R < R)[None, :], (v_V < V)[None, :]
+        if IS_EDGE:
+            is_k_SN, is_k_SR = is_k_SN & is_slot_S1, is_k_SR & is_slot_S1
+            is_v_SV = is_v_SV & is_slot_S1
+        k_SN = tl.load(kv + at_S1 * kv_row + n_N[None, :], mask=is_k_SN, other=0.0)
+        k_SR = tl.load(latent + at_S1 * latent_row + r_R[None, :], mask=is_k_SR, other=0.0)
+        score_MS = tl.dot(q_MN, tl.trans(k_SN), input_precision="ieee")
+        score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee") * scale
+        if IS_EDGE:
+            is_seen_MS = slot_S[None, :] < num_seen_M[:, None]
+            score_MS = tl.where(is_seen_MS, score_MS, float("-inf"))
+        new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
+        p_MS, kept_M = tl.exp2(score_MS - new_top_M[:, None]), tl.exp2(top_M - new_top_M)
+        sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
+        v_SV = tl.load(kv + at_S1 * kv_row + N + v_V[None, :], mask=is_v_SV, other=0.0)
+        out_MV = tl.dot(p_MS.to(v_SV.dtype), v_SV, out_MV * kept_M[:, None], input_precision="ieee")
+        top_M = new_top_M
+    return top_M, sum_M, out_MV
