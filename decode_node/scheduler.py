@@ -129,7 +129,7 @@ class Scheduler:
 
     def must_preempt(self) -> bool:
         """Whether ``make_room`` would have to take pages from a sequence."""
-        return sum(map(self._num_missing, self._by_age())) > self._pool.num_available
+        return sum(map(self._num_missing, self._short())) > self._pool.num_available
 
     def make_room(self) -> list[Sequence]:
         """Give every active sequence pages for its next two steps; who was preempted for it.
@@ -137,7 +137,7 @@ class Scheduler:
         Oldest first; the youngest active ones make way. They are dropped already.
         """
         preempted: list[Sequence] = []
-        waiting = self._by_age()
+        waiting = self._by_age() if self.must_preempt() else self._short()
         while waiting:
             sequence = waiting[0]
             missing = self._num_missing(sequence)
@@ -171,6 +171,17 @@ class Scheduler:
 
     def _by_age(self) -> list[Sequence]:
         return [s for s in self.sequences.values() if s.active]
+
+    def _short(self) -> list[Sequence]:
+        """The active sequences that miss pages: few, of those that every step looks at."""
+        ahead, page_size = 2 * (self._max_drafts + 1), self._pool.page_size
+        return [
+            s
+            for s in self.sequences.values()
+            if s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
+            and s.active
+            and len(s.pages) < s.num_most_pages
+        ]
 
     def _num_growing(self) -> int:
         """Running sequences that may want a page more, each of which is kept free."""
