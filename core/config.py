@@ -101,7 +101,7 @@ class KvConfig(Section):
     page_size: int = Field(default=64, ge=1, le=4096)
     """tokens per page"""
     num_pages: int | None = Field(default=None, ge=2)
-    """pages per rank, the dummy page included; null sizes them itself"""
+    """pages per rank, the dummy page included; null is what rows need, or fits on a GPU"""
 
 
 class KvTransferConfig(Section):

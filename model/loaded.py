@@ -26,6 +26,8 @@ from model.weights import Checkpoint, has_mtp, load_main
 log = logging.getLogger(__name__)
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
+SHARE_OF_STEPS = 0.1
+"""Of a GPU's memory: what steps compute with, and graphs hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,26 @@ def _max_model_len(asked: int | None, config: ModelConfig) -> int:
     return asked or longest
 
 
-def default_num_pages(config: TandemConfig, max_model_len: int) -> int:
-    """Pages for every row at its usual length, and at least one sequence at full length."""
-    num_ahead, max_rows = 2 * (config.speculation.num_tokens + 1), config.decode.max_rows
-    per_row = min(max_model_len, DEFAULT_TOKENS_PER_ROW) + num_ahead
-    num_tokens = max(max_rows * per_row, max_model_len + num_ahead)
-    return 1 + -(-num_tokens // config.kv.page_size) + max_rows
+def default_num_pages(config: TandemConfig, loaded: LoadedModel) -> int:
+    """Pages for every row at its usual length, and at least one sequence at full length; on a GPU
+    all that fit beside steps and their graphs.
+
+    Raises ValueError if one sequence does not.
+    """
+    num_ahead, longest = 2 * (config.speculation.num_tokens + 1), loaded.max_model_len
+    page_size, max_rows = config.kv.page_size, config.decode.max_rows
+    if loaded.device.type == "cpu":
+        per_row = min(longest, DEFAULT_TOKENS_PER_ROW) + num_ahead
+        num_tokens = max(max_rows * per_row, longest + num_ahead)
+        return 1 + -(-num_tokens // page_size) + max_rows
+    torch.cuda.empty_cache()
+    num_free, num_bytes = torch.cuda.mem_get_info(loaded.device)
+    per_token = loaded.dtype.itemsize * sum(one.num_layers * one.width for one in loaded.groups)
+    num_pages = int(num_free - SHARE_OF_STEPS * num_bytes) // (page_size * per_token)
+    if num_pages * page_size < longest + num_ahead + page_size:
+        raise ValueError(
+            f"model.max_model_len: {longest} tokens do not fit, {num_free / 1e9:.1f} GB are free "
+            f"on {loaded.device} and {max(0, num_pages) * page_size} tokens fit beside the steps; "
+            "use fewer, or more ranks"
+        )
+    return num_pages

@@ -115,7 +115,7 @@ def load_memory(
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
     the user's mistakes."""
     loaded = load_model(config, spec.kind, on_loaded, spec.rank, placement)
-    num_pages = config.kv.num_pages or default_num_pages(config, loaded.max_model_len)
+    num_pages = config.kv.num_pages or default_num_pages(config, loaded)
     return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
 
 

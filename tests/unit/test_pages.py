@@ -1,12 +1,19 @@
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.driven import tiny
+from core.config import load as load_config
 from core.errors import StalePages
+from core.info import DECODE
 from kv_transfer.pages import DUMMY_PAGE, PagePool
+from model.loaded import default_num_pages, load_model
 
 
 def test_allocation_is_all_or_nothing_and_never_gives_the_dummy_page() -> None:
@@ -101,3 +108,21 @@ def test_bookkeeping_imports_without_torch() -> None:
     modules = "kv_transfer.pages, kv_transfer.layout, kv_transfer.offered, kv_transfer.messages"
     code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_pages_fill_a_gpu_but_for_what_steps_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write_tiny(tmp_path, seed=3)
+    config = load_config(None, [f"model.path={tmp_path}", "kv.page_size=8"])
+    loaded = load_model(config, DECODE)
+    page = sum(cache.nbytes for group in loaded.allocate(1, 8).values() for cache in group)
+    loaded = replace(loaded, device=torch.device("cuda"))
+    least = -(-(loaded.max_model_len + 8) // 8) + 1
+    memory = [int((least + 0.5) * page) + 10**6, 10**7]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(memory))
+    assert default_num_pages(config, loaded) == least
+    memory[0] -= page
+    with pytest.raises(ValueError, match="model.max_model_len: .* do not fit, 0.0 GB are free"):
+        default_num_pages(config, loaded)
