@@ -68,7 +68,8 @@ class MoE(Part):
     def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> Tensor:
         """x and result [T, D]; ``real_T`` is False for padding, None if there is none. How outputs
         are summed depends on nothing but the token: the same wherever they were computed."""
+        shared = self.shared_experts
+        beside = None if shared is None else self.kernels.beside(lambda: shared(x_TD))
         ids_TK, weights_TK = self.gate(x_TD)
         out_TKD = self.dispatch.run(self.layer, self.experts, x_TD, ids_TK, real_T)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        return self.kernels.combine(out_TKD, weights_TK, shared_TD)
+        return self.kernels.combine(out_TKD, weights_TK, None if beside is None else beside())

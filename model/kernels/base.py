@@ -104,6 +104,12 @@ class Kernels:
         may be overwritten by the next call of any, in the order of the device."""
         return Eager(function)
 
+    def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin ``work``, which may run beside what is called from now on; what is returned waits
+        for its result, on the device, and is called before anything that ``work`` reads is gone."""
+        result = work()
+        return lambda: result
+
     def pack(self, weight: Any) -> Any:
         """Matrices [..., M, K] as ``linear`` and others read them; Blocks if these can be read."""
         return weight

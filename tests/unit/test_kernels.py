@@ -301,9 +301,10 @@ def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [16, 24])
-def test_experts(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_slots", [5, 100])
+def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
     """Uneven counts, experts without a token, and pairs that are not here."""
-    num_slots, num_tokens, dim = 5, 17, 40
+    num_tokens, dim = 17, 40
     x = draw(num_tokens, dim, dtype=dtype)
     gate_up = draw(num_slots, 2 * width, dim, seed=1, dtype=dtype) * 0.3
     down = draw(num_slots, dim, width, seed=2, dtype=dtype) * 0.3
@@ -313,19 +314,17 @@ def test_experts(width: int, dtype: torch.dtype) -> None:
         gate, up = (gate_up[slot].double() @ x[token].double()).chunk(2)
         return down[slot].double() @ (torch.nn.functional.silu(gate) * up)
 
-    tokens = torch.randint(0, num_tokens, (60,), generator=torch.Generator().manual_seed(3))
-    slots = torch.tensor([0, 0, 0, 3, num_slots, 1])[torch.arange(60) % 6]
-    got, here = ours().experts(x, tokens, slots, *packed), slots < num_slots
-    pairs = zip(tokens[here].tolist(), slots[here].tolist(), strict=True)
-    check(got[here], torch.stack([one(*pair) for pair in pairs]), dtype)
+    for num in (1, 6, 60, 90):
+        tokens = torch.randint(0, num_tokens, (num,), generator=torch.Generator().manual_seed(3))
+        slots = torch.tensor([0, 0, 0, 3, num_slots, num_slots - 1])[(torch.arange(num) + 1) % 6]
+        got, here = ours().experts(x, tokens, slots, *packed), slots < num_slots
+        pairs = zip(tokens[here].tolist(), slots[here].tolist(), strict=True)
+        check(got[here], torch.stack([one(*pair) for pair in pairs]), dtype)
     two_each = ours().experts(x, None, torch.arange(34) % num_slots, *packed)
     wanted = torch.stack([one(i // 2, i % num_slots) for i in range(34)])
     check(two_each, wanted, dtype)
-    check(
-        ours().experts(x, None, None, *packed),
-        torch.stack([one(i, 0) for i in range(17)]),
-        dtype,
-    )
+    alone = ours().experts(x, None, None, *packed)
+    check(alone, torch.stack([one(i, 0) for i in range(17)]), dtype)
     assert ours().experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
 
 

@@ -1,7 +1,8 @@
-"""Routed experts: pairs of (token, expert) sorted by expert, two grouped products, and the sum.
+"""Routed experts: pairs of (token, expert), two grouped products, and the sum.
 
-A program has one expert and a block of its outputs, and goes over the expert's pairs: in a decode
-step they are few, and weights are read once. Nothing is padded, nothing waits for the routing.
+A program has one expert and a block of its outputs, and goes over the expert's pairs (pairs.py): in
+a decode step they are few, and weights are read once. Nothing is padded, nothing waits for the
+routing.
 
 Shape legend: N tokens, P (token, expert) pairs, S slots of experts, D hidden, F their width,
 T tokens, K experts of a token, M pairs of a tile.
@@ -13,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from model.kernels.base import BLOCK, Blocks, Weights
+from model.kernels.gpu.pairs import own, pairs_at, pairs_of
 
-ALIGN_BLOCK = 1024
+FEW_PROGRAMS = 512
+"""Too few to keep a device busy: outputs are cut finer."""
 QUANTUM = tl.constexpr(BLOCK)
 """Of FP8; tiles divide it."""
 
@@ -30,19 +33,20 @@ def experts(
     (gate_up, scales1), (down, scales2) = _parts(w1), _parts(w2)
     num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
     width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
-    order_P, starts_S = by_slot(slots_P, num_slots)
+    pairs = pairs_of(slots_P, num_slots)
+    told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
+    how = {"BY_PAIR": pairs.by_pair, "LOOKED_THROUGH": pairs.looked_through}
     per_slot = triton.cdiv(num_pairs, num_slots)
     is_exact = dtype == torch.float32
     block_m = 16 if per_slot <= 16 or is_exact else 32 if per_slot <= 32 else 64
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
     block_f, block_k = 32, 32 if is_exact else 128
-    _gate_up[(num_slots, triton.cdiv(width, block_f))](
+    _gate_up[(pairs.num_programs, triton.cdiv(width, block_f))](
         x_ND,
         gate_up,
         scales1,
-        order_P if tokens_P is None else tokens_P,
-        order_P,
-        starts_S,
+        slots_P if tokens_P is None else tokens_P,
+        *told,
         hidden_PF,
         x_ND.stride(0),
         num_pairs // len(x_ND),
@@ -50,23 +54,24 @@ def experts(
         F=width,
         HAS_TOKENS=tokens_P is not None,
         HAS_BLOCKS=isinstance(w1, Blocks),
+        **how,
         BLOCK_M=block_m,
         BLOCK_F=block_f,
         BLOCK_K=block_k,
         num_stages=3,
     )
     out_PD = torch.empty(num_pairs, dim, dtype=dtype, device=device)
-    block_d = 64
-    _down[(num_slots, triton.cdiv(dim, block_d))](
+    block_d = 64 if pairs.num_programs * dim >= 64 * FEW_PROGRAMS else 32
+    _down[(pairs.num_programs, triton.cdiv(dim, block_d))](
         hidden_PF,
         down,
         scales2,
-        order_P,
-        starts_S,
+        *told,
         out_PD,
         D=dim,
         F=width,
         HAS_BLOCKS=isinstance(w2, Blocks),
+        **how,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         BLOCK_K=block_k,
@@ -78,17 +83,6 @@ def experts(
 def _parts(weights: Weights) -> tuple[Tensor, Tensor]:
     """Values and scales; where there are none, the latter are never read."""
     return weights if isinstance(weights, Blocks) else (weights, weights)
-
-
-def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their slots, and where each slot's begin [S + 1]; those of slot S,
-    which are elsewhere, are left out."""
-    order_P = torch.empty_like(slots_P, dtype=torch.int32)
-    starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
-    _by_slot[(num_slots + 1,)](
-        slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=ALIGN_BLOCK
-    )
-    return order_P, starts_S
 
 
 def silu_mul(gate_up_NF: Tensor) -> Tensor:
@@ -117,26 +111,6 @@ def combine(out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tens
 
 
 @triton.jit
-def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
-    slot, p_P = tl.program_id(0), tl.arange(0, BLOCK)
-    num_before_P = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        is_pair_P = start + p_P < num_pairs
-        slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
-        num_before_P += (is_pair_P & (slot_P < slot)).to(tl.int32)
-    place = tl.sum(num_before_P, 0)
-    tl.store(starts + slot, place)
-    if slot < num_slots:
-        for start in range(0, num_pairs, BLOCK):
-            is_pair_P = start + p_P < num_pairs
-            slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
-            is_mine_P = (is_pair_P & (slot_P == slot)).to(tl.int32)
-            place_P = place + tl.cumsum(is_mine_P, 0) - 1
-            tl.store(order + place_P, start + p_P, mask=is_mine_P > 0)
-            place += tl.sum(is_mine_P, 0)
-
-
-@triton.jit
 def scaled_dot(x_MK, w_NK, scale):
     """Times one block of FP8, whose factor is that of the sum (DeepSeek-V3 report, 3.3.2)."""
     return tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)), input_precision="ieee") * scale
@@ -148,8 +122,11 @@ def _gate_up(
     w,
     scales,
     tokens,
+    slots,
     order,
     starts,
+    num_pairs,
+    num_slots,
     hidden,
     x_row,
     per_token,
@@ -157,12 +134,14 @@ def _gate_up(
     F: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    LOOKED_THROUGH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    slot = tl.program_id(0)
-    first, end = tl.load(starts + slot), tl.load(starts + slot + 1)
+    told = slots, order, starts, num_pairs, num_slots
+    slot, first, end = own(told, BY_PAIR, LOOKED_THROUGH)
     f_F, k_K = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
     is_f = (f_F < F)[:, None]
     gate = w + slot.to(tl.int64) * 2 * F * D + f_F[:, None] * D + k_K[None, :]
@@ -172,7 +151,7 @@ def _gate_up(
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
+        pair_M = pairs_at(told, slot, place_M, end, LOOKED_THROUGH)
         if HAS_TOKENS:
             token_M = tl.load(tokens + pair_M, mask=place_M < end, other=0)
         else:
@@ -193,7 +172,7 @@ def _gate_up(
                 gate_MF = tl.dot(x_MK, tl.trans(gate_FK), gate_MF, input_precision="ieee")
                 up_MF = tl.dot(x_MK, tl.trans(up_FK), up_MF, input_precision="ieee")
         h_MF = gate_MF * tl.sigmoid(gate_MF) * up_MF
-        where_MF = hidden + place_M.to(tl.int64)[:, None] * F + f_F[None, :]
+        where_MF = hidden + pair_M.to(tl.int64)[:, None] * F + f_F[None, :]
         tl.store(where_MF, h_MF.to(hidden.dtype.element_ty), mask=is_m & (f_F < F)[None, :])
 
 
@@ -202,18 +181,23 @@ def _down(
     hidden,
     w,
     scales,
+    slots,
     order,
     starts,
+    num_pairs,
+    num_slots,
     out,
     D: tl.constexpr,
     F: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    LOOKED_THROUGH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    slot = tl.program_id(0)
-    first, end = tl.load(starts + slot), tl.load(starts + slot + 1)
+    told = slots, order, starts, num_pairs, num_slots
+    slot, first, end = own(told, BY_PAIR, LOOKED_THROUGH)
     d_D, k_K = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
     row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
@@ -222,7 +206,8 @@ def _down(
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        row_MK = hidden + place_M.to(tl.int64)[:, None] * F + k_K[None, :]
+        pair_M = pairs_at(told, slot, place_M, end, LOOKED_THROUGH)
+        row_MK = hidden + pair_M.to(tl.int64)[:, None] * F + k_K[None, :]
         out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for k in range(0, F, BLOCK_K):
             is_k = (k + k_K < F)[None, :]
@@ -232,7 +217,6 @@ def _down(
                 out_MD += scaled_dot(h_MK, w_DK, tl.load(scale + k // QUANTUM))
             else:
                 out_MD = tl.dot(h_MK, tl.trans(w_DK), out_MD, input_precision="ieee")
-        pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
         where_MD = out + pair_M.to(tl.int64)[:, None] * D + d_D[None, :]
         tl.store(where_MD, out_MD.to(out.dtype.element_ty), mask=is_m & (d_D < D)[None, :])
 

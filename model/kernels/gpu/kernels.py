@@ -4,6 +4,7 @@ torch's (base.py), which their tests compare them with.
 Shape legend: see base.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +43,29 @@ class Triton(Kernels):
         self._num_processors = num_processors
         self._quantises, self._by_powers = quantises, by_powers
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
 
     def repeated(self, function: Function) -> Repeated:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return Captured(function, self._pool)
+
+    def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """As a branch of the graph that is captured. Without one the host is what takes long."""
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return super().beside(work)
+        main, side = torch.cuda.current_stream(), self._side or torch.cuda.Stream()
+        self._side = side
+        # It waits here for whatever used what earlier branches left, which is reused from now on.
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            result = work()
+
+        def joined() -> Tensor:
+            main.wait_stream(side)
+            return result
+
+        return joined
 
     def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
         if isinstance(packed, Blocks):

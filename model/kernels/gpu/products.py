@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from model.kernels.base import BLOCK, Blocks
-from model.kernels.gpu.experts import QUANTUM, by_slot, scaled_dot, silu_mul
+from model.kernels.gpu.experts import QUANTUM, scaled_dot, silu_mul
+from model.kernels.gpu.pairs import by_slot
 
 FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)

@@ -1,0 +1,114 @@
+"""Which (token, expert) pairs an expert has. Few pairs are looked through by every program; many
+are sorted by slot once.
+
+Shape legend: P pairs, S slots of experts, M pairs of a tile.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+MOST_LOOKED_THROUGH = 64
+
+
+class Pairs(NamedTuple):
+    """Of programs, each of which has a slot: one for every slot, or where there are fewer pairs,
+    one for every pair, of which the first of each slot has them all. ``looked_through`` is 0 where
+    pairs are sorted."""
+
+    order_P: Tensor
+    starts_S: Tensor
+    num_programs: int
+    by_pair: bool
+    looked_through: int
+
+
+def pairs_of(slots_P: Tensor, num_slots: int) -> Pairs:
+    num_pairs = len(slots_P)
+    how = min(num_pairs, num_slots), num_pairs < num_slots
+    if num_pairs <= MOST_LOOKED_THROUGH:
+        return Pairs(slots_P, slots_P, *how, max(2, triton.next_power_of_2(num_pairs)))
+    return Pairs(*by_slot(slots_P, num_slots), *how, 0)
+
+
+def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their slots, and where each slot's begin [S + 1]; those of slot S,
+    which are elsewhere, are left out."""
+    order_P = torch.empty_like(slots_P, dtype=torch.int32)
+    starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
+    _by_slot[(num_slots + 1,)](slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=BLOCK)
+    return order_P, starts_S
+
+
+@triton.jit
+def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
+    slot, p_P = tl.program_id(0), tl.arange(0, BLOCK)
+    num_before_P = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        is_pair_P = start + p_P < num_pairs
+        slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
+        num_before_P += (is_pair_P & (slot_P < slot)).to(tl.int32)
+    place = tl.sum(num_before_P, 0)
+    tl.store(starts + slot, place)
+    if slot < num_slots:
+        for start in range(0, num_pairs, BLOCK):
+            is_pair_P = start + p_P < num_pairs
+            slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
+            is_mine_P = (is_pair_P & (slot_P == slot)).to(tl.int32)
+            place_P = place + tl.cumsum(is_mine_P, 0) - 1
+            tl.store(order + place_P, start + p_P, mask=is_mine_P > 0)
+            place += tl.sum(is_mine_P, 0)
+
+
+@triton.jit
+def own(told, BY_PAIR: tl.constexpr, LOOKED_THROUGH: tl.constexpr):
+    """The slot of this program, and the places of its pairs: from the first up to the end. There
+    are none if another program has them."""
+    slots, order, starts, num_pairs, num_slots = told
+    i = tl.program_id(0)
+    if LOOKED_THROUGH > 0:
+        slot = i
+        if BY_PAIR:
+            slot = tl.load(slots + i).to(tl.int32)
+        is_mine_P, p_P = _mine(slots, slot, num_pairs, LOOKED_THROUGH)
+        first = tl.full([], 0, tl.int32)
+        end = tl.sum(is_mine_P, 0)
+        if BY_PAIR:
+            is_first = tl.sum(tl.where(p_P < i, is_mine_P, 0), 0) == 0
+            end = tl.where(is_first & (slot < num_slots), end, 0)
+    elif BY_PAIR:
+        num_here = tl.load(starts + num_slots)
+        pair = tl.load(order + i, mask=i < num_here, other=0)
+        slot = tl.where(i < num_here, tl.load(slots + pair), 0).to(tl.int32)
+        first = tl.load(starts + slot)
+        end = tl.where((first == i) & (i < num_here), tl.load(starts + slot + 1), first)
+    else:
+        slot = i
+        first = tl.load(starts + slot)
+        end = tl.load(starts + slot + 1)
+    return slot, first, end
+
+
+@triton.jit
+def pairs_at(told, slot, place_M, end, LOOKED_THROUGH: tl.constexpr):
+    """The slot's pairs at these places, 0 behind the end."""
+    slots, order, _, num_pairs, _ = told
+    if LOOKED_THROUGH > 0:
+        is_mine_P, p_P = _mine(slots, slot, num_pairs, LOOKED_THROUGH)
+        place_P = tl.cumsum(is_mine_P, 0) - 1
+        is_it_MP = (place_P[None, :] == place_M[:, None]) & (is_mine_P > 0)[None, :]
+        pair_M = tl.sum(tl.where(is_it_MP, p_P[None, :], 0), 1)
+    else:
+        pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
+    return pair_M
+
+
+@triton.jit
+def _mine(slots, slot, num_pairs, LOOKED_THROUGH: tl.constexpr):
+    p_P = tl.arange(0, LOOKED_THROUGH)
+    slot_P = tl.load(slots + p_P, mask=p_P < num_pairs, other=-1)
+    return (slot_P == slot).to(tl.int32), p_P
