@@ -129,8 +129,15 @@ class EngineLoop:
                 callback(error)
         finally:
             for end in self._on_end:
-                end()
+                self._end(end)
             self._drain()
+
+    def _end(self, end: Callable[[], None]) -> None:
+        """What fails here keeps nobody else from letting go."""
+        try:
+            end()
+        except Exception:
+            log.exception("something has not ended in order")
 
     def _step(self, engine: Stepper) -> None:
         try:

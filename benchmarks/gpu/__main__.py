@@ -3,7 +3,7 @@
     python -m benchmarks.gpu                          every section that has no results yet
     python -m benchmarks.gpu --sections kernels,steps --again
     python -m benchmarks.gpu --rehearse --out /tmp/x  the same on a CPU, small: is the script whole?
-    python -m benchmarks.gpu --table                  of what was measured before
+    python -m benchmarks.gpu --table --plot x.png     of what was measured before
 
 Sections run one after the other, each in a process of its own with a limit of its own; what one has
 measured is kept when it is ended. Lines go to OUT/results.jsonl. Weights are random and made on the
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.plot import save_plot
 from benchmarks.gpu.say import OUT, Say, lines, results_file
 
 SECTIONS = {
@@ -50,6 +51,9 @@ def main() -> None:
         return
     failed = [] if args.table else _run_all(args)
     Console(width=150).print(_table())
+    if args.plot:
+        save_plot(args.plot)
+        print(f"plotted to {args.plot}")
     if failed:
         raise SystemExit(f"not whole: {', '.join(failed)}")
 
@@ -102,6 +106,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8, help="for all of them together [8]")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small sizes")
     parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="shares of floors, drawn")
     parser.add_argument("--out", type=Path, help="folder [build/gpu]")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     return parser.parse_args()

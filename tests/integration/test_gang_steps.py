@@ -78,7 +78,7 @@ class Through:
     """A launcher whose methods can be replaced."""
 
     def __init__(self, inner: Any) -> None:
-        self.prepare, self.launch = inner.prepare, inner.launch
+        self.prepare, self.launch, self.program = inner.prepare, inner.launch, inner.program
 
 
 def is_exact(small_model: Path, request: Request, ids: list[int]) -> bool:

@@ -16,6 +16,7 @@ from decode_node.buckets import Buckets
 from decode_node.plan import Extras, StepKey
 from decode_node.step import decode_step
 from model.loaded import LoadedModel
+from runtime.engine_loop import EngineLoop
 
 Answers = dict[str, tuple[list[int], str | None]]
 
@@ -192,3 +193,12 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
         plain = program()
         captured = torch.compile(program, fullgraph=True, backend="eager", dynamic=False)
         assert torch.equal(captured(), plain)
+
+
+def test_what_fails_to_end_keeps_nobody_else_from_ending() -> None:
+    loop, ended = EngineLoop("engine"), list[str]()
+    loop.on_end(Mock(side_effect=RuntimeError("cosmic ray")))
+    loop.on_end(lambda: ended.append("gang"))
+    loop.start()
+    loop.stop()
+    assert ended == ["gang"] and not loop.is_running

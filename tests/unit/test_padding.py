@@ -181,7 +181,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
         def plan(self, proposal: Proposal) -> Plan:
             plan = super().plan(proposal)
             if plan.step == 4:
-                assert plan.key == StepKey(3, NUM_DRAFTS, NUM_DRAFTS + 1)
+                assert plan.key is not None and plan.key.num_rows == 3
                 assert bench.drop("r1")
             return plan
 

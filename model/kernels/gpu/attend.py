@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.kernels.gpu.rotary import rotated
 
-MAX_PARTS = 32
+MAX_PARTS = 64
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,8 +39,8 @@ def attend(
     is_exact = q_XHC.dtype == torch.float32
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
-    wanted = 2 * num_processors // (num_seqs * num_blocks)
-    num_parts = min(MAX_PARTS, triton.next_power_of_2(max(1, wanted)))
+    wanted = max(1, 2 * num_processors // (num_seqs * num_blocks))
+    num_parts = min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend[(num_blocks, num_seqs, num_parts)](
