@@ -139,7 +139,7 @@ def extras_of(sequences: Items[Sequence]) -> Extras:
 
 
 def extras_of_all(extras: Iterable[Extras]) -> Extras:
-    """What these ask for together; nobody asks for nothing."""
+    """What these, of one at least, ask for together."""
     first, *others = extras
     for one in others:
         nums = [num for num in (first.num_logprobs, one.num_logprobs) if num is not None]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.batch import gather_pages
 from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
 from model.kernels.captured import Captured
 from model.kernels.gpu import compiling, norms, prefill, products, route, sample
@@ -33,6 +32,7 @@ class Triton(Kernels):
     reads_blocks = True
     reads_pages = True
     mla_entry = staticmethod(norms.mla_entry)
+    mla_prefill = staticmethod(prefill.attend)
     combine = staticmethod(combine)
     compile_s = staticmethod(compiling.seconds)
     drawn = staticmethod(sample.draw)
@@ -114,24 +114,6 @@ class Triton(Kernels):
         up_v_HCV = up_v.transpose(1, 2)
         torch.bmm(o_XHC.transpose(0, 1), up_v_HCV, out=out_XHV.transpose(0, 1))
         return out_XHV
-
-    def mla_prefill(
-        self,
-        q_THK: Tensor,
-        kv_b: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        cache: Tensor,
-        page_table_1P: Tensor,
-        lengths: tuple[int, ...],
-        contexts: tuple[int, ...],
-        num_values: int,
-        scale: float,
-    ) -> Tensor:
-        angles, latent_SL = (cos, sin, is_interleaved), gather_pages(cache, page_table_1P)[0]
-        where = cache.shape[1], lengths, contexts
-        return prefill.attend(q_THK, kv_b, *angles, latent_SL, *where, num_values, scale)
 
     def experts(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.batch import gather_pages
 from model.kernels.gpu.attend import LOG2_E
 from model.kernels.gpu.rotary import rotated
 from model.tensors import upload
@@ -30,19 +31,19 @@ def attend(
     cos: Tensor,
     sin: Tensor,
     is_interleaved: bool,
-    latent_SL: Tensor,
-    page_size: int,
+    cache: Tensor,
+    page_table_1P: Tensor,
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
     num_values: int,
     scale: float,
 ) -> Tensor:
-    """[T, H, V], zeros for padding. ``latent`` holds the pages of each segment's context one after
-    the other; ``kv_b`` is [H, N + V, C]."""
+    """See Kernels.mla_prefill: [T, H, V]; ``kv_b`` is [H, N + V, C]."""
+    latent_SL = gather_pages(cache, page_table_1P)[0]
     (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * cos.shape[1]
     is_exact = q_THK.dtype == torch.float32
     block_m = 16 if is_exact else 128
-    tiles = _tiles(lengths, contexts, page_size, block_m, q_THK.device)
+    tiles = _tiles(lengths, contexts, cache.shape[1], block_m, q_THK.device)
     is_padded = sum(lengths) < num_rows
     make = q_THK.new_zeros if is_padded else q_THK.new_empty
     out_THV = make(num_rows, num_heads, num_values)
