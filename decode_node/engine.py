@@ -170,6 +170,8 @@ class DecodeEngine:
             # What was eager in steps of somebody's rows may be made when they have ended.
             self._may_prepare = key is not None and (self._may_prepare or self._can_make)
         if key is not None and key.use == MAKE:
+            self._read(num_kept=0)
+            self._tell()  # before a pause, in which nobody is at stake
             self._make(key)
         elif key is not None:
             # Who has ended since it was proposed is padding now.

@@ -50,7 +50,7 @@ class InFlight:
         accepted = verdict.num_accepted_B[:num].tolist()
         limits = [sequence.limit for sequence in self.sequences]
         rows = list(zip(limits, accepted, strict=True))
-        report = report_of(self.key, program_s, rows, not self.result.is_made)
+        report = report_of(self.key, program_s, rows, self.result.is_usual)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
 

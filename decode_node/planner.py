@@ -1,7 +1,6 @@
 """Who answers proposals with a plan. The decision is a pure function of all proposals and of the
 cost table, which only the planner keeps."""
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -26,6 +25,10 @@ from decode_node.plan import (
     pass_width,
 )
 
+MOST_EAGER = 128
+"""Steps for which a program is not made because somebody would wait. Making one takes about as long
+as these lose."""
+
 
 class StepPlanner:
     """Decides by all ranks' proposals (runtime/lockstep.py: Decide). ``draft_length`` is a name
@@ -45,21 +48,35 @@ class StepPlanner:
         self._length = LENGTHS[draft_length]
         self._costs = no_costs(max_drafts)
         self.measures = measures and self._length is by_load and max_drafts > 0
-        self._to_make = deque(to_make)
+        self._to_make = dict.fromkeys(to_make, 0)
+        """And for how many steps each was asked for."""
         self._known = set(self._to_make)
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepKey | None:
         key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
         can_make = all(proposal.can_make for proposal in proposals)
         if key is not None:
-            if can_make and key not in self._known and len(self._known) < MAX_KEPT:
-                self._known.add(key)
-                self._to_make.append(key)
-        elif can_make and self._to_make:
-            key = replace(self._to_make.popleft(), use=MAKE)
-        elif self.measures:
+            return self._made(key) if can_make else key
+        if can_make and self._to_make:
+            return self._make(next(iter(self._to_make)))
+        if self.measures:
             key, self._costs = plan_trial(proposals, self._costs, self._buckets)
         return key
+
+    def _made(self, key: StepKey) -> StepKey:
+        """That step, or what gets its program ready."""
+        if key not in self._known and len(self._known) < MAX_KEPT:
+            self._known.add(key)
+            self._to_make[key] = 0
+        if key in self._to_make:
+            self._to_make[key] += 1
+            if self._to_make[key] > MOST_EAGER:
+                return self._make(key)
+        return key
+
+    def _make(self, key: StepKey) -> StepKey:
+        del self._to_make[key]
+        return replace(key, use=MAKE)
 
 
 def plan_step(

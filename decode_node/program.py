@@ -20,12 +20,12 @@ What = tuple[StepKey, int | None]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What verification found; the next step may overwrite it, in the order of the device. Steps in
-    which a program ``is_made`` take longer than others."""
+    """What verification found; the next step may overwrite it, in the order of the device. Others
+    of a step's kind will take less time if it was not ``is_usual``."""
 
     verdict: Verdict
     logprobs: LogprobRows | None
-    is_made: bool
+    is_usual: bool
 
 
 class StepProgram:
@@ -40,13 +40,14 @@ class StepProgram:
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
         """A program that fails while it is made is made anew when it is asked for again. Those that
         are made ahead, and this one was not, are run eagerly."""
-        makes_now = not self._loaded.kernels.makes_ahead
-        function = self._kept.pop(what, None) or self._new(what, makes_now)
-        is_made = not function.is_ready
+        makes_ahead = self._loaded.kernels.makes_ahead
+        function = self._kept.pop(what, None) or self._new(what, not makes_ahead)
+        may_be_made = makes_ahead and not self._loaded.is_eager
+        is_usual = function.is_ready and not (may_be_made and isinstance(function, Eager))
         tokens_BN1, num_accepted_B, *logprobs = function(read_B, write_B)
         self._keep(what, function)
         verdict = Verdict(tokens_BN1, num_accepted_B)
-        return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_made)
+        return StepResult(verdict, LogprobRows(*logprobs) if logprobs else None, is_usual)
 
     def make(self, what: What, read_B: Tensor, write_B: Tensor) -> None:
         """Get a program ready, on rows that are nobody's. After one that cannot be had no more are

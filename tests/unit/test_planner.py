@@ -6,8 +6,8 @@ import pytest
 
 from decode_node.buckets import Buckets
 from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
-from decode_node.plan import MAKE, PLAIN, Extras, Proposal, Report, StepKey, propose
-from decode_node.planner import StepPlanner, plan_step
+from decode_node.plan import MAKE, PLAIN, SAMPLED, Extras, Proposal, Report, StepKey, propose
+from decode_node.planner import MOST_EAGER, StepPlanner, plan_step
 from runtime.lockstep import LocalPlanner
 
 BUCKETS = Buckets((1, 2, 4, 8))
@@ -75,6 +75,17 @@ def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
     assert asked == [StepKey(1, 3, 4, Extras(has_rules=True))] * 3, "it is not waited for"
     left = [planner((idle, idle)) for _ in range(3)]
     assert left == [replace(usual[1], use=MAKE), replace(asked[0], use=MAKE), None]
+
+
+def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_waits() -> None:
+    """Or who is never without work would be eager for ever."""
+    planner = StepPlanner(BUCKETS, 3, "fixed", to_make=[StepKey(2, 3, 4)])
+    sampled = replace(rows(3), extras=SAMPLED, can_make=True)
+    keys = [planner((sampled,)) for _ in range(2 * MOST_EAGER)]
+    key = StepKey(1, 3, 4, SAMPLED)
+    assert keys == [key] * MOST_EAGER + [replace(key, use=MAKE)] + [key] * (MOST_EAGER - 1)
+    assert planner((replace(IDLE, can_make=True),)) == StepKey(2, 3, 4, use=MAKE)
+    assert [planner((replace(sampled, can_make=False),)) for _ in range(MOST_EAGER + 1)][-1] == key
 
 
 def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:

@@ -268,6 +268,38 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     bench.check_empty()
 
 
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: bool, loop: str
+) -> None:
+    """And if it cannot be, nobody is harmed."""
+    asked = everything()
+    answers = Bench(loaded, max_rows=6).generate(*asked)
+    kernels = copy(loaded.kernels)
+    kernels.makes_ahead = True
+    if fails:
+        broken = Mock(is_ready=False, side_effect=RuntimeError("out of memory"))
+        monkeypatch.setattr(kernels, "repeated", lambda function: broken)
+    monkeypatch.setattr("decode_node.planner.MOST_EAGER", 2)
+    monkeypatch.setattr("decode_node.engine.usual_programs", lambda *told: [])
+    bench = Bench(replace(loaded, kernels=kernels), max_rows=6, loop=loop)
+    step, busy = bench.decode.step, list[int]()
+
+    def guarded() -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            busy.append(len(bench.decode.scheduler.sequences))
+            bench.decode.fail(error)
+
+    monkeypatch.setattr(bench.decode, "step", guarded)
+    assert bench.generate(*asked) == answers
+    assert bool(busy) == fails and all(busy) and len(busy) <= 1
+    assert bool(bench.decode._launcher.program._kept) != fails
+    bench.check_empty()
+
+
 class Counts(TorchDispatchMode):
     """Operators called, tensors allocated, and bytes that these hold."""
 
