@@ -33,7 +33,9 @@ SECTIONS = {
     "costs": 60,
     "prefill": 60,
     "handover": 30,
+    "wire": 60,
     "gang": 60,
+    "answers": 60,
 }
 """Seconds that each may take."""
 

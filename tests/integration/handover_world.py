@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 import multiprocessing
-import struct
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import msgpack
 import torch
 
+from benchmarks.driven.sockets import SocketControl, serve
 from core.control import Control, Handler, InProcessControl
-from core.errors import NodeLost
 from core.identity import Identity
 from kv_transfer.channel import ChannelMaker, make_channels
 from kv_transfer.layout import PROTOCOL
@@ -35,55 +34,6 @@ from tests.integration.handover_peer import (
 from tests.loopback import LoopbackChannels
 
 _ids = itertools.count()
-
-
-async def serve(handler: Handler, reader: asyncio.StreamReader,
-                writer: asyncio.StreamWriter) -> None:  # fmt: skip
-    async def one(call: int, epoch: int, method: str, payload: bytes) -> None:
-        data = msgpack.packb([call, await handler(epoch, method, payload)])
-        writer.write(struct.pack("!I", len(data)) + data)
-
-    tasks = set()
-    with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-        while True:
-            frame = await reader.readexactly(struct.unpack("!I", await reader.readexactly(4))[0])
-            tasks.add(task := asyncio.create_task(one(*msgpack.unpackb(frame))))
-            task.add_done_callback(tasks.discard)
-    writer.close()
-
-
-class SocketControl:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._calls: dict[int, asyncio.Future[bytes]] = {}
-        self._ids = itertools.count()
-        self._reading = asyncio.create_task(self._read(reader))
-
-    async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
-        if self._reading.done():
-            raise NodeLost("the control connection is closed")
-        call = next(self._ids)
-        self._calls[call] = asyncio.get_running_loop().create_future()
-        data = msgpack.packb([call, epoch, method, payload])
-        self._writer.write(struct.pack("!I", len(data)) + data)
-        return await self._calls[call]
-
-    async def close(self) -> None:
-        self._writer.close()
-        await asyncio.wait([self._reading])
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                size = struct.unpack("!I", await reader.readexactly(4))[0]
-                call, data = msgpack.unpackb(await reader.readexactly(size))
-                waiter = self._calls.pop(call)
-                if not waiter.done():
-                    waiter.set_result(data)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            for waiter in self._calls.values():
-                if not waiter.done():
-                    waiter.set_exception(NodeLost("the control connection broke"))
 
 
 def prefill_process(pipe: Connection) -> None:
