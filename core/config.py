@@ -14,7 +14,7 @@ from core.config_source import explain, overlay, read_yaml
 
 AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
-_MAX_CHUNK_BYTES = 4 << 20
+_MAX_CHUNK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=1)]
 
 

@@ -34,7 +34,7 @@ SERVE, TRIAL, MAKE = "serve", "trial", "make"
 @dataclass(frozen=True, slots=True)
 class StepKey:
     """All that decides on a step's program, the same on every rank: so captured collectives are
-    replayed by all ranks or by none, as NCCL asks.
+    replayed by all ranks or by none (NCCL user guide, Using NCCL with CUDA Graphs).
 
     ``num_rows`` is the bucket, padding included; ``width`` how many tokens of a row the drafter's
     pass 1 catches up with, 0 if that is put off. ``use`` is SERVE but for steps of nobody's rows:
