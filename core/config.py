@@ -109,8 +109,8 @@ class KvTransferConfig(Section):
     """auto is nccl between GPUs, gloo otherwise"""
     lease_s: float = Field(default=30.0, gt=0, le=3600)
     """how long offered KV stays without renewal"""
-    staging_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """staging memory per rank; bounds what is in flight"""
+    staging_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """staging memory per rank, of which a transfer takes 16 MB at most; bounds what is in flight"""
     host: str = Field(default=AUTO, min_length=1)
     """address that nodes listen on; auto is 127.0.0.1, each machine's own in a Ray of several"""
 

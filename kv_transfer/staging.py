@@ -1,7 +1,6 @@
 """Staging buffers, the only memory the wire touches."""
 
 import asyncio
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +19,8 @@ class Buffer:
 
 
 class StagingPool:
-    """``total_bytes // chunk_bytes`` buffers, handed out first come, first served.
+    """``total_bytes // chunk_bytes`` buffers, handed out first come, first served. The one freed
+    last goes first: of a CPU's memory, what is never used is never taken.
 
     Owned by the asyncio loop that calls it; only `quarantine`'s end comes from elsewhere.
     """
@@ -33,8 +33,8 @@ class StagingPool:
         self.chunk_bytes = chunk_bytes
         self.num_buffers = total_bytes // chunk_bytes
         shape = (self.num_buffers, chunk_bytes)
-        storage = torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pin)
-        self._free = deque(Buffer(i, storage[i]) for i in range(self.num_buffers))
+        storage = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
+        self._free = [Buffer(i, storage[i]) for i in range(self.num_buffers)]
         self._held: set[int] = set()
         self._quarantined: set[int] = set()
         self._credits = asyncio.Semaphore(self.num_buffers)
@@ -54,7 +54,7 @@ class StagingPool:
                 await self._credits.acquire()
         except TimeoutError:
             raise HandoverError(f"no staging buffer came free within {timeout_s} s") from None
-        buffer = self._free.popleft()
+        buffer = self._free.pop()
         self._held.add(buffer.index)
         return buffer
 

@@ -30,10 +30,7 @@ from runtime.gang.hub import Hub
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
 """Of all rigs: an epoch, and so a rank's name, never repeats."""
-STAGING = "kv_transfer.staging_bytes=8388608"
-"""Of each rank, unless a test says otherwise: to zero the default's 64 MiB takes longer than most
-answers here."""
-SPARED = [STAGING, "speculation.measure_at_start=false"]
+SPARED = ["speculation.measure_at_start=false"]
 """A rank that measures steps computes longer than most answers here."""
 
 

@@ -18,7 +18,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert config.speculation.num_tokens == 3
     assert (config.prefill.max_batch_tokens, config.decode.max_rows) == (2048, 16)
     assert (config.kv.page_size, config.kv.num_pages) == (64, None)
-    assert config.kv_transfer.staging_bytes == 64 << 20
+    assert config.kv_transfer.staging_bytes == 256 << 20
     assert config.server.host_port == ("127.0.0.1", 50051)
 
 

@@ -100,6 +100,7 @@ def test_a_chunk_must_hold_a_token() -> None:
 def test_staged_is_a_view_of_the_buffer() -> None:
     pool = StagingPool(100, 100)
     buffer = pool._free[0]
+    buffer.bytes.zero_()
     view = staged(Group("g", 2, 4), buffer, 3)
     view.fill_(9)
     assert view.shape == (2, 3, 4) and int(buffer.bytes.sum()) == 9 * 24
