@@ -17,6 +17,8 @@ from torch import Tensor
 from model.kernels.gpu.rotary import rotated
 
 MAX_PARTS = 64
+FEWEST_SLOTS = tl.constexpr(64)
+"""Of a part that has any: what a part writes is as much as so many slots, or more."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -125,7 +127,8 @@ def _attend(
     head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
     longest = tl.max(len_M, 0)
-    num_slots = tl.cdiv(tl.cdiv(longest, NUM_PARTS), BLOCK_S) * BLOCK_S
+    num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
+    num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
     end = tl.minimum(first + num_slots, longest)
 
