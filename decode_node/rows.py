@@ -138,8 +138,8 @@ class Rows:
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
             rules = select(self._rules, read_B)
-        drawn, all_greedy = self._loaded.kernels.drawn, extras.all_greedy
-        sampling = replace(rows.sampling, all_greedy=all_greedy, rules=rules, drawn=drawn)
+        sampler, all_greedy = self._loaded.kernels, extras.all_greedy
+        sampling = replace(rows.sampling, all_greedy=all_greedy, rules=rules, sampler=sampler)
         return replace(rows, sampling=sampling)
 
     def store(

@@ -4,8 +4,9 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,16 @@ TARGET, DRAFT, COIN, RESIDUAL = range(4)
 more than the first."""
 _MASK = 0xFFFFFFFF
 _STREAM_SHIFT = 30
-Drawn = Callable[[Tensor, "SamplingRows", Tensor], Tensor]
-"""`draw` where some row is sampled."""
+
+
+class Sampler(Protocol):
+    """A device's own `drawn` and `filtered_log_probs` (model/kernels)."""
+
+    def drawn(
+        self, adjusted_BV: Tensor, rows: "SamplingRows", output_index_B: Tensor
+    ) -> Tensor: ...
+
+    def filtered_log_probs(self, logits_BV: Tensor, rows: "SamplingRows") -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,7 @@ class SamplingRows:
     """Sampling settings of B rows. ``seed_B`` int64; ``top_k_B`` 0 is off.
 
     ``all_greedy`` is known on the host and skips the noise altogether; so is ``rules`` None,
-    which no row adjusts its logits with. ``drawn`` is a device's own (Kernels.drawn).
+    which no row adjusts its logits with.
     """
 
     temperature_B: Tensor
@@ -38,7 +47,7 @@ class SamplingRows:
     seed_B: Tensor
     all_greedy: bool
     rules: AdjustRows | None = None
-    drawn: Drawn | None = None
+    sampler: Sampler | None = None
 
     @classmethod
     def of(
@@ -46,7 +55,7 @@ class SamplingRows:
         settings: Sequence[SamplingParams],
         device: torch.device,
         rules: AdjustRows | None = None,
-        drawn: Drawn | None = None,
+        sampler: Sampler | None = None,
     ) -> "SamplingRows":
         """The settings of several requests, one row each; seeds are given by now. ``rules`` may
         be on the host still."""
@@ -62,7 +71,7 @@ class SamplingRows:
             seed_B=column("seed", torch.int64),
             all_greedy=all(one.temperature == 0 for one in settings),
             rules=rules,
-            drawn=drawn,
+            sampler=sampler,
         )
         return upload(rows, device)
 
@@ -92,7 +101,8 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
     """
     if rows.all_greedy:
         return adjusted_BV.argmax(-1)
-    return (rows.drawn or drawn)(adjusted_BV, rows, output_index_B)
+    own = drawn if rows.sampler is None else rows.sampler.drawn
+    return own(adjusted_BV, rows, output_index_B)
 
 
 def drawn(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
@@ -130,6 +140,12 @@ def sample(
     """Token ids [B] drawn from ``log_p_BV``, which need not be normalised."""
     noise_BV = gumbel(seed_B, output_index_B, log_p_BV.shape[-1], stream)
     return (log_p_BV + noise_BV).argmax(-1)
+
+
+def log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
+    """`filtered_log_probs` as the device has them."""
+    own = filtered_log_probs if rows.sampler is None else rows.sampler.filtered_log_probs
+    return own(logits_BV, rows)
 
 
 def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:

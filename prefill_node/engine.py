@@ -199,11 +199,11 @@ def _logprobs(
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
     """The requests' settings, one row each."""
-    settings, drawn = [request.sampling for request in requests], loaded.kernels.drawn
+    settings, sampler = [request.sampling for request in requests], loaded.kernels
     if not any(one.adjusts_logits for one in settings):
-        return SamplingRows.of(settings, loaded.device, drawn=drawn)
+        return SamplingRows.of(settings, loaded.device, sampler=sampler)
     rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
     for row, request in enumerate(requests):
         stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
         set_rules(rules, row, request, request.output_ids, stops)
-    return SamplingRows.of(settings, loaded.device, rules, drawn)
+    return SamplingRows.of(settings, loaded.device, rules, sampler)

@@ -19,7 +19,7 @@ from model.sampling import (
     DRAFT,
     RESIDUAL,
     SamplingRows,
-    filtered_log_probs,
+    log_probs,
     sample,
     uniform,
 )
@@ -52,7 +52,7 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 def _target_probs(evidence: Evidence) -> Tensor:
     places = evidence.adjusted_BN1V.unbind(1)
-    return torch.stack([filtered_log_probs(x, evidence.sampling).exp() for x in places], 1)
+    return torch.stack([log_probs(x, evidence.sampling).exp() for x in places], 1)
 
 
 def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def pick_from_q(
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
         return greedy_B, None
-    log_q_BV = filtered_log_probs(adjusted_BV, sampling)
+    log_q_BV = log_probs(adjusted_BV, sampling)
     drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 

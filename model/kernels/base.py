@@ -278,6 +278,10 @@ class Kernels:
         """Token ids [B] of rows of which some are sampled (model/sampling.py)."""
         return sampling.drawn(adjusted_BV, rows, output_index_B)
 
+    def filtered_log_probs(self, logits_BV: Tensor, rows: SamplingRows) -> Tensor:
+        """See model/sampling.py: [B, V]."""
+        return sampling.filtered_log_probs(logits_BV, rows)
+
 
 PLAIN = Kernels()
 

@@ -167,7 +167,8 @@ def test_routing(compiled: list[str]) -> None:
 def test_sampling(compiled: list[str], num_tokens: int) -> None:
     rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=1)] * 2, torch.device("cpu"))
     Triton(132).drawn(zeros(2, num_tokens).float(), rows, torch.zeros(2, dtype=torch.int64))
-    assert compiled == ["_draw"]
+    Triton(132).filtered_log_probs(zeros(2, num_tokens).float(), rows)
+    assert compiled == ["_draw", "_filter"]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])

@@ -381,6 +381,8 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
     indices = torch.arange(len(settings)) * 3
     got, wanted = ours().drawn(logits, rows, indices), sampling.drawn(logits, rows, indices)
     assert got.tolist() == wanted.tolist()
+    left, told = ours().filtered_log_probs(logits, rows), sampling.filtered_log_probs(logits, rows)
+    torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
 
 
 @native_only

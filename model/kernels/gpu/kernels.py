@@ -36,6 +36,7 @@ class Triton(Kernels):
     combine = staticmethod(combine)
     compile_s = staticmethod(compiling.seconds)
     drawn = staticmethod(sample.draw)
+    filtered_log_probs = staticmethod(sample.filtered_log_probs)
 
     def __init__(
         self, num_processors: int, quantises: bool = False, by_powers: bool = False

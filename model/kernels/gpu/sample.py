@@ -1,4 +1,5 @@
-"""Tokens drawn from adjusted logits, one program a row (model/sampling.py: what is drawn).
+"""Tokens drawn from adjusted logits, or what they are drawn from, one program a row
+(model/sampling.py: what is drawn).
 
 Nothing is sorted: the least logit that top-k and top-p leave is found by halving, on bits that have
 the order of the numbers. Sums of probabilities differ from torch's in their last bits, so that a
@@ -34,6 +35,25 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
         num_warps=8,
     )
     return tokens_B
+
+
+def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
+    """log p [B, V] of what is left, fp32."""
+    num_rows, num_tokens = logits_BV.shape
+    logits_BV = logits_BV.float().contiguous()
+    out_BV = torch.empty_like(logits_BV)
+    _filter[(num_rows,)](
+        logits_BV,
+        rows.temperature_B,
+        rows.top_k_B,
+        rows.top_p_B,
+        rows.min_p_B,
+        out_BV,
+        num_tokens,
+        BLOCK=min(BLOCK // 2, triton.next_power_of_2(num_tokens)),
+        num_warps=8,
+    )
+    return out_BV
 
 
 @triton.jit
@@ -121,6 +141,47 @@ def _kept(row, norm, top_k, top_p, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _largest(row, BLOCK: tl.constexpr):
+    """The largest logit by temperature, and its token."""
+    largest, token = float("-inf"), tl.full([], 0, tl.int32)
+    for first in range(0, row[1], BLOCK):
+        _, x_V, _ = _tile(row, first, BLOCK)
+        here = tl.max(x_V, 0)
+        token = tl.where(here > largest, first + tl.argmax(x_V, 0), token)
+        largest = tl.maximum(largest, here)
+    return largest, token
+
+
+@triton.jit
+def _filters(row, largest, top_k, top_p, min_p, BLOCK: tl.constexpr):
+    """What tells who is kept: the norm, the edge, how many of those on it, the least probability,
+    and the largest logit."""
+    total = 0.0
+    for first in range(0, row[1], BLOCK):
+        _, x_V, _ = _tile(row, first, BLOCK)
+        total += tl.sum(tl.exp(x_V - largest), 0)
+    norm = largest + tl.log(total)
+    edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
+    if ((top_k > 0) & (top_k < row[1])) | (top_p < 1):
+        edge, num_on_it = _kept(row, norm, top_k, top_p, BLOCK)
+    return norm, edge, num_on_it, min_p * tl.exp(largest - norm), largest
+
+
+@triton.jit
+def _kept_of(row, first, filters, num_met, BLOCK: tl.constexpr):
+    """Of a tile: places, log probabilities of all of it, -inf of who is filtered out, and how many
+    on the edge were met by now."""
+    norm, edge, num_on_it, least_p, largest = filters
+    at_V, x_V, key_V = _tile(row, first, BLOCK)
+    is_on_V = (key_V == edge).to(tl.int32)
+    num_before_V = num_met + tl.cumsum(is_on_V, 0) - is_on_V
+    is_kept_V = (key_V > edge) | ((is_on_V > 0) & (num_before_V < num_on_it))
+    is_kept_V &= (tl.exp(x_V - norm) >= least_p) | (x_V == largest)
+    log_p_V = tl.where(is_kept_V, x_V - norm, float("-inf"))
+    return at_V, log_p_V, num_met + tl.sum(is_on_V, 0)
+
+
+@triton.jit
 def _draw(
     logits,
     temperatures,
@@ -137,35 +198,44 @@ def _draw(
     temperature = tl.load(temperatures + b)
     is_sampled = temperature > 0
     row = logits + b * num_tokens, num_tokens, tl.where(is_sampled, temperature, 1.0)
-    largest, total = float("-inf"), 0.0
-    token = tl.full([], 0, tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        _, x_V, _ = _tile(row, first, BLOCK)
-        here = tl.max(x_V, 0)
-        token = tl.where(here > largest, first + tl.argmax(x_V, 0), token)
-        largest = tl.maximum(largest, here)
+    largest, token = _largest(row, BLOCK)
     if is_sampled:
-        for first in range(0, num_tokens, BLOCK):
-            _, x_V, _ = _tile(row, first, BLOCK)
-            total += tl.sum(tl.exp(x_V - largest), 0)
-        norm = largest + tl.log(total)
-        top_k, top_p = tl.load(top_ks + b), tl.load(top_ps + b)
-        edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
-        if ((top_k > 0) & (top_k < num_tokens)) | (top_p < 1):
-            edge, num_on_it = _kept(row, norm, top_k, top_p, BLOCK)
-        least_p = tl.load(min_ps + b) * tl.exp(largest - norm)
+        told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
+        filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
         key = _key(tl.load(seeds + b), tl.load(indices + b))
         best, num_met = float("-inf"), tl.full([], 0, tl.int32)
         for first in range(0, num_tokens, BLOCK):
-            at_V, x_V, key_V = _tile(row, first, BLOCK)
-            is_on_V = (key_V == edge).to(tl.int32)
-            num_before_V = num_met + tl.cumsum(is_on_V, 0) - is_on_V
-            num_met += tl.sum(is_on_V, 0)
-            is_kept_V = (key_V > edge) | ((is_on_V > 0) & (num_before_V < num_on_it))
-            is_kept_V &= (tl.exp(x_V - norm) >= least_p) | (x_V == largest)
-            score_V = x_V - norm + _gumbel(key, at_V.to(tl.uint32))
-            score_V = tl.where(is_kept_V, score_V, float("-inf"))
+            at_V, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+            score_V = log_p_V + _gumbel(key, at_V.to(tl.uint32))
             here = tl.max(score_V, 0)
             token = tl.where(here > best, first + tl.argmax(score_V, 0), token)
             best = tl.maximum(best, here)
     tl.store(tokens + b, token.to(tl.int64))
+
+
+@triton.jit
+def _filter(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    out,
+    num_tokens,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + b)
+    row = logits + b * num_tokens, num_tokens, tl.where(temperature > 0, temperature, 1.0)
+    largest, _best = _largest(row, BLOCK)
+    told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
+    filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
+    total, num_met = 0.0, tl.full([], 0, tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        _, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+        total += tl.sum(tl.exp(log_p_V), 0)
+    num_met = tl.full([], 0, tl.int32)
+    for first in range(0, num_tokens, BLOCK):
+        at_V, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+        where_V = out + b * num_tokens + at_V
+        tl.store(where_V, log_p_V - tl.log(total), mask=at_V < num_tokens)
