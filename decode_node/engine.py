@@ -189,7 +189,8 @@ class DecodeEngine:
 
     def _plan(self, sequences: list[Sequence]) -> Plan[StepKey]:
         report, self._report = self._report, None
-        told = propose(sequences, self._max_drafts, report, self._can_make)
+        expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
+        told = propose(sequences, self._max_drafts, report, self._can_make, expects)
         return self._planner.plan(told)
 
     @property

@@ -97,12 +97,14 @@ class Proposal:
     """What a rank wants of the next step. ``num_rows_by_limit[k]`` of its rows use at most k
     drafts, up to n_max; no row has more than ``num_pending_most`` tokens that are new to the
     drafter. ``extras`` are those of its rows. Programs are made only if every rank ``can_make``
-    them. ``report`` is of the step read last, None if it was told already."""
+    them, and seldom where one ``expects`` work: a prompt is being read. ``report`` is of the step
+    read last, None if it was told already."""
 
     num_rows_by_limit: tuple[int, ...]
     num_pending_most: int
     extras: Extras = PLAIN
     can_make: bool = False
+    expects: bool = False
     report: Report | None = None
 
     @property
@@ -111,7 +113,11 @@ class Proposal:
 
 
 def propose(
-    sequences: Items[Sequence], max_drafts: int, report: Report | None, can_make: bool = False
+    sequences: Items[Sequence],
+    max_drafts: int,
+    report: Report | None,
+    can_make: bool = False,
+    expects: bool = False,
 ) -> Proposal:
     """A step of ``sequences``, which may be none."""
     num_rows_by_limit = [0] * (max_drafts + 1)
@@ -122,6 +128,7 @@ def propose(
         num_pending_most=max((one.num_pending_most for one in sequences), default=1),
         extras=extras_of(sequences),
         can_make=can_make,
+        expects=expects,
         report=report,
     )
 

@@ -32,8 +32,9 @@ as these lose."""
 
 class StepPlanner:
     """Decides by all ranks' proposals (runtime/lockstep.py: Decide). ``draft_length`` is a name
-    (draft_length.py). While nobody has work, programs are made if ranks can: those ``to_make``, and
-    then others that were asked for; and what the cost table lacks is measured if it ``measures``.
+    (draft_length.py). While nobody has or expects work, programs are made if ranks can: those
+    ``to_make``, and then others that were asked for. Then, while nobody has work, what the cost
+    table lacks is measured if it ``measures``.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class StepPlanner:
         if key is not None:
             return self._made(key) if can_make else key
         if can_make and self._to_make:
-            return self._make(next(iter(self._to_make)))
+            expects = any(proposal.expects for proposal in proposals)
+            return None if expects else self._make(next(iter(self._to_make)))
         if self.measures:
             key, self._costs = plan_trial(proposals, self._costs, self._buckets)
         return key

@@ -69,6 +69,7 @@ def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
     planner = StepPlanner(BUCKETS, 3, "fixed", to_make=usual)
     idle = replace(IDLE, can_make=True)
     assert planner((idle, IDLE)) is None
+    assert planner((idle, replace(idle, expects=True))) is None
     assert planner((idle, idle)) == StepKey(2, 3, 4, use=MAKE)
     ruled = replace(rows(3, extras=Extras(has_rules=True)), can_make=True)
     asked = [planner((ruled, idle)) for _ in range(3)]
