@@ -111,6 +111,7 @@ class DecodeEngine:
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait, without a word; False if it was gone already."""
         dropped = self.scheduler.drop(identity) is not None
+        self._may_prepare = self._may_prepare or self._can_make
         self._grant()
         return dropped
 

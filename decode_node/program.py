@@ -10,7 +10,7 @@ from decode_node.rows import Rows
 from decode_node.step import decode_step
 from model.acceptance.base import Verdict
 from model.cache import Caches
-from model.kernels.base import Eager, Repeated
+from model.kernels.repeated import Eager, Repeated
 from model.loaded import LoadedModel
 from model.logprobs import LogprobRows
 

@@ -129,7 +129,7 @@ class Scheduler:
 
     def must_preempt(self) -> bool:
         """Whether ``make_room`` would have to take pages from a sequence."""
-        return sum(map(self._num_missing, self._short())) > self._pool.num_available
+        return self._lacks(self._short())
 
     def make_room(self) -> list[Sequence]:
         """Give every active sequence pages for its next two steps; who was preempted for it.
@@ -137,7 +137,9 @@ class Scheduler:
         Oldest first; the youngest active ones make way. They are dropped already.
         """
         preempted: list[Sequence] = []
-        waiting = self._by_age() if self.must_preempt() else self._short()
+        waiting = self._short()
+        if self._lacks(waiting):
+            waiting = self._by_age()
         while waiting:
             sequence = waiting[0]
             missing = self._num_missing(sequence)
@@ -171,6 +173,9 @@ class Scheduler:
 
     def _by_age(self) -> list[Sequence]:
         return [s for s in self.sequences.values() if s.active]
+
+    def _lacks(self, sequences: list[Sequence]) -> bool:
+        return sum(map(self._num_missing, sequences)) > self._pool.num_available
 
     def _short(self) -> list[Sequence]:
         """The active sequences that miss pages: few, of those that every step looks at."""

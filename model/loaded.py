@@ -18,7 +18,8 @@ from model.drafters import NONE, create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
-from model.kernels.base import BLOCK, EAGER, Kernels
+from model.kernels.base import BLOCK, Kernels
+from model.kernels.repeated import EAGER
 from model.layers import adopt
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main

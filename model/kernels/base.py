@@ -9,7 +9,7 @@ P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts,
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +18,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from model import sampling
 from model.batch import gather_pages, visible_slots
+from model.kernels.repeated import EAGER, Eager, Function, Repeated
 from model.sampling import SamplingRows
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
-Function = Callable[..., tuple[Tensor, ...]]
-"""Of tensors, on a way that depends on nothing but their shapes; others it may change in place."""
-
-
-EAGER = "eager"
-
-
-class Repeated(Protocol):
-    """A Function that is called again and again. Before it ``is_ready``, calls take longer."""
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
-
-
-class Eager:
-    is_ready = True
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self._function(*inputs)
 
 
 BLOCK = 128

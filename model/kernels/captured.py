@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.base import Function
+from model.kernels.repeated import Function
 
 
 class Captured:

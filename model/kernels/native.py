@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.kernels.base import Function, Kernels, Repeated, Routing
+from model.kernels.base import Kernels, Routing
 from model.kernels.recorded import Recorded
+from model.kernels.repeated import Function, Repeated
 
 BLOCK = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""

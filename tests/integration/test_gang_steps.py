@@ -19,7 +19,8 @@ from decode_node.node import DecodeNode
 from decode_node.plan import StepKey
 from decode_node.program import StepProgram, StepResult, What
 from model.dispatch.spread import Spread
-from model.kernels.base import Function, Kernels
+from model.kernels.base import Kernels
+from model.kernels.repeated import Function
 from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig

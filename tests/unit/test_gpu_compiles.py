@@ -4,6 +4,7 @@ values in registers. That takes no GPU; what they compute is tested in test_kern
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from model.kernels.gpu import route  # noqa: E402
+from model.kernels.gpu import compiling, route  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
 
 MOST_SHARED_BYTES = 227 * 1024
@@ -92,6 +93,23 @@ def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
         kernels.rms_norm(zeros(3, 11_200), zeros(11_200), 1e-6)
         told_s.append(kernels.compile_s())
     assert told_s[1] > 0 and told_s[1] == told_s[2] == told_s[3]
+
+
+def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was excused stays so: the clock of those who watch never jumps."""
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("model.kernels.gpu.compiling.time", clock)
+    told = compiling.Compiling()
+    told.begin()
+    now += 3
+    told.begin()
+    now += 2
+    told.end()
+    assert told.seconds() == 5
+    told.begin()
+    now += 1000
+    assert told.seconds() == 5 + compiling.LONGEST_S
 
 
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])

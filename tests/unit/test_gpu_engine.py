@@ -12,7 +12,8 @@ from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
 from model.checkpoint_files import dequantise
-from model.kernels.base import BLOCK, Eager, Function, Kernels, Repeated
+from model.kernels.base import BLOCK, Kernels
+from model.kernels.repeated import Eager, Function, Repeated
 from tests.kernels import IS_INTERPRETED
 
 if not IS_INTERPRETED:

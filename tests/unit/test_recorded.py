@@ -23,8 +23,8 @@ from decode_node.draft_length import no_costs
 from decode_node.draft_length import recorded as recorded_costs
 from decode_node.launcher import Launcher, Prepared
 from decode_node.plan import PLAIN, SAMPLED, Report, StepKey
-from model.kernels.base import Eager
 from model.kernels.recorded import Recorded
+from model.kernels.repeated import Eager
 from model.loaded import LoadedModel
 from tests.kernels import ours
 

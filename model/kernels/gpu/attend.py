@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from model.kernels.gpu.rotary import rotated
+from model.kernels.gpu.softmax import weighed
 
 MAX_PARTS = 64
 FEWEST_SLOTS = tl.constexpr(64)
@@ -154,13 +155,7 @@ def _attend(
         score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee")
         is_seen_MS = (slot_S[None, :] < len_M[:, None]) & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
-        new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
-        # A query that has seen nothing yet must not subtract infinities.
-        safe_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-        p_MS, kept_M = tl.exp2(score_MS - safe_M[:, None]), tl.exp2(top_M - safe_M)
-        sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
-        out_MC = tl.dot(p_MS.to(k_SC.dtype), k_SC, out_MC * kept_M[:, None], input_precision="ieee")
-        top_M = new_top_M
+        top_M, sum_M, out_MC = weighed(score_MS, k_SC, top_M, sum_M, out_MC)
 
     at_M = (row_M * NUM_HEADS + head_M) * NUM_PARTS + of
     is_seen_M = sum_M > 0

@@ -18,7 +18,8 @@ class Compiling:
         self._began_at: float | None = None
 
     def begin(self, **_: Any) -> None:
-        self._began_at = time.monotonic()
+        # One that failed has not ended.
+        self._ended_s, self._began_at = self.seconds(), time.monotonic()
 
     def end(self, **_: Any) -> None:
         self._ended_s, self._began_at = self.seconds(), None

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.kernels.base import Blocks, Function, Kernels, Repeated, Routing
+from model.kernels.base import Blocks, Kernels, Routing
 from model.kernels.captured import Captured
 from model.kernels.gpu import compiling, norms, prefill, products, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
+from model.kernels.repeated import Function, Repeated
 
 MANY_PAIRS = 32
 """From so many pairs an expert on, a grouped product is bound by arithmetic, which CUTLASS does

@@ -19,6 +19,7 @@ from torch import Tensor
 from model.batch import gather_pages
 from model.kernels.gpu.attend import LOG2_E
 from model.kernels.gpu.rotary import rotated
+from model.kernels.gpu.softmax import weighed
 from model.tensors import upload
 
 MOST_EXPANDED_BYTES = 1 << 30
@@ -197,10 +198,6 @@ def _over(
         if IS_EDGE:
             is_seen_MS = slot_S[None, :] < num_seen_M[:, None]
             score_MS = tl.where(is_seen_MS, score_MS, float("-inf"))
-        new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
-        p_MS, kept_M = tl.exp2(score_MS - new_top_M[:, None]), tl.exp2(top_M - new_top_M)
-        sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
         v_SV = tl.load(kv + at_S1 * kv_row + N + v_V[None, :], mask=is_v_SV, other=0.0)
-        out_MV = tl.dot(p_MS.to(v_SV.dtype), v_SV, out_MV * kept_M[:, None], input_precision="ieee")
-        top_M = new_top_M
+        top_M, sum_M, out_MV = weighed(score_MS, v_SV, top_M, sum_M, out_MV)
     return top_M, sum_M, out_MV
