@@ -1,0 +1,77 @@
+"""What a request walks through is what the list of the spine says."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any
+
+from cluster.door.server import Server
+from core.config import TINY_MODEL
+from tandem import Client
+from tests.rig import Rig, rig
+from tests.sizes import BESIDE, ROOT, SPINE, names, product
+
+
+class Trace:
+    """The files of ours whose functions are called while it ``is_on``, on threads begun since."""
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+        self.is_on = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if self.is_on and event == "call" and frame.f_code.co_name != "<module>":
+            self.entered.add(_file(frame))
+
+    def files(self) -> set[str]:
+        """Those that count."""
+        return {name.removeprefix(f"{ROOT}/") for name in self.entered} & set(product())
+
+
+def _file(frame: FrameType) -> str:
+    """Of a generated method, such as a dataclass's: the file of its class."""
+    name, owner = frame.f_code.co_filename, frame.f_locals.get("self")
+    if name == "<string>" and owner is not None:
+        return str(getattr(sys.modules.get(type(owner).__module__), "__file__", ""))
+    return name
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    trace = Trace()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@asynccontextmanager
+async def served(cluster: Rig) -> AsyncIterator[str]:
+    """The address of its door."""
+    async with Server(cluster.config) as server:
+        await server.attach(cluster.gateway)
+        yield server.address
+
+
+def ask(address: str) -> int:
+    with Client(address) as client:
+        return len(client.complete("def fibonacci(n):", max_tokens=40).token_ids)
+
+
+async def test_a_request_enters_the_spine_and_what_stands_beside_it() -> None:
+    with traced() as trace:
+        async with rig(TINY_MODEL, "server.address=127.0.0.1:0") as cluster, served(cluster) as at:
+            for node in cluster.decodes:  # a step that was recorded calls nothing any more
+                await node.loop.call(node.engine._launcher.program.clear)
+            trace.is_on = True
+            assert await asyncio.to_thread(ask, at) == 40
+            trace.is_on = False
+    entered, spine, beside = trace.files(), names(SPINE), names(BESIDE)
+    assert entered >= spine, spine - entered
+    assert entered <= spine | beside, entered - spine - beside
