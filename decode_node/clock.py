@@ -16,6 +16,12 @@ def now(device: torch.device) -> Moment:
     return event
 
 
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that this thread has given it."""
+    moment = now(device)
+    wait(moment, moment)
+
+
 def wait(began: Moment, ended: Moment) -> float:
     """Wait for the end of a span; its seconds."""
     if isinstance(began, float):

@@ -15,6 +15,7 @@ from core.request import ERROR, PREEMPTED, SequenceUpdate, TokenLogprobs
 from core.schema import failure_of
 from core.stopping import cut
 from decode_node.buckets import Buckets
+from decode_node.clock import settle
 from decode_node.draft_length import FIXED
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
@@ -120,6 +121,10 @@ class DecodeEngine:
         is_wanted = self._planner.is_asked or self._may_prepare
         return bool(self._in_flight) or any(active) or is_wanted
 
+    @property
+    def num_programs(self) -> int:
+        return len(self._launcher.program.kept)
+
     def close(self) -> None:
         """On the engine thread, when no step will follow."""
         self._launcher.program.clear()
@@ -135,9 +140,12 @@ class DecodeEngine:
         self.step_s += time.perf_counter() - began_at
 
     def fail(self, error: Exception) -> None:
-        """Whoever was in the step that raised this, or in one on its way, is given up and told.
-        What was to be measured is learnt while serving then."""
+        """Whoever was in the step that raised this, or in one on its way, is given up and told,
+        when the device writes to their pages no more. What was to be measured is learnt while
+        serving then."""
         self._may_prepare = False
+        with self._planner.reading():
+            settle(self._loaded.device)
         for step in self._in_flight:
             self.scheduler.landed(step.sequences)
             self._note(step.sequences)

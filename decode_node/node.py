@@ -72,7 +72,6 @@ class DecodeNode:
         self._sweeper = self._asyncio.create_task(again(lease_s / 4, self._sweep))
         self.loop.on_failure(self._on_failure)
         self.loop.add(self.engine)
-        self.loop.on_end(self.engine.close)
         methods: Methods = {
             "grant": (Grant, self._grant),
             "start": (Start, self._start),

@@ -2,15 +2,28 @@
 one Plan, and what a rank then launches derives from the plan alone (design.md, Parallelism).
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import TypeVar
 
 from core.request import STRICT
 from decode_node.sequence import Sequence
 
 MAX_KEPT = 256
 """Programs beyond them are made again when they are asked for: those not used for longest."""
+Name = TypeVar("Name")
+Kept = TypeVar("Kept")
+
+
+def keep(kept: OrderedDict[Name, Kept], name: Name, what: Kept) -> None:
+    """It was used or made now. The planner and every rank, which do so in the same order, let go of
+    the same ones."""
+    kept[name] = what
+    kept.move_to_end(name)
+    if len(kept) > MAX_KEPT:
+        kept.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

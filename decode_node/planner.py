@@ -1,6 +1,7 @@
 """Who answers proposals with a plan. The decision is a pure function of all proposals and of the
 cost table, which only the planner keeps."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,12 +17,13 @@ from decode_node.draft_length import (
 )
 from decode_node.plan import (
     MAKE,
-    MAX_KEPT,
+    SERVE,
     TRIAL,
     Proposal,
     Report,
     StepKey,
     extras_of_all,
+    keep,
     pass_width,
 )
 
@@ -51,33 +53,39 @@ class StepPlanner:
         self.measures = measures and self._length is by_load and max_drafts > 0
         self._to_make = dict.fromkeys(to_make, 0)
         """And for how many steps each was asked for."""
-        self._known = set(self._to_make)
+        self._made: OrderedDict[StepKey, None] = OrderedDict()
+        """What ranks keep (program.py)."""
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepKey | None:
         key, self._costs = plan_step(proposals, self._costs, self._buckets, self._length)
         can_make = all(proposal.can_make for proposal in proposals)
         if key is not None:
-            return self._made(key) if can_make else key
+            return self._program(key) if can_make else key
         if can_make and self._to_make:
             expects = any(proposal.expects for proposal in proposals)
             return None if expects else self._make(next(iter(self._to_make)))
         if self.measures:
             key, self._costs = plan_trial(proposals, self._costs, self._buckets)
+            if key is not None:
+                self._is_made(replace(key, use=SERVE))
         return key
 
-    def _made(self, key: StepKey) -> StepKey:
+    def _is_made(self, key: StepKey) -> bool:
+        if key not in self._made:
+            return False
+        keep(self._made, key, None)
+        return True
+
+    def _program(self, key: StepKey) -> StepKey:
         """That step, or what gets its program ready."""
-        if key not in self._known and len(self._known) < MAX_KEPT:
-            self._known.add(key)
-            self._to_make[key] = 0
-        if key in self._to_make:
-            self._to_make[key] += 1
-            if self._to_make[key] > MOST_EAGER:
-                return self._make(key)
-        return key
+        if self._is_made(key):
+            return key
+        num_asked = self._to_make[key] = self._to_make.get(key, 0) + 1
+        return self._make(key) if num_asked > MOST_EAGER else key
 
     def _make(self, key: StepKey) -> StepKey:
         del self._to_make[key]
+        keep(self._made, key, None)
         return replace(key, use=MAKE)
 
 

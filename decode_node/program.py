@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decode_node.plan import MAX_KEPT, StepKey
+from decode_node.plan import StepKey, keep
 from decode_node.rows import Rows
 from decode_node.step import decode_step
 from model.acceptance.base import Verdict
@@ -35,13 +35,13 @@ class StepProgram:
 
     def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
         self._loaded, self._caches, self._rows = loaded, caches, rows
-        self._kept: OrderedDict[What, Repeated] = OrderedDict()
+        self.kept: OrderedDict[What, Repeated] = OrderedDict()
 
     def run(self, what: What, read_B: Tensor, write_B: Tensor) -> StepResult:
         """A program that fails while it is made is made anew when it is asked for again. Those that
         are made ahead, and this one was not, are run eagerly."""
         makes_ahead = self._loaded.kernels.makes_ahead
-        function = self._kept.pop(what, None) or self._new(what, not makes_ahead)
+        function = self.kept.get(what) or self._new(what, not makes_ahead)
         may_be_made = makes_ahead and not self._loaded.is_eager
         is_usual = function.is_ready and not (may_be_made and isinstance(function, Eager))
         tokens_BN1, num_accepted_B, *logprobs = function(read_B, write_B)
@@ -62,14 +62,15 @@ class StepProgram:
         self._keep(what, function)
 
     def clear(self) -> None:
-        """A group of ranks cannot end before the graphs that hold its collectives have."""
-        self._kept.clear()
+        """A group of ranks cannot end before the graphs that hold its collectives have; an error
+        that is kept may still hold the functions."""
+        for function in self.kept.values():
+            function.forget()
+        self.kept.clear()
 
     def _keep(self, what: What, function: Repeated) -> None:
         if not isinstance(function, Eager):
-            self._kept[what] = function
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            keep(self.kept, what, function)
 
     def _new(self, what: What, is_repeated: bool = True) -> Repeated:
         def function(read_B: Tensor, write_B: Tensor) -> tuple[Tensor, ...]:

@@ -43,7 +43,10 @@ class Experts(Part):
             self._packed = kernels.pack_experts(*weights)
         del self.gate_up_proj, self.down_proj
 
-    def forward(self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
+    ) -> Tensor:
         """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``: [P, D]; undefined where the slot
-        is S, which means that it is not here. Without tokens each has as many pairs, in order."""
-        return self.kernels.experts(x_ND, tokens_P, slots_P, *self._packed)
+        is S, which means that it is not here. Without tokens each has as many pairs, in order.
+        Those that are not here are among them if they are the pairs of ``num_ranks``."""
+        return self.kernels.experts(x_ND, tokens_P, slots_P, *self._packed, num_ranks)

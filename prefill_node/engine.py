@@ -113,6 +113,11 @@ class PrefillEngine:
             self._on_failed(sequence.identity, failed(text))
         self._note([])
 
+    num_programs = 0
+
+    def close(self) -> None:
+        """It keeps no programs."""
+
     def _note(self, chunks: list[Chunk]) -> None:
         sequences = [chunk.sequence for chunk in chunks]
         is_alone = any(sequence.is_suspect for sequence in sequences)

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from core.config import ControlConfig
 from core.errors import EpochEnded, NodeLost
+from model.kernels.repeated import CannotCapture
 from runtime.black_box import BlackBox
 from runtime.watch import Watch
 
@@ -25,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Stepper(Protocol):
-    """An engine as its loop sees it."""
+    """An engine as its loop sees it; ``num_programs`` it keeps that may hold collectives."""
+
+    @property
+    def num_programs(self) -> int: ...
 
     def has_work(self) -> bool: ...
 
@@ -33,6 +37,9 @@ class Stepper(Protocol):
 
     def fail(self, error: Exception) -> None:
         """Its step raised this: end what was in it, and be ready for another one."""
+
+    def close(self) -> None:
+        """No step will follow: let go of programs."""
 
 
 class EngineLoop:
@@ -71,11 +78,15 @@ class EngineLoop:
         self._on_failure.append(callback)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call it on the engine thread when that ends, in order or not."""
+        """Call it on the engine thread when that ends, in order or not, after its engines have."""
         self._on_end.append(callback)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def num_programs(self) -> int:
+        return sum(engine.num_programs for engine in self._engines)
 
     @property
     def is_running(self) -> bool:
@@ -128,7 +139,7 @@ class EngineLoop:
             for callback in self._on_failure:
                 callback(error)
         finally:
-            for end in self._on_end:
+            for end in [*(engine.close for engine in self._engines), *self._on_end]:
                 self._end(end)
             self._drain()
 
@@ -170,5 +181,8 @@ class EngineLoop:
 
 def is_fatal(error: Exception) -> bool:
     """Whether nothing can be trusted after it: a broken invariant of ours, or a device that
-    answers nothing any more. Want of memory and bad input are not."""
+    answers nothing any more. Want of memory and bad input are not, nor is a program that cannot be
+    captured: torch's own text of that begins as if the device were lost."""
+    if isinstance(error, CannotCapture):
+        return False
     return isinstance(error, AssertionError) or "CUDA error" in str(error)

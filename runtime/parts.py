@@ -151,6 +151,14 @@ async def start_rank(
     except BaseException:
         lockstep.close()
         raise
-    loop.on_end(lockstep.close)
+    loop.on_end(lambda: _leave(lockstep, loop))
     loop.start()
     return rank
+
+
+def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
+    """A graph that holds collectives may not outlive their group."""
+    try:
+        assert loop.num_programs == 0, f"{loop.num_programs} programs outlive their gang's life"
+    finally:
+        lockstep.close()

@@ -43,7 +43,8 @@ class Gathered(Spread):
     ) -> Tensor:
         num_tokens, num_per_token = slots_TK.shape
         x_ND, slots_NK = opened(payload_NB, x_TD, num_per_token)
-        out_PD = experts(x_ND, None, self.here(layer, slots_NK).flatten())
+        slots_P = self.here(layer, slots_NK).flatten()
+        out_PD = experts(x_ND, None, slots_P, self.group.num_ranks)
         back = self.group.all_to_all(out_PD).view(-1, num_tokens * num_per_token, x_TD.shape[1])
         owner_Q = (slots_TK // self.num_slots).flatten()
         out_QD = back[owner_Q.clamp(min=0), torch.arange(len(owner_Q), device=x_TD.device)]

@@ -199,11 +199,18 @@ class Kernels:
         return out_HTV.transpose(0, 1)
 
     def experts(
-        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any
+        self,
+        x_ND: Tensor,
+        tokens_P: Tensor | None,
+        slots_P: Tensor | None,
+        w1: Any,
+        w2: Any,
+        num_ranks: int = 1,
     ) -> Tensor:
         """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``, with packed experts: [P, D],
         undefined where the slot is S. Without tokens every token has as many pairs, one after the
-        other; without slots each has one, of slot 0.
+        other; without slots each has one, of slot 0. Pairs are those of the experts of
+        ``num_ranks``, of which this is one: about so many times as many as are of a slot here.
 
         Pairs are sorted by slot, one grouped product per projection. Shapes do not depend on the
         routing, and nothing waits for it."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.repeated import Function
+from model.kernels.repeated import CannotCapture, Function
 
 
 class Captured:
@@ -14,7 +14,8 @@ class Captured:
 
     The first call is an eager one, in which kernels are compiled and libraries take what they
     need; the second captures. Graphs of one ``pool`` share memory, and never run side by side.
-    Other threads may use the device meanwhile. RuntimeError if the host waits for the device.
+    Other threads may use the device meanwhile. CannotCapture if the host waits for the device, or
+    for any other reason that leaves the device well; else what is wrong with it.
     """
 
     def __init__(self, function: Function, pool: Any) -> None:
@@ -34,16 +35,25 @@ class Captured:
             self._has_run = True
             return outputs
         if self._graph is None:
-            self._capture(inputs)
-        assert self._graph is not None
+            self._graph = self._captured(inputs)
         for held, new in zip(self._inputs, inputs, strict=True):
             held.copy_(new)
         self._graph.replay()
         return self._outputs
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+    def forget(self) -> None:
+        self._graph, self._inputs, self._outputs = None, [], ()
+
+    def _captured(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         self._inputs = [one.clone() for one in inputs]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._outputs = self._function(*self._inputs)
-        self._graph = graph
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        try:
+            # A capture that fails as it ends does not go back to the stream before it.
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+                self._outputs = self._function(*self._inputs)
+        except Exception as error:
+            self.forget()
+            sum(one.sum().item() for one in inputs)  # raises if the device answers no more
+            raise CannotCapture(f"it cannot be captured: {error}") from error
+        return graph

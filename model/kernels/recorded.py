@@ -14,7 +14,7 @@ class Recorded:
     """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
     call; what it returns is its caller's. Needs the library of native kernels.
 
-    Values may not pass through the host: RuntimeError, but for ``tolist``, which goes unseen."""
+    Values may not pass through the host, and no shape may depend on them: RuntimeError."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -30,6 +30,9 @@ class Recorded:
     @property
     def is_ready(self) -> bool:
         return self._tape is not None
+
+    def forget(self) -> None:
+        self._tape = None
 
     @property
     def operators(self) -> list[str]:

@@ -10,6 +10,10 @@ Function = Callable[..., tuple[Tensor, ...]]
 EAGER = "eager"
 
 
+class CannotCapture(RuntimeError):
+    """A function cannot be had in this form; the device goes on answering."""
+
+
 class Repeated(Protocol):
     """A Function that is called again and again. Before it ``is_ready``, calls take longer."""
 
@@ -17,6 +21,9 @@ class Repeated(Protocol):
     def is_ready(self) -> bool: ...
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
+
+    def forget(self) -> None:
+        """Let go of what was kept of earlier calls, whoever still holds this."""
 
 
 class Eager:
@@ -27,3 +34,6 @@ class Eager:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return self._function(*inputs)
+
+    def forget(self) -> None:
+        return

@@ -21,6 +21,7 @@ from decode_node.program import StepProgram, StepResult, What
 from model.dispatch.spread import Spread
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
+from runtime.gang.collectives import Collectives
 from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
@@ -131,6 +132,9 @@ class Captured:
         self._num_calls += 1
         return self._function(*inputs)
 
+    def forget(self) -> None:
+        self._num_calls = 0
+
 
 class Capturing(Kernels):
     form, makes_ahead, reads_pages = "captured", True, True
@@ -140,13 +144,20 @@ class Capturing(Kernels):
 
 
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NCCL's collectives in graphs ask for that; whatever rows of one rank alone ask for."""
     run, ran = StepProgram.run, dict[StepProgram, list[tuple[StepKey, bool]]]()
+    programs, close, left = list[StepProgram](), Collectives.close, dict[int, int]()
+
+    def closed(self: Collectives) -> None:
+        left.setdefault(self.rank, len(programs[self.rank].kept))
+        close(self)
+
+    monkeypatch.setattr(Collectives, "close", closed)
 
     def noted(self: StepProgram, what: What, *index: Tensor) -> StepResult:
-        ran.setdefault(self, []).append((what[0], isinstance(self._kept.get(what), Captured)))
+        ran.setdefault(self, []).append((what[0], isinstance(self.kept.get(what), Captured)))
         return run(self, what, *index)
 
     monkeypatch.setattr(StepProgram, "run", noted)
@@ -155,8 +166,8 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     async with rig(small_model, *SETS, "decode.max_rows=4") as cluster:
         ranks = cluster.decodes
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))
-        programs = [rank.engine._launcher.program for rank in ranks]
-        usual = set(programs[0]._kept)
+        programs += [rank.engine._launcher.program for rank in ranks]
+        usual = set(programs[0].kept)
         assert len(usual) == 4 * 5 * 2
         sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
         asked = requests(4)
@@ -167,12 +178,14 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
             answers = await asyncio.gather(*map(cluster.complete, asked))
             assert is_exact(small_model, asked[0], answers[0][0])
             await until(lambda: not any(rank.engine.has_work() for rank in ranks))
-            assert list(programs[0]._kept) == list(programs[1]._kept)
+            assert list(programs[0].kept) == list(programs[1].kept)
         assert ran[programs[0]] == ran[programs[1]]
         assert {is_captured for _, is_captured in ran[programs[0]]} == {True, False}
-        assert set(programs[0]._kept) - usual, "what was eager is made when nobody has work"
+        assert set(programs[0].kept) - usual, "what was eager is made when nobody has work"
         await cluster.check_empty()
-    assert not any(program._kept for program in programs), "before their group ends"
+    assert not any(program.kept for program in programs)
+    assert left == {0: 0, 1: 0}, "before their group ends"
+    assert "has not ended in order" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

@@ -146,13 +146,19 @@ def test_ranks_may_bring_different_numbers_of_tokens_or_none() -> None:
 class Scaling(Experts):
     """Experts that multiply, which gives the same bits in any company."""
 
-    def forward(self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
+    ) -> Tensor:
+        share = int((slots_P < len(self.held)).sum()) / len(slots_P)
+        ASKED.append((num_ranks, share))
         if tokens_P is None:
             tokens_P = torch.arange(len(slots_P)) // (len(slots_P) // len(x_ND))
         factors = torch.tensor([*(SIZES[expert] for expert in self.held), 0.0])
         return x_ND[tokens_P] * factors[slots_P].unsqueeze(1)
 
 
+ASKED: list[tuple[int, float]] = []
+"""Of how many ranks a rank's experts were told that the pairs are, and which share was theirs."""
 SIZES = [1e8, 3.0, -1e8, 0.7, 1e4, -7.0, 1e-3, 11.0]
 
 
@@ -172,6 +178,15 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
         assert torch.equal(out_TD, PLAIN.combine(alone, own.weights_TK, None))
         backwards = PLAIN.combine(alone.flip(1), own.weights_TK.flip(1), None)
         assert not torch.equal(out_TD, backwards), "the order matters here"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_are_told_which_share_of_pairs_to_expect(way: str) -> None:
+    """Kernels choose their tiles by it."""
+    ASKED.clear()
+    dispatched(way, plain(4), [tokens(64, seed) for seed in range(4)], Scaling)
+    assert len(ASKED) >= 4
+    assert all(abs(share * num_ranks - 1) < 0.25 for num_ranks, share in ASKED), ASKED
 
 
 def test_copies_take_turns() -> None:

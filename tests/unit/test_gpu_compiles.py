@@ -146,6 +146,27 @@ def test_experts(compiled: list[str], num_pairs: int) -> None:
     assert compiled == ["_by_slot"] * (num_pairs > 64) + ["_gate_up", "_down"]
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_pairs", "tiles"), [(1, 128, {16}), (1, 512, set()), (8, 512, {16})]
+)
+def test_tiles_of_experts_fit_the_pairs_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_pairs: int, tiles: set[int]
+) -> None:
+    """Not those that all ranks bring, seven of eight of which are elsewhere; where there are many
+    torch's grouped products sort and gather all of them."""
+    used = set()
+
+    def run(kernel: JITFunction, *_: object, BLOCK_M: int = 0, **__: object) -> None:
+        used.add(BLOCK_M)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    w1, w2 = zeros(8, 64, 32), zeros(8, 32, 32)
+    x, slots = zeros(num_pairs, 32), torch.full((num_pairs,), 8)
+    slots[: num_pairs // num_ranks] = torch.arange(num_pairs // num_ranks) % 8
+    Triton(132).experts(x, None, slots, w1, w2, num_ranks)
+    assert used - {0} == tiles
+
+
 @pytest.mark.parametrize("num_pairs", [6, 255])
 def test_experts_in_blocks_of_fp8(compiled: list[str], num_pairs: int) -> None:
     x, slots = zeros(num_pairs, 7168), torch.zeros(num_pairs, dtype=torch.int64)

@@ -195,6 +195,39 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
         assert torch.equal(captured(), plain)
 
 
+def test_engines_end_before_what_they_run_on_ends() -> None:
+    """Graphs hold the collectives of a gang."""
+    loop, ended = EngineLoop("engine"), list[str]()
+    loop.on_end(lambda: ended.append("gang"))
+    loop.add(Mock(has_work=lambda: False, close=lambda: ended.append("programs")))
+    loop.start()
+    loop.stop()
+    assert ended == ["programs", "gang"]
+
+
+@pytest.mark.parametrize("fails", ["before", "within"])
+def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """It may still write to them: that step, or the one on its way."""
+    bench = Bench(loaded, loop="overlapped")
+    bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
+    bench.decode.step()
+    free, free_at_end = bench.pool.num_available, list[int]()
+    monkeypatch.setattr(
+        "decode_node.engine.settle", lambda device: free_at_end.append(bench.pool.num_available)
+    )
+    launcher = bench.decode._launcher
+    broken = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    where = launcher.program if fails == "within" else bench.decode
+    monkeypatch.setattr(where, "run" if fails == "within" else "_launch", broken)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        bench.decode.step()
+    bench.decode.fail(caught.value)
+    assert free_at_end == [free] and bench.pool.num_available > free
+    bench.check_empty()
+
+
 def test_what_fails_to_end_keeps_nobody_else_from_ending() -> None:
     loop, ended = EngineLoop("engine"), list[str]()
     loop.on_end(Mock(side_effect=RuntimeError("cosmic ray")))

@@ -1,17 +1,41 @@
 """One plan for all ranks, as a pure function of what they propose."""
 
+from copy import copy
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, load
 from decode_node.buckets import Buckets
 from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
-from decode_node.plan import MAKE, PLAIN, SAMPLED, Extras, Proposal, Report, StepKey, propose
+from decode_node.plan import (
+    MAKE,
+    MAX_KEPT,
+    PLAIN,
+    SAMPLED,
+    SERVE,
+    Extras,
+    Proposal,
+    Report,
+    StepKey,
+    propose,
+)
 from decode_node.planner import MOST_EAGER, StepPlanner, plan_step
+from model.loaded import LoadedModel
 from runtime.lockstep import LocalPlanner
 
 BUCKETS = Buckets((1, 2, 4, 8))
 IDLE = propose([], 3, None)
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    tiny.write_tiny(tmp_path, seed=21)
+    return load(tmp_path, "model.kernels=native")
 
 
 def rows(*limits: int, num_pending_most: int = 1, extras: Extras = PLAIN) -> Proposal:
@@ -62,6 +86,47 @@ def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
     assert key is not None and key.extras == Extras(False, True, 5, ("rejection", "relaxed"))
     assert planned(rows(3, extras=sampled), IDLE) == StepKey(1, 3, 4, sampled)
     assert planned(rows(3), IDLE) == StepKey(1, 3, 4, PLAIN)
+
+
+def test_of_too_many_programs_the_one_unused_for_longest_is_made_again(
+    loaded: LoadedModel,
+) -> None:
+    """By the planner and by the rank that runs what it plans: they agree on which are kept."""
+    kernels = copy(loaded.kernels)
+    kernels.makes_ahead = True
+    bench = Bench(replace(loaded, kernels=kernels), max_rows=1)
+    program, index = bench.decode._launcher.program, torch.zeros(1, dtype=torch.long)
+    repeated = Mock(side_effect=lambda function: Mock(is_ready=True, return_value=(index, index)))
+    kernels.repeated = repeated  # type: ignore[method-assign]
+    program._compute = Mock(return_value=(index, index))  # type: ignore[method-assign]
+    planner = StepPlanner(Buckets((1,)), 3, "fixed")
+    keys = [
+        Extras(is_greedy, has_rules, num, kinds)
+        for kinds in (("strict",), ("relaxed",), ("rejection",), ("relaxed", "strict"))
+        for is_greedy in (True, False)
+        for has_rules in (True, False)
+        for num in range(17)
+    ]
+
+    def asked(extras: Extras) -> bool:
+        """Whether it is made, as soon as nobody has work any more."""
+        key = planner((replace(rows(3, extras=extras), can_make=True),))
+        assert key is not None and key.use == SERVE
+        program.run((key, None), index, index)
+        made = planner((replace(IDLE, can_make=True),))
+        if made is not None:
+            assert made == replace(key, use=MAKE)
+            program.make((key, None), index, index)
+        return made is not None
+
+    first, second, *others = keys
+    assert len(keys) > MAX_KEPT + 2
+    assert all(map(asked, keys[:MAX_KEPT]))
+    assert not asked(first), "it is kept"
+    assert asked(keys[MAX_KEPT]), "one more than are kept"
+    assert not asked(first) and asked(second), "the one unused for longest was let go"
+    assert len(program.kept) == MAX_KEPT == len(planner._made)
+    assert [key for key, _ in program.kept] == list(planner._made)
 
 
 def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:

@@ -107,6 +107,11 @@ class Engine:
     def fail(self, error: Exception) -> None:
         self.failed.append(error)
 
+    num_programs = 0
+
+    def close(self) -> None:
+        return
+
 
 def error(kind: type[Exception], text: str = "bad") -> Callable[[], None]:
     def work() -> None:

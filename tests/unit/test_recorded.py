@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, is_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,11 +96,33 @@ def test_what_fails_while_it_is_recorded_is_recorded_the_next_time() -> None:
         lambda x: (x + 1 if x[0] > 0 else x - 1,),
         lambda x: (x + torch.tensor([1.0, 2.0]),),
         lambda x: (torch.empty(2).copy_(x),),
+        lambda x: (x + x.nonzero().shape[0],),
+        lambda x: (x[x > 0].sum() + len(x[x > 0]),),
+        lambda x: (x + x.unique().numel(),),
+        lambda x: (x.masked_select(x > 0).sum() * x,),
+        lambda x: (x + sum(x.tolist()),),
     ],
 )
 def test_values_that_pass_through_the_host_are_refused(function: Any) -> None:
     with pytest.raises(RuntimeError, match="cannot be recorded: its values are the host's"):
         recorded(function)(torch.ones(2))
+
+
+def test_nothing_of_a_recording_is_kept_but_what_it_reads_each_time() -> None:
+    table, made = torch.ones(3, 1000), list[StorageWeakRef]()
+
+    def function(x_B: Tensor) -> tuple[Tensor, ...]:
+        wide = x_B[:, None] * table
+        parts = [wide[:, :500] + 1, wide[:, 500:].clone()]
+        made.extend(StorageWeakRef(one.untyped_storage()) for one in (wide, *parts))
+        return (torch.cat(parts, 1).sum(1),)
+
+    play = recorded(function)
+    play(torch.ones(3))
+    assert len(made) == 3 and all(one.expired() for one in made)
+    assert play(torch.full((3,), 2.0))[0].tolist() == [2500.0] * 3
+    play.forget()
+    assert not play.is_ready
 
 
 def test_what_cannot_be_played_is_refused() -> None:
@@ -161,7 +184,7 @@ def test_recorded_steps_are_eager_ones_to_the_last_bit(
     assert loaded.form == "recorded"
     kernels = type(loaded.kernels)
     told, caches, bench = run(loaded, loop, num_drafts)
-    played = [one for one in bench.decode._launcher.program._kept.values() if one.operators]
+    played = [one for one in bench.decode._launcher.program.kept.values() if one.operators]
     assert len(played) >= 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "repeated", lambda self, function: Eager(function))
@@ -203,7 +226,7 @@ def test_kernels_of_torch_are_called_eagerly_and_every_step_of_theirs_counts() -
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     bench.decode.step()
     assert bench.decode._report is not None and bench.decode._report.is_usual
-    assert not bench.decode._launcher.program._kept
+    assert not bench.decode._launcher.program.kept
 
 
 def test_a_program_that_was_dropped_is_recorded_again(
@@ -211,10 +234,10 @@ def test_a_program_that_was_dropped_is_recorded_again(
 ) -> None:
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr(program_module, "MAX_KEPT", 1)
+    monkeypatch.setattr("decode_node.plan.MAX_KEPT", 1)
     bench = Bench(loaded, max_rows=6)
     assert bench.generate(*asked) == answers
-    assert len(bench.decode._launcher.program._kept) == 1
+    assert len(bench.decode._launcher.program.kept) == 1
 
 
 def test_programs_that_are_made_ahead_serve_and_others_are_eager(
@@ -225,7 +248,7 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     answers = Bench(loaded, max_rows=6).generate(*asked)
     monkeypatch.setattr(type(loaded.kernels), "makes_ahead", True)
     bench = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
-    made = bench.decode._launcher.program._kept
+    made = bench.decode._launcher.program.kept
     caches = [cache.clone() for cache in bench.all_caches()]
     while bench.decode.has_work():
         bench.decode.step()
@@ -264,7 +287,7 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     bench.decode.fail(error)
     assert not bench.decode.has_work() and "out of memory" in bench.decode._loaded.form
     assert bench.generate(*asked) == answers
-    assert len(bench.decode._launcher.program._kept) == 3
+    assert len(bench.decode._launcher.program.kept) == 3
     bench.check_empty()
 
 
@@ -296,8 +319,43 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     monkeypatch.setattr(bench.decode, "step", guarded)
     assert bench.generate(*asked) == answers
     assert bool(busy) == fails and all(busy) and len(busy) <= 1
-    assert bool(bench.decode._launcher.program._kept) != fails
+    assert bool(bench.decode._launcher.program.kept) != fails
     bench.check_empty()
+
+
+class Made(TorchDispatchMode):
+    """Memory that operators took, and which of it somebody still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        held = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if is_tensor(one)}
+        for one in filter(is_tensor, tree_leaves(out)):
+            if one.untyped_storage().data_ptr() not in held:
+                storage = one.untyped_storage()
+                self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Taken, and held."""
+        held = sum(size for one, size in self._sizes.items() if not one.expired())
+        return sum(self._sizes.values()), held
+
+
+def test_a_program_keeps_next_to_nothing(loaded: LoadedModel) -> None:
+    bench = Bench(loaded, num_drafts=2, max_rows=6)
+    for request in everything():
+        bench.start(request)
+    with Made() as made:
+        bench.decode.step()
+    assert len(bench.decode._launcher.program.kept) == 1
+    taken, held = made.num_bytes()
+    assert taken > 1_000_000 and held < 5_000, (taken, held)
 
 
 class Counts(TorchDispatchMode):
@@ -335,7 +393,7 @@ def step_of(num_rows: int, num_drafts: int, length: int) -> tuple[Counts, Record
         bench.start(greedy(f"r{i}", [7 + k % 90 for k in range(length)], 9, ignore_eos=True))
     bench.decode.step()
     program = bench.decode._launcher.program
-    [(what, play)] = program._kept.items()
+    [(what, play)] = program.kept.items()
     assert isinstance(play, Recorded)
     read_B, write_B = bench.decode._rows.index(list(range(num_rows)), num_rows)
     with counted() as counts:

@@ -55,7 +55,8 @@ void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
 }
 
 Tensor experts(const Tensor& x, const std::optional<Tensor>& tokens,
-               const std::optional<Tensor>& slots, const Tensor& gate_up, const Tensor& down) {
+               const std::optional<Tensor>& slots, const Tensor& gate_up, const Tensor& down,
+               int64_t /* num_ranks: pairs of others cost nothing here */) {
   TORCH_CHECK(x.dtype() == gate_up.dtype() && x.size(1) == gate_up.size(2) && x.stride(1) == 1);
   Tensor out = at::empty({slots ? slots->size(0) : x.size(0), x.size(1)}, x.options());
   with_type(x,

@@ -18,7 +18,8 @@ TORCH_LIBRARY(tandem, m) {
   m.def(
       "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
       "Tensor pages, int[] lengths, int[] contexts, int num_values, float scale) -> Tensor");
-  m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down) -> Tensor");
+  m.def("experts(Tensor x, Tensor? tokens, Tensor? slots, Tensor gate_up, Tensor down,"
+        " int num_ranks=1) -> Tensor");
   m.def(
       "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
       "bool normalised, float filler, float factor) -> (Tensor, Tensor)");

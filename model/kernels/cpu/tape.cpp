@@ -28,7 +28,8 @@ void on_end(const at::RecordFunction& call, at::ObserverContext*);
 // Whoever calls these reads values, or brings some that no operator makes: a play would not.
 const std::unordered_set<std::string> kOfTheHost = {
     "aten::item",  "aten::_local_scalar_dense", "aten::is_nonzero",
-    "aten::equal", "aten::lift_fresh",          "aten::empty"};
+    "aten::equal", "aten::lift_fresh",          "aten::empty",
+    "aten::resolve_conj"};  // the last by tolist, which reads memory itself
 
 struct Place {
   size_t argument, item;  // the item counts if the argument is a list
@@ -67,6 +68,8 @@ class Tape : public torch::CustomClassHolder {
     }
     num_values_ = numbers_.size();
     mark_last_uses();
+    for (Call& call : calls_)
+      for (const Place& place : call.places) put(call.arguments[place.argument], place.item, Tensor());
     numbers_.clear();
     kept_.clear();
   }
@@ -85,17 +88,8 @@ class Tape : public torch::CustomClassHolder {
     std::vector<IValue> stack;
     for (const Call& call : calls_) {
       stack = call.arguments;
-      for (const Place& place : call.places) {
-        IValue& argument = stack[place.argument];
-        if (argument.isList()) {
-          // A copy, or the recorded list would keep this play's tensors until the next one.
-          auto items = argument.toList().copy();
-          items.set(place.item, values[place.value]);
-          argument = items;
-        } else {
-          argument = values[place.value];
-        }
-      }
+      for (const Place& place : call.places)
+        put(stack[place.argument], place.item, values[place.value]);
       call.op.callBoxed(&stack);
       for (const Place& place : call.results) {
         IValue& result = stack[place.argument];
@@ -147,7 +141,30 @@ class Tape : public torch::CustomClassHolder {
     open_.reset();
   }
 
+  // An operator at any depth, such as the nonzero of an index that is a mask: the index itself has
+  // the tag whatever it is.
+  void check_shape(const at::RecordFunction& call) {
+    auto name = call.operator_name();
+    if (!name.has_value() || name->name == "aten::index") return;
+    auto op = c10::Dispatcher::singleton().findOp(*name);
+    if (op.has_value() && (op->hasTag(at::Tag::dynamic_output_shape) ||
+                           op->hasTag(at::Tag::data_dependent_output)))
+      wrong_ = std::string(call.name()) + " cannot be recorded: its values are the host's";
+  }
+
  private:
+  // Into an argument or an item of it.
+  static void put(IValue& argument, size_t item, const IValue& value) {
+    if (!argument.isList()) {
+      argument = value;
+      return;
+    }
+    // A copy, or the recorded list would keep this play's tensors until the next one.
+    auto items = argument.toList().copy();
+    items.set(item, value);
+    argument = items;
+  }
+
   template <class Function>
   static void each_tensor(const IValue& value, Function function) {
     if (value.isTensor() && value.toTensor().defined()) function(value.toTensor(), 0);
@@ -186,7 +203,9 @@ class Tape : public torch::CustomClassHolder {
 };
 
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
-  if (recording != nullptr && depth++ == 0) recording->called(call);
+  if (recording == nullptr) return nullptr;
+  recording->check_shape(call);
+  if (depth++ == 0) recording->called(call);
   return nullptr;
 }
 

@@ -28,6 +28,7 @@ def experts(
     slots_P: Tensor,
     w1: Weights,
     w2: Weights,
+    num_ranks: int = 1,
 ) -> Tensor:
     """See Kernels.experts: [P, D], undefined where the slot is S."""
     (gate_up, scales1), (down, scales2) = _parts(w1), _parts(w2)
@@ -36,7 +37,7 @@ def experts(
     pairs = pairs_of(slots_P, num_slots)
     told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
     how = {"BY_PAIR": pairs.by_pair, "LOOKED_THROUGH": pairs.looked_through}
-    per_slot = triton.cdiv(num_pairs, num_slots)
+    per_slot = triton.cdiv(num_pairs, num_slots * num_ranks)
     is_exact = dtype == torch.float32
     block_m = 16 if per_slot <= 16 or is_exact else 32 if per_slot <= 32 else 64
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)

@@ -118,7 +118,13 @@ class Triton(Kernels):
         return out_XHV
 
     def experts(
-        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor | None, w1: Any, w2: Any
+        self,
+        x_ND: Tensor,
+        tokens_P: Tensor | None,
+        slots_P: Tensor | None,
+        w1: Any,
+        w2: Any,
+        num_ranks: int = 1,
     ) -> Tensor:
         is_fp8, dtype = isinstance(w1, Blocks), x_ND.dtype
         if slots_P is None and is_fp8:
@@ -131,10 +137,10 @@ class Triton(Kernels):
         if is_fp8 and self._quantises:
             how = self._by_powers, self._num_processors
             return products.experts(x_ND, tokens_P, slots_P, w1, w2, *how)
-        is_many = not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1)
+        is_many = not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1) * num_ranks
         if is_many and dtype == torch.bfloat16:
             return super().experts(x_ND, tokens_P, slots_P, w1, w2)
-        return experts(x_ND, tokens_P, slots_P, w1, w2)
+        return experts(x_ND, tokens_P, slots_P, w1, w2, num_ranks)
 
     def _product(self, x_XK: Tensor, w: Blocks, num_parts: int, dtype: torch.dtype) -> Tensor:
         """With one matrix of FP8: [X, M]."""

@@ -1,0 +1,115 @@
+"""A program that cannot be captured is run eagerly, unless the device itself is lost. The device is
+a stand-in: its captures fail with torch's own words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
+from model.kernels.captured import Captured
+from model.kernels.repeated import CannotCapture
+from model.loaded import LoadedModel
+from runtime.engine_loop import EngineLoop, is_fatal
+
+REFUSED = """CUDA error: operation not permitted when stream is capturing
+Search for `cudaErrorStreamCaptureUnsupported' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""  # noqa: E501
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+class Streams:
+    """Which stream is the current one."""
+
+    def __init__(self) -> None:
+        self.current = "engine"
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        before, self.current = self.current, name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, **_: object) -> Iterator[None]:
+        """As torch's: it does not leave its own stream if the capture ends with an error."""
+        before, self.current = self.current, "capture"
+        try:
+            yield
+        finally:
+            raise torch.AcceleratorError(REFUSED)
+        self.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", streams.graph)
+    monkeypatch.setattr(torch.cuda, "stream", streams.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
+    return streams
+
+
+def test_a_failed_capture_leaves_the_stream_and_a_device_that_answers(streams: Streams) -> None:
+    captured = Captured(lambda x: (x + 1,), pool=None)
+    captured(torch.ones(2))
+    with pytest.raises(CannotCapture, match="not permitted when stream is capturing") as caught:
+        captured(torch.ones(2))
+    assert not is_fatal(caught.value) and is_fatal(torch.AcceleratorError(REFUSED))
+    assert streams.current == "engine" and not captured.is_ready
+
+
+def test_a_device_that_is_lost_while_capturing_is_fatal(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def item(tensor: Tensor) -> Any:
+        raise torch.AcceleratorError(LOST)
+
+    monkeypatch.setattr(Tensor, "item", item)
+    captured = Captured(lambda x: (x + 1,), pool=None)
+    captured(torch.ones(2))
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access") as caught:
+        captured(torch.ones(2))
+    assert is_fatal(caught.value)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("captured")
+    tiny.write_tiny(folder, seed=21)
+    return load(folder, "model.kernels=native")
+
+
+def test_a_rank_that_cannot_capture_serves_on_without_graphs(
+    loaded: LoadedModel, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 30, ignore_eos=True) for i in range(3)]
+    answers = Bench(loaded, max_rows=4).generate(*asked)
+    kernels = copy(loaded.kernels)
+    kernels.makes_ahead = True
+    monkeypatch.setattr(kernels, "repeated", lambda function: Captured(function, pool=None))
+    bench = Bench(replace(loaded, kernels=kernels), max_rows=4)
+    loop = EngineLoop("engine")
+    loop.add(bench.decode)
+    loop.start()
+    try:
+        while "not permitted" not in loop.post(lambda: bench.decode._loaded.form).result(60):
+            pass
+        loop.post(lambda: None).result(60)
+        assert loop.failure is None and loop.is_running
+    finally:
+        loop.stop()
+    assert bench.generate(*asked) == answers
+    bench.check_empty()
