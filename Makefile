@@ -1,8 +1,12 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make gang   the same with gangs of two ranks, which share the experts
 # make test   lint, types and the whole CPU test suite
-# make soak   the slow tests, which make test leaves out
+# make soak   the slow tests, which make test leaves out, and kernels with other versions of Triton
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
+
+# What can be set, as in `make test TORCH_CPU_INDEX=`:
+# TORCH_CPU_INDEX   where torch's CPU build comes from on machines without a GPU, instead of the CUDA
+#                   build of several gigabytes; nothing: whatever pip finds
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,14 +14,27 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,fp8.py kernels.py router_ties.py staging.py)
 
-.PHONY: demo gang test soak lint proto checkpoint clean
+.PHONY: torch-for-cpu demo gang test tritons soak lint proto checkpoint clean
+
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Triton as it was with the oldest torch that we run on, and as this one's CUDA build pins it.
+TRITONS := 3.6.0 3.7.1
 
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
+	@$(MAKE) -s torch-for-cpu
 	$(VENV)/bin/pip install -q -e '.[dev]'
-	-$(PY) -m model.kernels.build
+	@command -v $${CXX:-g++} >/dev/null && $(PY) -m model.kernels.build || true
 	touch $(READY)
+
+torch-for-cpu:
+	@if [ -z "$(TORCH_CPU_INDEX)" ] || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then exit 0; fi; \
+	if $(VENV)/bin/pip index versions -q torch --index-url $(TORCH_CPU_INDEX) --retries 0 --timeout 10 \
+		>/dev/null 2>&1; \
+	then $(VENV)/bin/pip install -q $(TORCH) --index-url $(TORCH_CPU_INDEX); \
+	else echo "$(TORCH_CPU_INDEX) cannot be reached: torch comes from where pip finds it"; fi
 
 demo: $(READY)
 	$(PY) -m benchmarks.demo
@@ -34,7 +51,15 @@ test: lint
 	$(PY) -m pytest -n 3 --dist loadfile
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED)
 
-soak: $(READY)
+# Its kernels with each Triton that they are promised for, interpreted and compiled.
+tritons: $(READY)
+	@set -e; for version in $(TRITONS); do \
+	echo "Triton $$version"; folder=build/triton-$$version; \
+	test -d $$folder || $(VENV)/bin/pip install -q --no-deps --target $$folder triton==$$version; \
+	PYTHONPATH=$$folder $(PY) -m pytest -n 3 tests/unit/test_gpu_compiles.py; \
+	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED); done
+
+soak: tritons
 	$(PY) -m pytest -m slow
 	TRITON_INTERPRET=1 $(PY) -m pytest -m slow tests/unit/test_gpu_engine.py
 

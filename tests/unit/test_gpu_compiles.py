@@ -21,6 +21,7 @@ if IS_INTERPRETED or sys.platform != "linux":
 
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
@@ -62,7 +63,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def spilled_bytes(ptx: str) -> int:
-    ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
+    ptxas = [get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
     told = subprocess.run(ptxas, input=ptx, capture_output=True, text=True, check=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill", told)))
 

@@ -7,6 +7,10 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -32,8 +36,8 @@ const std::unordered_set<std::string> kOfTheHost = {
     "aten::resolve_conj"};  // the last by tolist, which reads memory itself
 
 struct Place {
-  size_t argument, item;  // the item counts if the argument is a list
-  size_t value;
+  uint32_t argument, item;  // the item counts if the argument is a list
+  uint32_t value;
 };
 
 struct Call {
@@ -41,7 +45,7 @@ struct Call {
   std::vector<IValue> arguments;  // as recorded: what has no place is a constant
   std::vector<Place> places;
   std::vector<Place> results;
-  std::vector<size_t> last_used;  // values that no later call reads
+  std::vector<uint32_t> last_used;  // values that no later call reads
 };
 
 class Tape : public torch::CustomClassHolder {
@@ -68,10 +72,16 @@ class Tape : public torch::CustomClassHolder {
     }
     num_values_ = numbers_.size();
     mark_last_uses();
-    for (Call& call : calls_)
+    for (Call& call : calls_) {
       for (const Place& place : call.places) put(call.arguments[place.argument], place.item, Tensor());
+      call.places.shrink_to_fit();
+      call.results.shrink_to_fit();
+      call.last_used.shrink_to_fit();
+    }
+    calls_.shrink_to_fit();
     numbers_.clear();
     kept_.clear();
+    give_back();
   }
 
   // Recording has ended, in order or not.
@@ -123,16 +133,16 @@ class Tape : public torch::CustomClassHolder {
   void returned(const at::RecordFunction& call) {
     if (!open_.has_value()) return;
     std::vector<IValue>& arguments = open_->arguments;
-    for (size_t i = 0; i < arguments.size(); i++) {
+    for (uint32_t i = 0; i < arguments.size(); i++) {
       if (arguments[i].isList()) arguments[i] = IValue(arguments[i].toList().copy());
-      each_tensor(arguments[i], [&](const Tensor& tensor, size_t item) {
+      each_tensor(arguments[i], [&](const Tensor& tensor, uint32_t item) {
         auto found = numbers_.find(tensor.unsafeGetTensorImpl());
         if (found != numbers_.end()) open_->places.push_back({i, item, found->second});
       });
     }
     bool is_new = false;
-    for (size_t i = 0; i < call.outputs().size(); i++)
-      each_tensor(call.outputs()[i], [&](const Tensor& tensor, size_t item) {
+    for (uint32_t i = 0; i < call.outputs().size(); i++)
+      each_tensor(call.outputs()[i], [&](const Tensor& tensor, uint32_t item) {
         is_new |= numbers_.count(tensor.unsafeGetTensorImpl()) == 0;
         open_->results.push_back({i, item, number_of(tensor)});
       });
@@ -153,6 +163,14 @@ class Tape : public torch::CustomClassHolder {
   }
 
  private:
+  // A recording holds at once what a play takes one after the other: malloc would keep that, and
+  // what lives on lies scattered in it.
+  static void give_back() {
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+  }
+
   // Into an argument or an item of it.
   static void put(IValue& argument, size_t item, const IValue& value) {
     if (!argument.isList()) {
@@ -174,7 +192,7 @@ class Tape : public torch::CustomClassHolder {
       if (items[i].isTensor()) function(items[i].toTensor(), i);
   }
 
-  size_t number_of(const Tensor& tensor) {
+  uint32_t number_of(const Tensor& tensor) {
     auto [found, is_new] = numbers_.try_emplace(tensor.unsafeGetTensorImpl(), numbers_.size());
     if (is_new) kept_.push_back(tensor);
     return found->second;
@@ -194,7 +212,7 @@ class Tape : public torch::CustomClassHolder {
 
   std::vector<Call> calls_;
   std::optional<Call> open_;
-  std::unordered_map<c10::TensorImpl*, size_t> numbers_;
+  std::unordered_map<c10::TensorImpl*, uint32_t> numbers_;
   std::vector<Tensor> kept_;  // so that no two values of a recording share an address
   std::vector<size_t> outputs_;
   size_t num_inputs_ = 0, num_values_ = 0;
