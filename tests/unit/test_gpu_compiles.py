@@ -19,7 +19,6 @@ from tests.kernels import IS_INTERPRETED
 if IS_INTERPRETED or sys.platform != "linux":
     pytest.skip("nothing is compiled", allow_module_level=True)
 
-import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.runtime import driver  # noqa: E402
