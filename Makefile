@@ -1,6 +1,7 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make gang   the same with gangs of two ranks, which share the experts
 # make test   lint, types and the whole CPU test suite
+# make mutants   known mistakes, each alone, which a test has to notice (minutes)
 # make soak   the slow tests, which make test leaves out
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,fp8.py kernels.py router_ties.py staging.py)
 
-.PHONY: demo gang test soak lint proto checkpoint clean
+.PHONY: demo gang test mutants soak lint proto checkpoint clean
 
 $(READY): pyproject.toml
 	python3 -m venv $(VENV)
@@ -31,8 +32,12 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest -n 3 --dist loadfile
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED)
+	@$(PY) -m pytest -n 3 --dist loadfile; all=$$?; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED); kernels=$$?; \
+	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
+
+mutants: $(READY)
+	$(PY) -m tests.mutants
 
 soak: $(READY)
 	$(PY) -m pytest -m slow

@@ -1,8 +1,7 @@
 """Holds a cluster's parts in the middle of their work, so that a test can say what comes next."""
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgpack
@@ -12,8 +11,6 @@ from core.tasks import Tasks
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 from tests.rig import Rig
-
-PATIENCE_S = 30.0
 
 
 class Gate:
@@ -94,12 +91,3 @@ async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     finally:
         for gate in gates:
             gate.open()
-
-
-async def until(condition: Callable[[], object], *meanwhile: Callable[[], object]) -> None:
-    """Wait for ``condition``, doing ``meanwhile`` again and again."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            for act in meanwhile:
-                act()
-            await asyncio.sleep(0.001)

@@ -19,8 +19,9 @@ from core.answer import Delta, Finished
 from core.errors import NodeLost, Overloaded
 from core.request import Request
 from tandem import AsyncClient
-from tests.integration.echo_gateway import EchoGateway, echo_server, until
+from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_cli_edge import serving, tandem
+from tests.waiting import until
 
 SMALL = ("--prompt-tokens", "3:8", "--output-tokens", "5:9", "--num-requests", "6")
 JOBS = [Job((5, 6, 7, i), 8) for i in range(6)]

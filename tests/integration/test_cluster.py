@@ -19,7 +19,7 @@ from core.info import NodeStatus
 from core.request import Request, SamplingParams, TokenBias
 from core.schema import pack
 from tandem import Client, InferenceError
-from tests.drivers import MEMBERS, TROUBLE, left_in, script
+from tests.drivers import MEMBERS, ROOMS, TROUBLE, left_in, script
 
 SETS = ("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2")
 SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
@@ -170,6 +170,11 @@ def test_what_ray_says_goes_to_the_log(head: RayHead, servers: list[Serving]) ->
     """Not to stdout, which is for answers: of this driver as of all others."""
     assert script(head, TROUBLE) == ["done"]
     until(lambda: all("trouble of Ray's own" in "".join(server.log) for server in servers))
+
+
+def test_the_room_of_a_gang_in_its_second_life_is_kept(head: RayHead) -> None:
+    """That of its first life, as a controller that comes back finds it."""
+    assert script(head, ROOMS) == ["tandem:other-0.4 tandem:other-1.9", ""]
 
 
 def test_a_gateway_that_leaves_takes_nothing_along(head: RayHead, servers: list[Serving]) -> None:

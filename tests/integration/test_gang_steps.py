@@ -21,9 +21,9 @@ from decode_node.program import StepProgram, StepResult, What
 from model.dispatch.spread import Spread
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
-from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.patience_s=0.2")
 NUM_TOKENS = 80

@@ -18,7 +18,8 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import RETRY_AFTER_KEY
 from core.answer import Delta, Finished
 from core.request import Request
-from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server, until
+from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server
+from tests.waiting import PATIENCE_S, until
 
 NARROW = (("grpc.http2.bdp_probe", 0),)
 """A client whose windows stay small: a server soon waits for it to read."""
@@ -103,7 +104,7 @@ async def pieces_of(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.Generat
 
 
 async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pieces_of(call)
     return caught.value

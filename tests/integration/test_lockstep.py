@@ -14,6 +14,7 @@ from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
 from core.membership import Meeting, RankSpec
 from runtime.gang import hub as hub_module
+from runtime.gang import member as member_module
 from runtime.gang.hub import Hub
 from runtime.gang.join import join
 from runtime.gang.member import Member
@@ -137,6 +138,30 @@ def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> 
             ranks.call(1, read).result(PATIENCE_S)
         with pytest.raises(EpochEnded):
             ranks.plan(0, 1).result(PATIENCE_S)
+
+
+def test_a_gang_that_idles_after_a_step_that_was_read_in_time_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For however long: a bound of reading ends with it."""
+    monkeypatch.setattr(member_module, "TICK_S", 0.01)
+    looks: list[float] = []
+
+    def much_later() -> float:
+        looks.append(time.monotonic() + 1e6)
+        return looks[-1]
+
+    def read(member: Member) -> None:
+        with member.reading():
+            pass
+        member._clock = much_later
+
+    with ranks_of(2) as ranks:
+        ranks.begin()
+        ranks.call(1, read).result(PATIENCE_S)
+        until(lambda: len(looks) > 1 or not ranks.members[1]._reader.is_alive())
+        plans = [ranks.plan(rank, 1) for rank in range(2)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
 
 
 def test_a_rank_that_enters_early_is_remembered() -> None:

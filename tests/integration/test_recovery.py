@@ -10,6 +10,7 @@ from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from core.control import Control
 from core.errors import HandoverError, NodeLost, RankDied
+from core.identity import Identity
 from core.membership import EndedLife, InStep
 from core.schema import encode_failure, unpack
 from prefill_node.messages import Prefill
@@ -67,8 +68,12 @@ class Dying:
         return await self._control.call(method, payload)
 
 
-async def test_a_death_that_a_call_learns_of_first_names_suspects_too(small_model: Path) -> None:
-    """The last heartbeat was fine, and the verdict comes a little later."""
+@pytest.mark.parametrize("is_in_step", [True, False], ids=["in the step", "another was"])
+async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
+    small_model: Path, is_in_step: bool
+) -> None:
+    """The last heartbeat was fine, and the verdict comes a little later. It names nobody but who
+    was in the step: others on the rank are not suspected, even if that one was alone."""
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
         handle = cluster.gateway.fleet.ranks[spec.name]
@@ -78,7 +83,8 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(small_mode
         while not handle.is_out:
             await asyncio.sleep(0.01)
         assert handle.is_heard.is_set()
-        ended = EndedLife(spec.epoch, InStep((dying.asked[0].identity,), False))
+        guilty = dying.asked[0].identity if is_in_step else Identity("another")
+        ended = EndedLife(spec.epoch, InStep((guilty,), not is_in_step))
         gangs = cluster.members.membership.gangs
         cluster.members.tell(
             *(replace(g, ended=ended) if g.name == spec.gang else g for g in gangs)
@@ -86,7 +92,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(small_mode
         dying.is_back = True
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
-        assert [asked.is_suspect for asked in dying.asked] == [False, True]
+        assert [asked.is_suspect for asked in dying.asked] == [False, is_in_step]
         await cluster.check_empty()
 
 

@@ -23,6 +23,7 @@ from core.request import Request
 from core.schema import decode as decode_reply
 from core.schema import pack
 from decode_node.messages import Abort, Grant, Size, Start
+from decode_node.node import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.rig import Rig, rig
@@ -170,8 +171,8 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:
-    """Whatever comes after it finds nothing: no row stays, and nothing is pulled into freed
-    pages."""
+    """Whatever comes after it, and after sweeps, finds nothing: no row stays, and nothing is pulled
+    into freed pages."""
     [ids] = prompts(1)
     async with rig(small_model, *SMALL) as cluster:
         [decode], owner = cluster.decodes, cluster.prefills[0]
@@ -193,6 +194,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 asking = asyncio.create_task(call("grant", grant, Done))
                 await asyncio.sleep(0)
             await call("abort", Abort(identity), Done)
+            await decode._sweep()
             if i % 2:
                 with pytest.raises(HandoverError, match="aborted while it waited"):
                     await asking
@@ -200,6 +202,9 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 with pytest.raises(HandoverError, match="aborted before it came"):
                     await call(*message)
             assert not decode._arriving and not decode._granting
+            decode._ended[identity] -= REMEMBER_S
+        await decode._sweep()
+        assert not decode._ended, "nor is it remembered for ever"
         tokens, _, _ = await cluster.complete(greedy("next", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await cluster.check_empty()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
-from kv_transfer.offered import Computed, First, OfferBook
+from kv_transfer.offered import REMEMBER_S, Computed, First, OfferBook
 
 KEY, OTHER = Identity("r"), Identity("r")
 
@@ -128,10 +128,16 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     assert not book.open_ones() and book.num_waiting == 0
 
 
-async def test_a_release_that_comes_first_keeps_the_key_shut() -> None:
+@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, REMEMBER_S), (300.0, 1200.0)])
+async def test_a_release_that_comes_first_keeps_the_key_shut(
+    lease_s: float, known_s: float
+) -> None:
+    """For the longer of two times: of many short leases, or of some long ones."""
     clock = Clock()
-    book = OfferBook(1, 2.0, clock)
+    book = OfferBook(1, lease_s, clock)
     assert not book.end(KEY, "cancelled")
+    clock.now += known_s
+    book.sweep()
     assert not book.open(KEY, nothing) and not book.open_ones()
     clock.now += 10_000
     book.sweep()

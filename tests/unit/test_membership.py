@@ -1,11 +1,15 @@
 """What is adopted, what differs between two configs, and what a rank's shell says of itself."""
 
 import asyncio
+import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.control.controller import Controller
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
@@ -62,6 +66,17 @@ def test_differing_keys_are_named_with_both_values() -> None:
     assert differences(mine, load(None, ["decode.max_rows=4"])) == []
     found = differences(mine, load(None, ["kv.page_size=16"]))
     assert found == ["decode.max_rows is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
+
+
+@pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
+def test_every_life_has_an_epoch_of_its_own(behind_s: int) -> None:
+    controller = Controller.__new__(Controller)
+    latest = int(time.time()) + 10 + behind_s
+    controller.seen = 3, latest
+    epochs = [controller.next_epoch() for _ in range(3)]
+    assert epochs == [latest + 1, latest + 2, latest + 3]
+    controller.seen = 3, 0
+    assert controller.next_epoch() > latest - 20 - behind_s, "else it is the wall clock's seconds"
 
 
 def test_a_snapshot_travels_whole() -> None:
@@ -133,6 +148,47 @@ async def test_a_shell_answers_from_the_start() -> None:
     await one.stop()
     assert stops == ["stopped"]
     assert unpack(RankState, await one.who(2, 99)).seen == (8, 99)
+
+
+class Hanging:
+    """An engine whose step does not end until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def has_work(self) -> bool:
+        return not self.go_on.is_set()
+
+    def step(self) -> None:
+        self.entered.set()
+        self.go_on.wait()
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
+    """It would be two engines on one cache."""
+    engine, loop = Hanging(), EngineLoop("hangs")
+    loop.add(engine)
+
+    async def stop() -> None:
+        await asyncio.to_thread(loop.stop, 0.01)
+
+    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
+    await one.start()
+    await ended(one)
+    loop.start()
+    await asyncio.to_thread(engine.entered.wait)
+    again = pack(replace(SPEC, epoch=6)), pack(Meeting("h", 1, 2, b"token"))
+    for call in (one.leave, one.host, lambda: one.join(*again)):
+        with pytest.raises(NodeLost, match=r"decode-0\.5\.0: its engine does not stop"):
+            await call()
+    engine.go_on.set()
+    loop.stop()
+    await one.join(*again)
+    assert unpack(RankState, await one.who()).spec.epoch == 6
+    await one.leave()
 
 
 async def test_a_shell_tells_why_it_failed() -> None:

@@ -1,6 +1,7 @@
 """Slow and stuck are told apart, a failed step takes only what was in it, a dead rank names it."""
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import signal
@@ -199,16 +200,34 @@ def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
     assert read_box(path) is None and not (tmp_path / "rank.box").exists()
 
 
-def _die(path: str) -> None:
+class Torn:
+    """A mapped file whose process dies when it has written half of who is in the step."""
+
+    def __init__(self, target: mmap.mmap) -> None:
+        self._target = target
+
+    def __setitem__(self, where: slice, data: bytes) -> None:
+        if where.start is None:
+            self._target[where] = data
+            return
+        self._target[where.start : where.start + len(data) // 2] = data[: len(data) // 2]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die(path: str, is_writing: bool) -> None:
     box = BlackBox(path)
     box.note("decode", [A, B])
+    if is_writing:
+        box._map = Torn(box._map)  # type: ignore[assignment, arg-type]
+        box.note("decode", [C, A, B])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_box_outlives_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_the_box_outlives_its_process_whole_or_empty(tmp_path: Path, is_writing: bool) -> None:
     path = str(tmp_path / "rank.box")
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=(path,))
+    process = multiprocessing.get_context("spawn").Process(target=_die, args=(path, is_writing))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert read_box(path) == InStep((A, B), False)
+    assert read_box(path) == (None if is_writing else InStep((A, B), False))
