@@ -15,7 +15,7 @@ async def main():
     async with ray_session(sys.argv[1]):
         gcs = worker.global_worker.gcs_client
         utils.publish_error_to_driver("test", "trouble of Ray's own", gcs)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # time: what Ray tells takes some; the gateways wait for it
         print("done")
 
 asyncio.run(main())

@@ -44,6 +44,11 @@ class Gate:
         """Whether somebody waits for the held step to end."""
         return self.is_held and bool(self._rank.loop._posts)
 
+    def answer(self) -> None:
+        """Give a step if somebody waits for the held one to end."""
+        if self.is_asked:
+            self.give()
+
     def give(self) -> None:
         with self._changed:
             self.num_given += 1
@@ -54,6 +59,24 @@ class Gate:
         with self._changed:
             self._is_open = True
             self._changed.notify()
+
+
+def are_active(rank: DecodeNode, num: int) -> bool:
+    """Whether so many sequences decode there."""
+    sequences = list(rank.engine.scheduler.sequences.values())
+    return sum(sequence.active for sequence in sequences) == num
+
+
+def begin_together(rank: DecodeNode, num: int) -> None:
+    """No sequence decodes there until so many of them can: then they all do from the same step."""
+    has_work, begun = rank.engine.has_work, list[bool]()
+
+    def has_all() -> bool:
+        if not begun and are_active(rank, num):
+            begun.append(True)
+        return bool(begun) and has_work()
+
+    rank.engine.has_work = has_all  # type: ignore[method-assign]
 
 
 class Wire:

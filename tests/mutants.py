@@ -93,8 +93,9 @@ def failure_of(mutant: Mutant, tree: Path) -> str:
         (tree / mutant.file).write_text(before)
     if ran.returncode not in (0, FAILED):
         raise ValueError(f"{mutant.name}: pytest ended with {ran.returncode}\n{ran.stdout}")
-    said = (line for line in ran.stdout.splitlines() if line.startswith(("E  ", "FAILED")))
-    return next(said, "it hangs").removeprefix("E").strip() if ran.returncode else ""
+    lines = ran.stdout.splitlines()
+    told = [line.partition(" - ")[2] for line in lines if line.startswith("FAILED")]
+    return next(iter(told), "it hangs") if ran.returncode else ""
 
 
 def try_all(mutants: Sequence[Mutant], tree: Path) -> list[Mutant]:

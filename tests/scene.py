@@ -131,8 +131,7 @@ class Scene:
     def answer(self) -> None:
         """Give a step to each engine that somebody waits for."""
         for gate in (self.prefill, self.decode):
-            if gate.is_asked:
-                gate.give()
+            gate.answer()
 
     def prefill_on(self) -> None:
         if self.prefill.is_held:

@@ -16,6 +16,7 @@ from core.schema import encode_failure, unpack
 from prefill_node.messages import Prefill
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = ("kv.num_pages=300", "kv.page_size=16")
 
@@ -80,8 +81,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
         handle.control = dying = Dying(handle.control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
-        while not handle.is_out:
-            await asyncio.sleep(0.01)
+        await until(lambda: handle.is_out)
         assert handle.is_heard.is_set()
         guilty = dying.asked[0].identity if is_in_step else Identity("another")
         ended = EndedLife(spec.epoch, InStep((guilty,), not is_in_step))
@@ -134,7 +134,5 @@ async def test_patience_ends(small_model: Path) -> None:
         with pytest.raises(NodeLost):
             await running
         cluster.members.add(cluster.decodes[0])
-        async with asyncio.timeout(30):
-            while not cluster.gateway.is_healthy():
-                await asyncio.sleep(0.01)
+        await until(cluster.gateway.is_healthy)
         await cluster.check_empty()

@@ -20,6 +20,7 @@ from core.tasks import cancelled
 from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
+from tests.waiting import until
 
 
 class Board:
@@ -41,9 +42,7 @@ class Board:
 
     async def unread(self) -> None:
         """Wait until nobody reads."""
-        async with asyncio.timeout(5):
-            while self.readers:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.readers)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
 from kv_transfer.offered import REMEMBER_S, Computed, First, OfferBook
+from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
 
@@ -96,7 +97,7 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     waiting = asyncio.create_task(book.wait(KEY, (0, 0), 5.0))
     await asyncio.sleep(0)
     assert book.num_waiting == 1 and book.open(KEY, nothing)
-    await asyncio.sleep(0.01)
+    await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
     book.advance(KEY, Computed((3, 2), (1,), (1,)))
     entry = await waiting

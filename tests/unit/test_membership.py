@@ -18,6 +18,7 @@ from core.membership import FrameAddress, Gang, Meeting, Membership, NodeInfo, R
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
 from runtime.shell import RankShell
+from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 SPEC = RankSpec("decode-0", "decode", 5)
@@ -69,14 +70,14 @@ def test_differing_keys_are_named_with_both_values() -> None:
 
 
 @pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
-def test_every_life_has_an_epoch_of_its_own(behind_s: int) -> None:
+def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller.__new__(Controller)
-    latest = int(time.time()) + 10 + behind_s
-    controller.seen = 3, latest
-    epochs = [controller.next_epoch() for _ in range(3)]
-    assert epochs == [latest + 1, latest + 2, latest + 3]
+    monkeypatch.setattr(time, "time", lambda: 1000.5)
     controller.seen = 3, 0
-    assert controller.next_epoch() > latest - 20 - behind_s, "else it is the wall clock's seconds"
+    assert controller.next_epoch() == 1000
+    controller.seen = 3, 1000 + behind_s
+    epochs = [controller.next_epoch() - behind_s for _ in range(3)]
+    assert epochs == [1001, 1002, 1003]
 
 
 def test_a_snapshot_travels_whole() -> None:
@@ -97,7 +98,7 @@ class FakeShell(RankShell):
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         self._on_loaded(0.25)
-        await asyncio.sleep(0.01)
+        await turns()
         if isinstance(self.made, Exception):
             raise self.made
 
@@ -112,13 +113,16 @@ def shell(made: Any) -> FakeShell:
 
 
 async def ended(one: RankShell, *numbers: int) -> RankState:
-    async with asyncio.timeout(5):
-        while True:
-            found = unpack(RankState, await one.who(*numbers))
-            if found.info or found.failure:
-                return found
-            assert found.progress in (0.0, 0.25)
-            await asyncio.sleep(0.002)
+    found = unpack(RankState, await one.who(*numbers))
+
+    async def has_ended() -> bool:
+        nonlocal found
+        found = unpack(RankState, await one.who(*numbers))
+        assert found.info or found.failure or found.progress in (0.0, 0.25)
+        return bool(found.info or found.failure)
+
+    await until(has_ended)
+    return found
 
 
 async def test_a_shell_answers_from_the_start() -> None:

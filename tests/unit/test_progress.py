@@ -17,6 +17,7 @@ from core.membership import InStep
 from runtime.black_box import BlackBox, read_box
 from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
 from runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
+from tests.waiting import PATIENCE_S, until
 
 LEAST_S = 10.0
 
@@ -127,7 +128,7 @@ def run(loop: EngineLoop, engine: Engine) -> None:
     loop.add(engine)
     loop.start()
     while engine.work and loop.failure is None:
-        loop.post(lambda: None).exception(5)
+        loop.post(lambda: None).exception(PATIENCE_S)
 
 
 async def test_a_step_that_raises_fails_what_was_in_it_and_the_engine_goes_on(
@@ -169,13 +170,11 @@ async def test_the_pace_tells_a_turn_that_does_not_end(loop: EngineLoop) -> None
     loop.start()
     await asyncio.to_thread(entered.wait, 30)
     before = loop.watch.pace()
-    await asyncio.sleep(0.05)
+    await until(lambda: loop.watch.pace().busy_s > before.busy_s)
     now = loop.watch.pace()
     go_on.set()
-    assert now.num_turns == before.num_turns and now.busy_s > before.busy_s
-    async with asyncio.timeout(30):
-        while loop.watch.pace().busy_s:
-            await asyncio.sleep(0.001)
+    assert now.num_turns == before.num_turns
+    await until(lambda: not loop.watch.pace().busy_s)
     assert loop.watch.pace().num_turns > now.num_turns
 
 
