@@ -1,6 +1,7 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make gang   the same with gangs of two ranks, which share the experts
 # make test   lint, types and the whole CPU test suite
+# make mutants   known mistakes, each alone, which a test has to notice (minutes)
 # make soak   the slow tests, which make test leaves out, and kernels with other versions of Triton
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,fp8.py kernels.py router_ties.py staging.py)
 
-.PHONY: torch-for-cpu demo gang test tritons soak lint proto checkpoint clean
+.PHONY: torch-for-cpu demo gang test mutants tritons soak lint proto checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -48,8 +49,12 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 test: lint
-	$(PY) -m pytest -n 3 --dist loadfile
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED)
+	@$(PY) -m pytest -n 3 --dist loadfile; all=$$?; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED); kernels=$$?; \
+	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
+
+mutants: $(READY)
+	$(PY) -m tests.mutants
 
 # Its kernels with each Triton that they are promised for, interpreted and compiled.
 tritons: $(READY)

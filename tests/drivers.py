@@ -15,7 +15,7 @@ async def main():
     async with ray_session(sys.argv[1]):
         gcs = worker.global_worker.gcs_client
         utils.publish_error_to_driver("test", "trouble of Ray's own", gcs)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # time: what Ray tells takes some; the gateways wait for it
         print("done")
 
 asyncio.run(main())
@@ -52,6 +52,32 @@ async def main():
 
 asyncio.run(main())
 """
+
+ROOMS = """
+import asyncio, sys
+import ray
+from cluster.control.machines import remove_groups
+from cluster.control.ray_session import ray_session
+from core.membership import RankSpec
+
+def rooms():
+    groups = ray.util.placement_group_table().values()
+    return sorted(g["name"] for g in groups
+                  if g["state"] != "REMOVED" and g["name"].startswith("tandem:other-"))
+
+async def main():
+    async with ray_session(sys.argv[1]):
+        for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8"):
+            ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
+        kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
+        remove_groups(kept, "other-")
+        print(*rooms())
+        remove_groups((), "other-")
+        print(*rooms())
+
+asyncio.run(main())
+"""
+"""What is left of the rooms of two gangs, of which one is in its second life."""
 
 LEFT = """
 import asyncio, json, sys

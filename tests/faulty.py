@@ -26,15 +26,17 @@ class Fault:
     hangs: bool = False
     after: int = WARM
     num_met: int = 0
+    met_on: set[threading.Thread] = field(default_factory=set)
     let_go: threading.Event = field(default_factory=threading.Event)
 
     def meet(self, call: str, aborted: threading.Event | None = None) -> None:
         if call != self.call or self.let_go.is_set():
             return
         self.num_met += 1
+        self.met_on.add(threading.current_thread())
         if not self.hangs:
             raise RuntimeError(f"{call} was made to fail")
-        while not self.let_go.wait(0.01):
+        while not self.let_go.wait(0.01):  # time: between two looks at what aborts it
             if aborted is not None and aborted.is_set():
                 raise ConnectionAbortedError(f"{call} was aborted")
 

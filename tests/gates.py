@@ -1,8 +1,7 @@
 """Holds a cluster's parts in the middle of their work, so that a test can say what comes next."""
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgpack
@@ -12,8 +11,6 @@ from core.tasks import Tasks
 from decode_node.node import DecodeNode
 from prefill_node.node import PrefillNode
 from tests.rig import Rig
-
-PATIENCE_S = 30.0
 
 
 class Gate:
@@ -47,6 +44,11 @@ class Gate:
         """Whether somebody waits for the held step to end."""
         return self.is_held and bool(self._rank.loop._posts)
 
+    def answer(self) -> None:
+        """Give a step if somebody waits for the held one to end."""
+        if self.is_asked:
+            self.give()
+
     def give(self) -> None:
         with self._changed:
             self.num_given += 1
@@ -57,6 +59,24 @@ class Gate:
         with self._changed:
             self._is_open = True
             self._changed.notify()
+
+
+def are_active(rank: DecodeNode, num: int) -> bool:
+    """Whether so many sequences decode there."""
+    sequences = list(rank.engine.scheduler.sequences.values())
+    return sum(sequence.active for sequence in sequences) == num
+
+
+def begin_together(rank: DecodeNode, num: int) -> None:
+    """No sequence decodes there until so many of them can: then they all do from the same step."""
+    has_work, begun = rank.engine.has_work, list[bool]()
+
+    def has_all() -> bool:
+        if not begun and are_active(rank, num):
+            begun.append(True)
+        return bool(begun) and has_work()
+
+    rank.engine.has_work = has_all  # type: ignore[method-assign]
 
 
 class Wire:
@@ -94,12 +114,3 @@ async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     finally:
         for gate in gates:
             gate.open()
-
-
-async def until(condition: Callable[[], object], *meanwhile: Callable[[], object]) -> None:
-    """Wait for ``condition``, doing ``meanwhile`` again and again."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            for act in meanwhile:
-                act()
-            await asyncio.sleep(0.001)

@@ -16,8 +16,9 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import piece_from_proto
 from prefill_node.sequence import Sequence
-from tests.gates import Gate, Wire, gated, until
+from tests.gates import Gate, Wire, gated
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = (
     "server.address=127.0.0.1:0", "kv.page_size=8", "kv.num_pages=60", "decode.max_rows=2",
@@ -130,8 +131,7 @@ class Scene:
     def answer(self) -> None:
         """Give a step to each engine that somebody waits for."""
         for gate in (self.prefill, self.decode):
-            if gate.is_asked:
-                gate.give()
+            gate.answer()
 
     def prefill_on(self) -> None:
         if self.prefill.is_held:

@@ -98,7 +98,7 @@ def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractE
     def blocked_by(path: Path) -> Callable[[], None]:
         def block() -> None:
             while path.exists():
-                time.sleep(0.02)
+                time.sleep(0.02)  # time: between two looks
 
         return block
 
@@ -109,8 +109,8 @@ def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractE
             if path.exists():
                 way(blocked_by(path))
                 while path.exists():
-                    time.sleep(0.02)
-        time.sleep(0.02)
+                    time.sleep(0.02)  # time: between two looks
+        time.sleep(0.02)  # time: between two looks
 
 
 PATCHES = {

@@ -1,7 +1,7 @@
 """A gateway that answers from the prompt alone, so that the edge is tested without a cluster."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -143,12 +143,6 @@ async def echo_server(gateway: EchoGateway, *sets: str) -> AsyncIterator[Server]
         await server.attach(gateway)
         yield server
     assert gateway.num_closed == len(gateway.requests)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def failure_of(call: Awaitable[object]) -> InferenceError:

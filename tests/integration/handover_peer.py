@@ -5,7 +5,6 @@ import hashlib
 import os
 import struct
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -72,7 +71,14 @@ class Prefill(Rank):
         self.num_computed: dict[Identity, int] = {}
         self.released: list[Identity] = []
         self.asked: list[str] = []
-        self.send_delay_s = 0.0
+        self.may_send, self.may_gather = asyncio.Event(), threading.Event()
+        self.may_send.set()
+        self.may_gather.set()
+        self.caches.gather = self._gather  # type: ignore[method-assign]
+
+    def _gather(self, *args: Any) -> None:
+        self.may_gather.wait()
+        type(self.caches).gather(self.caches, *args)
 
     def on_release(self, key: Identity) -> None:
         assert threading.current_thread().name == "prefill"
@@ -83,7 +89,7 @@ class Prefill(Rank):
         if not method.startswith("test."):
             self.asked.append(method)
             if method == "send":
-                await asyncio.sleep(self.send_delay_s)
+                await self.may_send.wait()
             return await self.service.handle(epoch, method, payload)
         order = msgpack.unpackb(payload)
         reply = await getattr(self, method.removeprefix("test."))(**order)
@@ -92,12 +98,21 @@ class Prefill(Rank):
     async def run(self, request_id: str, attempt: int, num_tokens: int, step: int,
                   delay_s: float, seal: bool) -> None:  # fmt: skip
         """Prefill in chunks of ``step``; the mtp group lags by one token until the end."""
+        await self.open(request_id, attempt)
+        for hi in range(step, num_tokens + step, step):
+            # time: a slow prefill, for leases and idle channels
+            await asyncio.sleep(delay_s)
+            await self.go_on(request_id, attempt, min(hi, num_tokens), num_tokens, seal)
+
+    async def open(self, request_id: str, attempt: int) -> None:
         key = Identity(request_id, attempt=attempt)
         await self.engine.call(lambda: self.source.open(key, lambda: self.on_release(key)))
-        for hi in range(step, num_tokens + step, step):
-            await asyncio.sleep(delay_s)
-            done = min(hi, num_tokens)
-            await self.engine.call(partial(self.compute, key, done, num_tokens, seal))
+
+    async def go_on(self, request_id: str, attempt: int, hi: int, num_tokens: int,
+                    seal: bool) -> None:  # fmt: skip
+        """The chunk that ends at ``hi``."""
+        key = Identity(request_id, attempt=attempt)
+        await self.engine.call(partial(self.compute, key, hi, num_tokens, seal))
 
     def compute(self, key: Identity, hi: int, num_tokens: int, seal: bool) -> None:
         if key in self.released:
@@ -128,11 +143,11 @@ class Prefill(Rank):
         key = Identity(request_id, attempt=attempt)
         await self.engine.call(lambda: self.source.fail(key, "the prompt was refused"))
 
-    async def steal_page(self, request_id: str, attempt: int) -> None:
+    async def steal_page(self, request_id: str, attempt: int, number: int) -> None:
         """The bug that must never be served: a page changes hands while it is offered."""
 
         def steal() -> None:
-            page = self.pages[Identity(request_id, attempt=attempt)][0]
+            page = self.pages[Identity(request_id, attempt=attempt)][number]
             self.pool.release([page])
             taken = self.pool.allocate(self.pool.num_free)
             assert page in taken
@@ -149,23 +164,16 @@ class Prefill(Rank):
         else:
             end()
 
-    async def slow_gather(self, delay_s: float) -> None:
-        gather = type(self.caches).gather
+    async def hold_sends(self) -> None:
+        self.may_send.clear()
 
-        def slow(*args: Any) -> None:
-            time.sleep(delay_s)
-            gather(self.caches, *args)
-
-        self.caches.gather = slow  # type: ignore[method-assign]
-
-    async def slow_send(self, delay_s: float) -> None:
-        self.send_delay_s = delay_s
+    async def let_sends_go(self) -> None:
+        self.may_send.set()
 
     async def report(self) -> dict[str, Any]:
         self.source.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
-        self.asked, self.send_delay_s = [], 0.0
-        self.caches.__dict__.pop("gather", None)
+        self.asked = []
         return {**self.source.counts(), "pages": used, "released": len(self.released),
                 "asked": asked}  # fmt: skip

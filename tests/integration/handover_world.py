@@ -32,6 +32,7 @@ from tests.integration.handover_peer import (
     values,
 )
 from tests.loopback import LoopbackChannels
+from tests.waiting import PATIENCE_S, until
 
 _ids = itertools.count()
 
@@ -64,7 +65,7 @@ class Process:
     def stop(self) -> None:
         self.pipe.send("stop")
         counts = self.pipe.recv()
-        self.process.join(10)
+        self.process.join(PATIENCE_S)
         assert not self.process.is_alive() and self.process.exitcode == 0
         assert not any(counts.values()), counts
 
@@ -118,15 +119,16 @@ class World:
         self.sink.check_integrity()
         self.decode.pool.check_integrity()
         assert self.decode.pool.num_free == self.decode.pool.num_pages - 1
+        asked: list[str] = []
+
+        async def is_clean() -> bool:
+            report.update(await self.tell("report"))
+            asked.extend(report["asked"])
+            return not any(report[k] for k in ("leases", "waiting", "staging", "pages", "tasks"))
+
         report: dict[str, Any] = {}
-        for _ in range(100):
-            report = await self.tell("report")
-            held = {k: report[k] for k in ("leases", "waiting", "staging", "pages")}
-            if not any(held.values()) and not report["tasks"]:
-                break
-            await asyncio.sleep(0.05)
-        else:
-            raise AssertionError(f"prefill still holds {report}")
+        await until(is_clean)
+        report["asked"] = asked
         assert channels is None or report["channels"] == channels, report
         return report
 

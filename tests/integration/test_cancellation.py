@@ -14,8 +14,8 @@ from benchmarks.driven.exact import near_ties
 from decode_node.node import DecodeNode
 from kv_transfer.pages import PagePool
 from prefill_node.node import PrefillNode
-from tests.gates import until
 from tests.scene import Scene, prompts, scene
+from tests.waiting import until
 
 WAYS = ("drop", "abort", "deadline")
 DEADLINE_S = 2.0

@@ -164,7 +164,7 @@ def test_a_second_signal_does_not_wait() -> None:
             while client.status().state != "DRAINING":
                 pass
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=10)
+            process.communicate(timeout=20)
         assert process.returncode == 130
 
 

@@ -19,14 +19,13 @@ from core.info import NodeStatus
 from core.request import Request, SamplingParams, TokenBias
 from core.schema import pack
 from tandem import Client, InferenceError
-from tests.drivers import MEMBERS, TROUBLE, left_in, script
+from tests.drivers import MEMBERS, ROOMS, TROUBLE, left_in, script
+from tests.waiting import PATIENCE_S, wait_until
 
 SETS = ("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2")
 SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
 PROMPT = [0, 50, 51]
 LONG_PROMPT = [0, *range(50, 90)]
-PATIENCE_S = 60
-"""Only a hang takes this long, on the slowest machine."""
 NUM_TOKENS = 4000
 MOST_PER_STEP = 4
 MAX_INLINE_BYTES = 16 << 10
@@ -76,13 +75,6 @@ def check_answer(server: Serving, num_tokens: int = 12) -> None:
     assert not near_ties(TINY_MODEL, PROMPT, list(answer.token_ids))
 
 
-def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
-
-
 class Follower(threading.Thread):
     """Reads one long answer until it ends or its server is gone."""
 
@@ -130,20 +122,16 @@ def is_empty(server: Serving) -> bool:
 def granted(victim: Follower, survivor: Serving, prefill: int) -> None:
     """The prefill node is frozen: the row is granted, and nothing follows."""
     os.kill(prefill, signal.SIGSTOP)
-    try:
-        until(lambda: num_rows(survivor) == 1)
-        time.sleep(0.2)
-        assert not victim.token_ids
-    finally:
-        threading.Timer(0.5, os.kill, (prefill, signal.SIGCONT)).start()
+    wait_until(lambda: num_rows(survivor) == 1)
+    assert not victim.token_ids
 
 
 def first_token(victim: Follower, survivor: Serving, prefill: int) -> None:
-    until(lambda: victim.token_ids)
+    wait_until(lambda: victim.token_ids)
 
 
 def mid_stream(victim: Follower, survivor: Serving, prefill: int) -> None:
-    until(lambda: len(victim.token_ids) > 30)
+    wait_until(lambda: len(victim.token_ids) > 30)
 
 
 def test_two_serves_at_once_make_one_cluster(head: RayHead, servers: list[Serving]) -> None:
@@ -169,7 +157,12 @@ def test_a_differing_config_is_refused_by_name(head: RayHead, servers: list[Serv
 def test_what_ray_says_goes_to_the_log(head: RayHead, servers: list[Serving]) -> None:
     """Not to stdout, which is for answers: of this driver as of all others."""
     assert script(head, TROUBLE) == ["done"]
-    until(lambda: all("trouble of Ray's own" in "".join(server.log) for server in servers))
+    wait_until(lambda: all("trouble of Ray's own" in "".join(server.log) for server in servers))
+
+
+def test_the_room_of_a_gang_in_its_second_life_is_kept(head: RayHead) -> None:
+    """That of its first life, as a controller that comes back finds it."""
+    assert script(head, ROOMS) == ["tandem:other-0.4 tandem:other-1.9", ""]
 
 
 def test_a_gateway_that_leaves_takes_nothing_along(head: RayHead, servers: list[Serving]) -> None:
@@ -190,14 +183,17 @@ def test_what_a_killed_gateway_held_is_free_after_a_lease(
     pids, before = rank_pids(head), lives(survivor)
     [prefill] = actors(head.pid, "PrefillActor")
     with serving(*SETS, "server.max_queued=7", head=head) as doomed:
-        until(lambda: is_empty(survivor))
+        wait_until(lambda: is_empty(survivor))
         num_before = num_steps(survivor)
         victim = Follower(doomed.address, NUM_TOKENS)
-        phase(victim, survivor, prefill)
-        doomed.process.kill()
-        doomed.process.wait()
+        try:
+            phase(victim, survivor, prefill)
+            doomed.process.kill()
+            doomed.process.wait()
+        finally:
+            os.kill(prefill, signal.SIGCONT)
     other = Follower(survivor.address, 40)
-    until(lambda: len(other.token_ids) == 40 and is_empty(survivor))
+    wait_until(lambda: len(other.token_ids) == 40 and is_empty(survivor))
     made = num_steps(survivor) - num_before
     assert made < NUM_TOKENS / MOST_PER_STEP, "freed because the answer had ended"
     assert not near_ties(TINY_MODEL, LONG_PROMPT, other.token_ids)
@@ -211,20 +207,20 @@ def test_large_requests_dropped_at_once_leave_nothing(servers: list[Serving]) ->
     biases = dict.fromkeys(range(1024), 1e-09)
     sampling = SamplingParams(logit_bias=tuple(TokenBias(*item) for item in biases.items()))
     assert len(pack(Request("large", tuple(LONG_PROMPT), sampling=sampling))) > MAX_INLINE_BYTES
-    until(lambda: is_empty(survivor))
+    wait_until(lambda: is_empty(survivor))
     with Client(survivor.address, max_retries=0) as client:
         for i in range(20):
             options = {"logit_bias": biases, "request_id": f"large-{i}"}
             stream = client.generate(LONG_PROMPT[: 5 + i], max_tokens=NUM_TOKENS, **options)
             reader = threading.Thread(target=list, args=(stream,), daemon=True)
             reader.start()
+            # time: so that some aborts come early and some late; all have to be right
             time.sleep(0.004 * i)
-            while reader.is_alive() and not client.abort(f"large-{i}"):
-                time.sleep(0.001)
+            wait_until(lambda r=reader, i=i: not r.is_alive() or client.abort(f"large-{i}"))
             reader.join(PATIENCE_S)
             assert not reader.is_alive()
     num_before = num_steps(survivor)
-    until(lambda: is_empty(survivor))
+    wait_until(lambda: is_empty(survivor))
     made = num_steps(survivor) - num_before
     assert made < NUM_TOKENS / MOST_PER_STEP / 2, "freed because the answer had ended"
 
@@ -237,7 +233,7 @@ def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[
         next(stream)
         os.kill(controller, signal.SIGKILL)
         assert sum(len(piece.token_ids) for piece in stream if hasattr(piece, "text")) > 140
-    until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
+    wait_until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
     check_answer(servers[1])
     assert rank_pids(head) == pids and lives(servers[0]) == before
     ran = tandem("status", "--address", servers[1].address, "--json")
@@ -254,13 +250,13 @@ def test_the_controller_begins_a_new_life_after_a_death(
     before = dict(lives(servers[0]))
     [victim] = actors(head.pid, "PrefillActor")
     followers = [Follower(server.address, 60 + i) for i, server in enumerate(servers)]
-    until(lambda: all(follower.token_ids for follower in followers))
+    wait_until(lambda: all(follower.token_ids for follower in followers))
     os.kill(victim, signal.SIGKILL)
     for i, follower in enumerate(followers):
         follower.join(PATIENCE_S)
         assert len(follower.token_ids) == 60 + i
         assert not near_ties(TINY_MODEL, LONG_PROMPT, follower.token_ids)
-    until(lambda: actors(head.pid, "PrefillActor") not in ([], [victim]))
+    wait_until(lambda: actors(head.pid, "PrefillActor") not in ([], [victim]))
     with serving(*SETS, head=head) as late:
         after = dict(lives(late))
         assert after["decode"] == before["decode"] and after["prefill"] > before["prefill"]
@@ -287,7 +283,7 @@ def test_stop_ends_everything_once(head: RayHead, servers: list[Serving]) -> Non
     assert [name.partition(".")[0] for name in sorted(json.loads(ran.stdout)["stopped"])] == [
         "decode-0", "prefill-0",
     ]  # fmt: skip
-    until(lambda: not rank_pids(head) and not actors(head.pid, "Controller"))
+    wait_until(lambda: not rank_pids(head) and not actors(head.pid, "Controller"))
     assert left_in(head) == {"actors": [], "groups": []}
     again = tandem("stop", "--ray-address", head.address, env=head.env)
     assert again.returncode == 1 and "NOT_FOUND" in again.stderr
@@ -331,9 +327,9 @@ def test_a_ray_without_a_token_is_joined_and_its_cluster_outlives_who_began_it()
         [victim] = actors(head.pid, "ColocatedActor")
         [controller] = actors(head.pid, "Controller")
         os.kill(victim, signal.SIGKILL)
-        until(lambda: actors(head.pid, "ColocatedActor") not in ([], [victim]))
+        wait_until(lambda: actors(head.pid, "ColocatedActor") not in ([], [victim]))
         os.kill(controller, signal.SIGKILL)
-        until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
+        wait_until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
         [second_life] = actors(head.pid, "ColocatedActor")
         with serving(*SMALL, head=head) as second:
             check_answer(second)

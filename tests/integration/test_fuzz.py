@@ -24,6 +24,7 @@ from cluster.proto.wire import STREAM_KEY
 from core.config import TINY_MODEL
 from tandem import AsyncClient
 from tests.fuzz import NAMES, mutated, ordinary, wild
+from tests.waiting import until
 
 NUM_SHORT, NUM_LONG, LONG_S = 800, 20_000, 60.0
 NUM_CLIENTS = 16
@@ -111,6 +112,7 @@ class Fuzzer:
         message = ordinary(self.random)
         message.sampling.max_tokens = self.random.choice((1, 20, 200))
         call = generate(channel, message.SerializeToString())
+        # time: any is right
         await asyncio.sleep(self.random.choice((0, 0.001, 0.01, 0.05)))
         for _ in range(self.random.choice((0, 0, 1, 3))):
             if await call.read() is grpc.aio.EOF:
@@ -182,9 +184,7 @@ async def check_unharmed(server: Serving, fuzzer: Fuzzer) -> None:
     print(sorted(fuzzer.codes.items()))
     assert not fuzzer.unexpected, fuzzer.unexpected[:20]
     async with AsyncClient(server.address) as client:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await is_empty(client):
-                await asyncio.sleep(0.1)
+        await until(lambda: is_empty(client))
         answer = await client.complete(PROMPT, max_tokens=24, ignore_eos=True)
     assert not near_ties(TINY_MODEL, PROMPT, list(answer.token_ids))
     async with grpc.aio.insecure_channel(server.address) as channel:

@@ -16,8 +16,9 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import ROOT, Serving, alive, serving
 from core.config import TINY_MODEL
 from tandem import Client, InferenceError
-from tests.integration.test_faults import PATIENCE_S, begun, check, epochs, is_empty, until
+from tests.integration.test_faults import begun, check, epochs, is_empty
 from tests.integration.test_lost_prefill import prompts
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 SETS = (
@@ -54,13 +55,16 @@ def pids(faults: Path, gang: str) -> list[int]:
 def first_token_s(server: Serving, prompt: list[int], since: float) -> float:
     """From then to the first token of a request that is asked again and again."""
     with Client(server.address, max_retries=0) as client:
-        while True:
+
+        def is_answered() -> bool:
             try:
-                for _ in client.generate(prompt, max_tokens=2, ignore_eos=True):
-                    return time.monotonic() - since
+                next(client.generate(prompt, max_tokens=2, ignore_eos=True))
+                return True
             except InferenceError:
-                assert time.monotonic() - since < PATIENCE_S
-                time.sleep(0.1)
+                return False
+
+        wait_until(is_answered)
+        return time.monotonic() - since
 
 
 @pytest.mark.timeout(600)
@@ -85,14 +89,14 @@ def test_the_epoch_ends_and_who_is_left_is_in_the_next_one(
     armed.with_suffix(".new").write_text(f"{int(number)} {POINTS[point]}")
     armed.with_suffix(".new").rename(armed)
     late = pool.submit(first_token_s, server, asked[4], time.monotonic())
-    until(lambda: not armed.exists())
+    wait_until(lambda: not armed.exists())
     since = time.monotonic()
-    until(lambda: epochs(server).get(f"{gang}.{rank}", 0) > before[f"{gang}.{rank}"])
+    wait_until(lambda: epochs(server).get(f"{gang}.{rank}", 0) > before[f"{gang}.{rank}"])
     served_s = first_token_s(server, asked[4], since)
     print(f"{gang} rank {rank} {number.name} {point}: next token after {served_s:.1f} s")
     check(asked[:4], answers, NUM_TOKENS)
     late.result(PATIENCE_S)
-    until(lambda: is_empty(server))
+    wait_until(lambda: is_empty(server))
     after = pids(faults, gang)
     assert after[1 - rank] == processes[1 - rank] and after[rank] != processes[rank]
     assert alive(after[0]) and alive(after[1]) and not alive(processes[rank])

@@ -20,8 +20,8 @@ from benchmarks.soak.check import score_ties
 from core.config import TINY_MODEL
 from core.request import Request
 from tandem import Client
-from tests.gates import until
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")
 SIZES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]

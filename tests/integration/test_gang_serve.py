@@ -13,8 +13,8 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
 from tandem import Client
-from tests.integration.test_faults import until
 from tests.integration.test_lost_prefill import prompts
+from tests.waiting import wait_until
 
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",
@@ -55,7 +55,7 @@ def settled(server: Serving) -> dict[str, dict[str, Any]]:
         steps = [{name: node["num_steps"] for name, node in nodes.items()} for nodes in seen[-2:]]
         return steps[0] == steps[1]
 
-    until(stand_still)
+    wait_until(stand_still)
     return seen[-1]
 
 
@@ -94,7 +94,7 @@ def test_a_new_controller_adopts_a_gang_and_where_its_experts_lie(
     before, processes = told(server), actors(head.pid, "DecodeActor")
     [controller] = actors(head.pid, "Controller")
     os.kill(controller, signal.SIGKILL)
-    until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
+    wait_until(lambda: actors(head.pid, "Controller") not in ([], [controller]))
     serve_exactly(server, 3, seed=54)
     after = told(server)
     assert {name: one["epoch"] for name, one in after.items()} == {
@@ -103,7 +103,7 @@ def test_a_new_controller_adopts_a_gang_and_where_its_experts_lie(
     assert actors(head.pid, "DecodeActor") == processes
     os.kill(processes[1], signal.SIGKILL)
     old = before["decode-0.1"]["epoch"]
-    until(lambda: told(server).get("decode-0.1", {"epoch": old})["epoch"] > old)
+    wait_until(lambda: told(server).get("decode-0.1", {"epoch": old})["epoch"] > old)
     serve_exactly(server, 6, seed=51)
     assert len(set(processes) & set(actors(head.pid, "DecodeActor"))) == 1
 

@@ -22,9 +22,9 @@ from model.dispatch.spread import Spread
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
 from runtime.gang.collectives import Collectives
-from tests.gates import until
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.patience_s=0.2")
 NUM_TOKENS = 80

@@ -18,7 +18,8 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import RETRY_AFTER_KEY
 from core.answer import Delta, Finished
 from core.request import Request
-from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server, until
+from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server
+from tests.waiting import PATIENCE_S, until
 
 NARROW = (("grpc.http2.bdp_probe", 0),)
 """A client whose windows stay small: a server soon waits for it to read."""
@@ -54,11 +55,11 @@ class Flood(EchoGateway):
             self.num_closed += 1
 
     async def blocked(self) -> None:
-        """Nothing more was told while the loop went round many times."""
+        """Nothing more was told for a while, in which a client that reads is told much."""
         before = -1
         while before != self.num_told or not before:
             before = self.num_told
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # time: too short a one ends the test's own part early
 
 
 @asynccontextmanager
@@ -103,7 +104,7 @@ async def pieces_of(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.Generat
 
 
 async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pieces_of(call)
     return caught.value
@@ -184,7 +185,7 @@ async def test_a_drain_ends_a_stream_that_nobody_reads() -> None:
     async with echo_server(flood) as server, stub_of(server.address) as stub:
         call = stub.Generate(asked("abc"))
         await flood.blocked()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await server.drain()
         assert flood.num_closed == 1
         call.cancel()

@@ -14,11 +14,13 @@ from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
 from core.membership import Meeting, RankSpec
 from runtime.gang import hub as hub_module
+from runtime.gang import member as member_module
 from runtime.gang.hub import Hub
 from runtime.gang.join import join
 from runtime.gang.member import Member
 from runtime.watch import Watch
 from tests.ranks import CPU
+from tests.waiting import wait_until
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -77,14 +79,7 @@ def ranks_of(
         yield ranks
     finally:
         ranks.close()
-        until(lambda: threading.active_count() <= before, "threads are left")
-
-
-def until(condition: Callable[[], object], text: str = "in vain") -> None:
-    ends_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_at, text
-        time.sleep(0.005)
+        wait_until(lambda: threading.active_count() <= before, "threads are left")
 
 
 def all_to_all(member: Member) -> list[float]:
@@ -139,6 +134,30 @@ def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> 
             ranks.plan(0, 1).result(PATIENCE_S)
 
 
+def test_a_gang_that_idles_after_a_step_that_was_read_in_time_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For however long: a bound of reading ends with it."""
+    monkeypatch.setattr(member_module, "TICK_S", 0.01)
+    looks: list[float] = []
+
+    def much_later() -> float:
+        looks.append(time.monotonic() + 1e6)
+        return looks[-1]
+
+    def read(member: Member) -> None:
+        with member.reading():
+            pass
+        member._clock = much_later
+
+    with ranks_of(2) as ranks:
+        ranks.begin()
+        ranks.call(1, read).result(PATIENCE_S)
+        wait_until(lambda: len(looks) > 1 or not ranks.members[1]._reader.is_alive())
+        plans = [ranks.plan(rank, 1) for rank in range(2)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
+
+
 def test_a_rank_that_enters_early_is_remembered() -> None:
     """It proposes before rank 0's engine has been built, and the next step at once."""
     with ranks_of(2) as ranks:
@@ -149,21 +168,22 @@ def test_a_rank_that_enters_early_is_remembered() -> None:
         assert ranks.asked[0].wait(PATIENCE_S)
         assert ranks.plan(0, 0).result(PATIENCE_S) == early.result(PATIENCE_S) == (1, 4)
         again = ranks.plan(1, 3)
-        until(lambda: ranks.members[0].is_asked)
+        wait_until(lambda: ranks.members[0].is_asked)
         assert ranks.plan(0, 2).result(PATIENCE_S) == again.result(PATIENCE_S) == (2, 5)
 
 
 def test_a_slow_planner_is_waited_for_and_one_that_never_answers_is_not() -> None:
-    go_on = threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def slow(proposals: Sequence[int]) -> int | None:
+        entered.set()
         assert go_on.wait(PATIENCE_S)
         return total(proposals)
 
     with ranks_of(2, slow) as ranks:
         ranks.begin()
         plans = [ranks.plan(rank, 1) for rank in range(2)]
-        time.sleep(0.2)
+        assert entered.wait(PATIENCE_S)
         assert not any(plan.done() for plan in plans)
         go_on.set()
         assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
@@ -182,14 +202,15 @@ def test_who_leaves_ends_the_epoch_for_all_parked_or_waiting_or_computing(leaver
         [waits, computes] = [rank for rank in range(3) if rank != leaver]
         stuck = ranks.call(computes, all_to_all)
         plan = ranks.plan(waits, 1)
-        time.sleep(0.1)
+        stands, asks = (ranks.members[rank].collectives for rank in (computes, waits))
+        wait_until(lambda: stands.place.number == 1 and asks.place.step == 2)
         assert not stuck.done() and not plan.done()
         ranks.call(leaver, Member.close).result(PATIENCE_S)
         with pytest.raises(EpochEnded, match=r"step 1, collective 1 \(all_to_all\)"):
             stuck.result(PATIENCE_S)
         with pytest.raises(EpochEnded, match="step 2"):
             plan.result(PATIENCE_S)
-        until(lambda: ranks.members[computes].is_asked, "the parked are woken")
+        wait_until(lambda: ranks.members[computes].is_asked, "the parked are woken")
         with pytest.raises(EpochEnded):
             ranks.plan(computes, 0).result(PATIENCE_S)
 

@@ -10,15 +10,16 @@ from core.errors import HandoverError
 from kv_transfer.base import Channel
 from tests.integration.test_channel import ended, threads
 from tests.loopback import LoopbackChannels
+from tests.waiting import PATIENCE_S
 
 
-def loopback_pair(timeout_s: float = 1.0) -> tuple[Channel, Channel]:
+def loopback_pair(timeout_s: float = PATIENCE_S) -> tuple[Channel, Channel]:
     maker = LoopbackChannels(timeout_s)
     accepted: Future[Channel] = Future()
     threading.Thread(target=lambda: accepted.set_result(maker.accept("n", "d"))).start()
     connected = maker.connect(maker.listen(), "n", "p")
     maker.close()
-    return accepted.result(1), connected
+    return accepted.result(PATIENCE_S), connected
 
 
 def test_loopback_copies_in_order() -> None:
@@ -27,7 +28,7 @@ def test_loopback_copies_in_order() -> None:
     receives = [receiver.recv(target) for target in targets]
     sends = [sender.send(torch.full((4,), float(i))) for i in (1, 2)]
     for transfer in receives + sends:
-        transfer.done.result(1)
+        transfer.done.result(PATIENCE_S)
     assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4]
     sender.abort("closed")
     receiver.abort("closed")
@@ -38,17 +39,17 @@ def test_loopback_copies_in_order() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "deadline", "wrong size"])
 def test_loopback_errors_destroy_both_ends(end: str) -> None:
-    sender, receiver = loopback_pair(0.3)
+    sender, receiver = loopback_pair(0.3 if end == "deadline" else PATIENCE_S)
     transfer = receiver.recv(torch.zeros(4))
-    transfer.launched.result(1)
+    transfer.launched.result(PATIENCE_S)
     if end == "abort":
         sender.abort("enough")
     elif end == "wrong size":
         sent = sender.send(torch.zeros(5))
         with pytest.raises(HandoverError, match="20 B to send, 16 to receive"):
-            sent.done.result(1)
+            sent.done.result(PATIENCE_S)
     with pytest.raises(HandoverError, match="recv 0 of 16 B failed"):
-        transfer.done.result(1)
+        transfer.done.result(PATIENCE_S)
     sender.abort()
     ended(sender)
     ended(receiver)

@@ -17,6 +17,7 @@ from core.errors import NodeLost
 from core.info import NodeStatus
 from tandem import AsyncClient, Completion
 from tests.rig import rig
+from tests.waiting import until
 
 TWO_PREFILLS = ("prefill.replicas=2", "kv.num_pages=300", "kv.page_size=16")
 
@@ -58,9 +59,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         await ask("left out")
         assert set(cut.calls) <= {"status", "load"}
         cut.is_down = False
-        async with asyncio.timeout(20):
-            while handle.is_out or not handle.is_heard.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: handle.is_well)
         await ask("back")
         assert "prefill" in cut.calls
         await cluster.check_empty()
@@ -93,12 +92,15 @@ def num_retries(server: Serving) -> int:
 
 async def all_idle(client: AsyncClient) -> tuple[NodeStatus, ...]:
     """The three nodes, as soon as all are alive and hold nothing."""
-    async with asyncio.timeout(60):
-        while True:
-            nodes = (await client.status()).nodes
-            if len(nodes) == 3 and all(is_idle(node) for node in nodes):
-                return nodes
-            await asyncio.sleep(0.1)
+    nodes: tuple[NodeStatus, ...] = ()
+
+    async def are_idle() -> bool:
+        nonlocal nodes
+        nodes = (await client.status()).nodes
+        return len(nodes) == 3 and all(map(is_idle, nodes))
+
+    await until(are_idle)
+    return nodes
 
 
 def is_idle(node: NodeStatus) -> bool:

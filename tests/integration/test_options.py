@@ -16,9 +16,11 @@ from core.config import load
 from core.errors import Overloaded
 from core.request import Request
 from tandem import AsyncClient, GenerateOptions
+from tests.gates import Gate, are_active
 from tests.integration.test_preemption import watch
 from tests.integration.test_split import SMALL, prompts, sampled
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 
 async def test_stop_strings_end_answers_and_free_their_rows(small_model: Path) -> None:
@@ -96,8 +98,10 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Pat
     async with rig(small_model, *SMALL, "decode.max_rows=2", "server.max_queued=2") as cluster:
         many = sampled("many", ids, 100, n=4)
         aborting = asyncio.create_task(answers_of(cluster, many))
-        await asyncio.sleep(0.2)
+        held = Gate(cluster.decodes[0])
+        await until(lambda: are_active(cluster.decodes[0], 2) and held.is_held, held.answer)
         assert await cluster.gateway.abort("many")
+        held.open()
         ends = [finished.finish_reason for _, finished in (await aborting).values()]
         assert ends == ["abort"] * 4
         stream = cluster.gateway.generate(many)

@@ -1,7 +1,6 @@
 """A step that fails takes nobody along but who is to blame; slow ranks and stuck ones differ."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +13,10 @@ from core.request import Request
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.sequence import NUM_STEPS_ALONE
 from prefill_node.engine import First, PrefillEngine, Work
+from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SETS = ("kv.num_pages=400", "kv.page_size=16", "decode.max_rows=8", "speculation.num_tokens=3")
 NUM_TOKENS = 24
@@ -109,6 +110,7 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
 
     monkeypatch.setattr(Launcher, "launch", flaky)
     async with rig(small_model, *SETS) as cluster:
+        begin_together(cluster.decodes[0], 6)
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(6, 9))]
         for request, answer in zip(asked, await ask_all(cluster, asked), strict=True):
             assert isinstance(answer, list) and len(answer) == 80, answer
@@ -138,34 +140,22 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
 ) -> None:
     """Its asyncio loop answers every heartbeat meanwhile."""
     sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stuck_s=0.4")
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        entered.set()
-        assert go_on.wait(60)
-
     async with rig(small_model, *sets) as cluster:
         ranks = cluster.decodes if kind == "decode" else cluster.prefills
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]
-        running = asyncio.create_task(ask_all(cluster, asked))
-        await asyncio.sleep(0.1)
         stuck = ranks[0]
-        stuck.loop.post(hang)
-        await asyncio.to_thread(entered.wait, 60)
-        answers = await running
+        step = Gate(stuck)
+        answers = await ask_all(cluster, asked)
+        assert step.is_held, "it has nobody's step"
         handle = cluster.gateway.fleet.ranks[stuck.spec.name]
-        async with asyncio.timeout(30):
-            while handle.is_heard.is_set() or not handle.is_out:
-                await asyncio.sleep(0.01)
+        await until(lambda: not handle.is_heard.is_set() and handle.is_out)
         assert {gang for gang, _, _ in cluster.members.reports} == {stuck.spec.gang}
         assert cluster.gateway.is_healthy(), "the others serve on"
-        go_on.set()
+        step.open()
         for request, answer in zip(asked, answers, strict=True):
             assert isinstance(answer, list) and len(answer) == 80, answer
             assert not near_ties(small_model, list(request.prompt_ids), answer)
-        async with asyncio.timeout(60):
-            while handle.is_out or not handle.is_heard.is_set():
-                await asyncio.sleep(0.01)
+        await until(lambda: handle.is_well)
         again = await ask_all(cluster, [greedy("again", prompts(1, 9)[0], 20, ignore_eos=True)])
         assert isinstance(again[0], list) and len(again[0]) == 20
         await cluster.check_empty()

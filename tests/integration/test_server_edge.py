@@ -24,8 +24,8 @@ from tests.integration.echo_gateway import (
     echo_server,
     failure_of,
     text_of,
-    until,
 )
+from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -195,8 +195,11 @@ async def test_a_drain_lets_running_streams_finish(
     running = asyncio.create_task(client.complete("abc", max_tokens=10))
     await until(lambda: len(gateway.requests) == 1)
     drain = asyncio.create_task(server.drain())
-    await asyncio.sleep(0.02)
-    assert await health(server.address) == NOT_SERVING
+
+    async def is_told() -> bool:
+        return await health(server.address) == NOT_SERVING
+
+    await until(is_told)
     assert (await client.status()).state == "DRAINING"
     async with AsyncClient(server.address, max_retries=0) as late:
         error = await failure_of(late.complete("x"))

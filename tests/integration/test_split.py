@@ -23,9 +23,11 @@ from core.request import Request
 from core.schema import decode as decode_reply
 from core.schema import pack
 from decode_node.messages import Abort, Grant, Size, Start
+from decode_node.node import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.rig import Rig, rig
+from tests.waiting import until
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")
 
@@ -155,11 +157,14 @@ async def test_an_answer_of_one_token_needs_no_hand_over(small_model: Path) -> N
 async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces: int) -> None:
     [ids] = prompts(1, 60, 80)
     async with rig(small_model, *SMALL, "prefill.max_batch_tokens=8") as cluster:
+        prefilling = cluster.prefills[0].engine.scheduler.sequences
+        decoding = cluster.decodes[0].engine.scheduler.sequences
         for round_number in range(3):
             stream = cluster.gateway.generate(greedy(f"r{round_number}", ids, 60))
             if num_pieces == 0:
                 task = asyncio.create_task(anext(stream))
-                await asyncio.sleep(0.01 * (round_number + 1))
+                has_begun = (cluster.gateway._running, prefilling, decoding)[round_number]
+                await until(lambda t=task, begun=has_begun: t.done() or begun)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             for _ in range(num_pieces):
@@ -170,8 +175,8 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:
-    """Whatever comes after it finds nothing: no row stays, and nothing is pulled into freed
-    pages."""
+    """Whatever comes after it, and after sweeps, finds nothing: no row stays, and nothing is pulled
+    into freed pages."""
     [ids] = prompts(1)
     async with rig(small_model, *SMALL) as cluster:
         [decode], owner = cluster.decodes, cluster.prefills[0]
@@ -193,6 +198,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 asking = asyncio.create_task(call("grant", grant, Done))
                 await asyncio.sleep(0)
             await call("abort", Abort(identity), Done)
+            await decode._sweep()
             if i % 2:
                 with pytest.raises(HandoverError, match="aborted while it waited"):
                     await asking
@@ -200,6 +206,9 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 with pytest.raises(HandoverError, match="aborted before it came"):
                     await call(*message)
             assert not decode._arriving and not decode._granting
+            decode._ended[identity] -= REMEMBER_S
+        await decode._sweep()
+        assert not decode._ended, "nor is it remembered for ever"
         tokens, _, _ = await cluster.complete(greedy("next", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await cluster.check_empty()
@@ -220,9 +229,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         first = cluster.decodes[0]
         [second] = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
-        async with asyncio.timeout(30):
-            while len(cluster.gateway.fleet.usable()) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(cluster.gateway.fleet.usable()) == 2)
         cluster.members.remove(first.spec.name)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
@@ -287,7 +294,8 @@ async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> N
         own, other = mtp.decodes[0], plain.decodes[0]
         mtp.members.remove(own.spec.name)
         mtp.members.add(other)
-        await asyncio.sleep(0.1)
+        fleet = mtp.gateway.fleet
+        await until(lambda: [one.name for one in fleet.of_kind(DECODE)] == [other.spec.name])
         with pytest.raises(NodeLost, match="cache alike"):
             await mtp.complete(greedy("routed", ids, 5))
         identity, owner = Identity("forced"), mtp.prefills[0]
@@ -303,9 +311,7 @@ async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> N
         await control.call("abort", pack(Abort(identity)))
         mtp.members.remove(other.spec.name)
         mtp.members.add(own)
-        async with asyncio.timeout(20):
-            while not mtp.gateway.is_healthy():
-                await asyncio.sleep(0.01)
+        await until(mtp.gateway.is_healthy)
         tokens, _, _ = await mtp.complete(greedy("served", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await mtp.check_empty()

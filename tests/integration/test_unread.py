@@ -13,9 +13,9 @@ from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.errors import Overloaded
-from tests.gates import until
 from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene
+from tests.waiting import until
 
 SETS = ("server.address=127.0.0.1:0", "kv.num_pages=300", "kv.page_size=16", "decode.max_rows=2")
 NAME = "unread"

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from kv_transfer.channel import make_channels
 from kv_transfer.side import Deadlines
 from tests.integration.handover_peer import DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
+from tests.waiting import PATIENCE_S, until
 
 WIRE_S = 0.5
 """The channel's own deadline here: shorter than what must not fail a pull."""
@@ -35,12 +36,6 @@ def decode_rank(
 ) -> AbstractAsyncContextManager[World]:
     maker = make_channels("gloo", HOST, WIRE_S)
     return world_over(prefill.handle, maker, name, epoch, deadlines)
-
-
-async def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 def channel_threads() -> int:
@@ -65,7 +60,7 @@ async def test_no_step_of_either_side_is_waited_for() -> None:
             pulled = await world.sink.pull(asked, world.control(), pages)
         finally:
             ends.set()
-        assert pulled.seal.num_tokens[0] == 40 and all(step.result(5.0) for step in steps)
+        assert pulled.seal.num_tokens[0] == 40 and all(step.result(PATIENCE_S) for step in steps)
         await world.check_bytes(asked, pages)
         await world.check_clean(channels=1)
 
@@ -82,7 +77,7 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
         chunk = m.Send(asked.identity, "main", 0, 7, nonce, channel.num_transfers)
         standing = asyncio.create_task(ask(still.control(), "send", chunk, m.Sent, 5.0))
         await until(lambda: prefill.source.counts()["staging"] == 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
         with pytest.raises(HandoverError):
             await standing
@@ -93,14 +88,33 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
             await world.check_clean(channels=3)
 
 
+@pytest.mark.parametrize("off_by", [-1, 1])
+async def test_a_send_that_is_not_the_next_transfer_is_refused(off_by: int) -> None:
+    """A repeated or late one, and one that is ahead: what comes off the wire next is another's."""
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        await pull_and_check(world)
+        await world.prefill(asked := offer(20))
+        nonce, channel = await world.sink._links["p0"].ready()
+        number = channel.num_transfers + off_by
+        chunk = m.Send(asked.identity, "main", 0, 7, nonce, number)
+        with pytest.raises(HandoverError, match=f"is next here, {number} there"):
+            await ask(world.control(), "send", chunk, m.Sent, 5.0)
+        assert not prefill.source.counts()["channels"], "its ends are a transfer apart"
+        world.sink._links["p0"].discard(nonce, channel, "as a pull does whose chunk did not come")
+        _, pages = await world.pull(asked)
+        await world.check_bytes(asked, pages)
+        await world.check_clean(channels=1)
+
+
 async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(20))
-        await world.tell("slow_gather", delay_s=0.3)
+        prefill.may_gather.clear()
         pulling = asyncio.create_task(world.pull(asked))
         await until(lambda: prefill.source.counts()["staging"] == 1)
         release = m.Release(asked.identity, "cancelled")
         await ask(world.control(), "release", release, Done, 5.0)
+        prefill.may_gather.set()
         with pytest.raises(HandoverError, match="released: cancelled"):
             await pulling
         await world.check_clean()
@@ -110,10 +124,11 @@ async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() 
 async def test_cancelling_a_pull_during_its_gather_frees_everything() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(20))
-        await world.tell("slow_gather", delay_s=0.3)
+        prefill.may_gather.clear()
         pulling = asyncio.create_task(world.pull(asked))
         await until(lambda: prefill.source.counts()["staging"] >= 1)
         pulling.cancel()
+        prefill.may_gather.set()
         with pytest.raises(asyncio.CancelledError):
             await pulling
         await world.check_clean(channels=1)
@@ -153,6 +168,7 @@ async def test_prefill_drops_the_channel_of_a_decode_rank_that_died() -> None:
         await pull_and_check(world)
         began = time.monotonic()
         await until(lambda: not prefill.source.counts()["channels"])
+        # time: of idling, which may be longer
         assert time.monotonic() - began > deadlines.idle_s, "not before the other end does"
 
 

@@ -10,6 +10,7 @@ from core.config import TINY_MODEL
 from core.info import ModelInfo
 from core.request import ABORT, STOP, Request, SamplingParams
 from model.tokenizer import TextStream, Tokenizer
+from tests.waiting import PATIENCE_S, for_ever
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 EOS_ID = 1
@@ -23,13 +24,13 @@ def answer(index: int, output_ids: tuple[int, ...]) -> Answer:
 
 async def never(asked: Answer, tell: Callable[[Piece], None]) -> None:
     if not asked.is_finished:
-        await asyncio.sleep(3600)
+        await for_ever()
 
 
 async def test_an_abort_at_once_ends_each_answer_once() -> None:
     streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
     streams.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         pieces = [piece async for piece in streams.pieces()]
     ends = {piece.index: piece.finish_reason for piece in pieces if isinstance(piece, Finished)}
     assert ends == {0: STOP, 1: ABORT} and len(pieces) == 2
@@ -38,7 +39,7 @@ async def test_an_abort_at_once_ends_each_answer_once() -> None:
 async def test_an_abort_after_a_finished_one_was_told_tells_it_no_more() -> None:
     streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
     pieces = streams.pieces()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         first = await anext(pieces)
         await asyncio.sleep(0)
         streams.abort()

@@ -5,12 +5,22 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
+from cluster.gateway.frame_reader import listen
+from cluster.gateway.handles import Handle
 from core.errors import NodeLost
+from core.identity import Identity
+from core.pace import Pace
+from core.request import ERROR, Beat, TokenFrame
+from core.schema import pack
+from core.tasks import cancelled
 from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
+from tests.unit.test_membership import INFO
+from tests.waiting import until
 
 
 class Board:
@@ -32,9 +42,7 @@ class Board:
 
     async def unread(self) -> None:
         """Wait until nobody reads."""
-        async with asyncio.timeout(5):
-            while self.readers:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.readers)
 
 
 @asynccontextmanager
@@ -101,6 +109,31 @@ async def test_the_end_of_the_engine_is_told() -> None:
         assert await anext(frames) == b"last"
         with pytest.raises(NodeLost, match="out of memory"):
             await anext(frames)
+        await board.unread()
+
+
+async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> None:
+    """What is granted while a beat is on its way cannot be in its answer, and is not lost."""
+    early, late = Identity("early"), Identity("late")
+    beat = Beat(Pace(0, 0.0, 60.0), 1, 0, 9, alive=(early,))
+    beats = asyncio.Queue[int]()
+    async with served() as (board, server):
+        board.beat = beats.put_nowait  # type: ignore[method-assign]
+        handle = Handle(replace(INFO, frames=await server.listen()), Mock())
+        inboxes = {one: handle.open_inbox(one) for one in (early, late)}
+        handle.granted.add(early)
+        hearing = asyncio.create_task(listen(handle, 7, 0.01, 60.0, Mock()))
+        await beats.get()
+        handle.granted.add(late)
+        board.publish(pack(TokenFrame((), beat)))
+        await handle.is_heard.wait()
+        assert inboxes[late].empty(), "lost before anybody could tell of it"
+        while inboxes[late].empty():
+            await beats.get()
+            board.publish(pack(TokenFrame((), beat)))
+            await asyncio.sleep(0)
+        assert inboxes[late].get_nowait().finish_reason == ERROR and inboxes[early].empty()
+        await cancelled(hearing)
         await board.unread()
 
 

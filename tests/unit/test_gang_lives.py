@@ -31,7 +31,8 @@ from core.membership import (
 from core.pace import Pace, Place
 from core.placement import Placement
 from core.schema import failure_of
-from tests.unit.test_gang import MODEL, note, until
+from tests.unit.test_gang import MODEL, note
+from tests.waiting import for_ever, until
 
 NUM_RANKS = 3
 
@@ -41,20 +42,25 @@ class FakeRank:
         self.state = RankState(spec, "{}", 1, "", (0, 0), is_loaded=True)
         self.joined: list[tuple[RankSpec, Meeting]] = []
         self.num_left = 0
-        self.answers_after_s, self.is_asked = 0.0, False
+        self.num_asked, self.may_answer = 0, asyncio.Event()
+        self.may_answer.set()
         self.death: Exception | None = None
         self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
 
     async def who(self, incarnation: int, epoch: int) -> RankState:
+        self.num_asked += 1
         if self.is_frozen:
-            await asyncio.sleep(3600)
+            await for_ever()
         if self.death is not None:
             raise self.death
-        self.is_asked = True
-        await asyncio.sleep(self.answers_after_s)
-        self.is_asked = False
+        await self.may_answer.wait()
         return self.state
+
+    async def asked(self, num: int) -> None:
+        """Wait until it was asked so many times more."""
+        last = self.num_asked + num
+        await until(lambda: self.num_asked >= last)
 
     async def host(self) -> Meeting:
         return Meeting(f"{self.state.spec.process}", 1, 2, b"token")
@@ -67,7 +73,7 @@ class FakeRank:
 
     async def leave(self) -> None:
         if not self.can_leave:
-            await asyncio.sleep(3600)
+            await for_ever()
         self.num_left += 1
         self.state = replace(self.state, is_joined=False, info=None, ended=None, pace=None)
 
@@ -241,7 +247,7 @@ async def test_who_is_silent_while_others_wait_is_ended_and_not_they() -> None:
     async with ready_gang() as (machines, keeper, _):
         before = dict(machines.ranks)
         before[1].is_frozen = True
-        await asyncio.sleep(0.3)
+        await before[1].asked(3)
         assert keeper.gang.epoch == 101, "it holds up nobody"
         for rank in (0, 2):
             before[rank].says(pace=stuck_at(7, 3))
@@ -252,12 +258,10 @@ async def test_who_is_silent_while_others_wait_is_ended_and_not_they() -> None:
 async def test_a_gang_that_keeps_dying_is_left_down_as_a_whole() -> None:
     async with ready_gang() as (machines, keeper, _):
 
-        async def die() -> None:
-            while keeper.gang.state != DOWN:
-                machines.ranks[1].death = NodeLost("again")
-                await asyncio.sleep(0.002)
+        def die() -> None:
+            machines.ranks[1].death = NodeLost("again")
 
-        await asyncio.wait_for(die(), 5)
+        await until(lambda: keeper.gang.state == DOWN, die)
         assert all(rank.is_killed for rank in machines.ranks.values())
         assert machines.num_cleared == 1
         keeper.start()
@@ -280,6 +284,24 @@ async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int) -> N
     await keeper.stop(0.05)
 
 
+async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replaced() -> None:
+    """In the room of its first: nobody else's process ends."""
+    machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
+    plan = plan_gangs(config)[0]
+    specs = plan.specs(55, ["127.0.0.1"] * NUM_RANKS)
+    ranks = [FakeRank(replace(spec, room=44, born=44)) for spec in specs]
+    for rank in ranks:
+        await rank.join(rank.state.spec, await ranks[0].host())
+    keeper = GangKeeper(plan, config, machines, machines, lambda: None)
+    keeper.start(ranks, ranks[0].state.spec)  # type: ignore[arg-type]
+    await until(lambda: keeper.gang.state == READY)
+    ranks[1].death = NodeLost("connection reset")
+    await until(lambda: keeper.gang.epoch == 101 and keeper.gang.state == READY)
+    assert machines.begun == [(101, 44, [1])]
+    assert [rank.is_killed for rank in ranks] == [False, True, False]
+    await keeper.stop(0.05)
+
+
 async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> None:
     """As when a controller could not learn the placement of what it adopted."""
     async with ready_gang() as (machines, keeper, _):
@@ -297,10 +319,11 @@ async def test_a_suspicion_that_comes_while_others_still_answer_is_kept() -> Non
     """Who is suspected has answered the question that is under way, and will not the next one."""
     async with ready_gang() as (machines, keeper, _):
         before = dict(machines.ranks)
-        before[0].answers_after_s = 0.05
-        await until(lambda: before[0].is_asked)
+        before[0].may_answer.clear()
+        await before[0].asked(1)
         before[1].is_frozen = True
         keeper.report(101, "its frames have stopped")
+        before[0].may_answer.set()
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 101, [1])]
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.deployed import DEPLOY
 from tests.kustomize import render
+from tests.waiting import wait_until
 
 ROOT = DEPLOY.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -111,10 +111,7 @@ class Script:
         return self
 
     def _wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + 30
-        while not (self._folder / name).exists():
-            assert time.monotonic() < deadline, f"no {name}"
-            time.sleep(0.01)
+        wait_until((self._folder / name).exists, f"no {name}")
 
 
 @pytest.fixture

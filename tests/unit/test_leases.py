@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
-from kv_transfer.offered import Computed, First, OfferBook
+from kv_transfer.offered import REMEMBER_S, Computed, First, OfferBook
+from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
 
@@ -96,7 +97,7 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     waiting = asyncio.create_task(book.wait(KEY, (0, 0), 5.0))
     await asyncio.sleep(0)
     assert book.num_waiting == 1 and book.open(KEY, nothing)
-    await asyncio.sleep(0.01)
+    await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
     book.advance(KEY, Computed((3, 2), (1,), (1,)))
     entry = await waiting
@@ -128,10 +129,16 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     assert not book.open_ones() and book.num_waiting == 0
 
 
-async def test_a_release_that_comes_first_keeps_the_key_shut() -> None:
+@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, REMEMBER_S), (300.0, 1200.0)])
+async def test_a_release_that_comes_first_keeps_the_key_shut(
+    lease_s: float, known_s: float
+) -> None:
+    """For the longer of two times: of many short leases, or of some long ones."""
     clock = Clock()
-    book = OfferBook(1, 2.0, clock)
+    book = OfferBook(1, lease_s, clock)
     assert not book.end(KEY, "cancelled")
+    clock.now += known_s
+    book.sweep()
     assert not book.open(KEY, nothing) and not book.open_ones()
     clock.now += 10_000
     book.sweep()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ import torch
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
-from core.request import PREEMPTED, Request
+from core.request import ERROR, PREEMPTED, Request
 from decode_node.buckets import Buckets
+from decode_node.launcher import Launcher
 from decode_node.plan import Extras, StepKey
 from decode_node.step import decode_step
 from model.loaded import LoadedModel
@@ -133,6 +134,25 @@ def test_pages_stay_while_a_step_may_touch_them(loaded: LoadedModel) -> None:
     bench.decode.step()
     assert not bench.decode.has_work() and not bench.updates()
     bench.check_empty()
+
+
+def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
+    loaded: LoadedModel,
+) -> None:
+    bench = Bench(loaded, loop="overlapped")
+    names = [f"r{i}" for i in range(3)]
+    for name in names:
+        bench.start(greedy(name, list(range(5, 25)), 60, ignore_eos=True))
+    bench.decode.step()
+    with patch.object(Launcher, "launch", side_effect=RuntimeError("cosmic ray")):
+        with pytest.raises(RuntimeError, match="cosmic ray") as failed:
+            bench.decode.step()
+        bench.decode.fail(failed.value)
+    assert [u.identity.request_id for u in bench.updates() if u.finish_reason == ERROR] == names
+    assert not bench.decode.has_work()
+    bench.check_empty()
+    [(ids, reason)] = bench.generate(greedy("next", list(range(5, 25)), 9, ignore_eos=True))
+    assert (len(ids), reason) == (9, "length")
 
 
 def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:

@@ -1,11 +1,15 @@
 """What is adopted, what differs between two configs, and what a rank's shell says of itself."""
 
 import asyncio
+import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.control.controller import Controller
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
@@ -14,6 +18,7 @@ from core.membership import FrameAddress, Gang, Meeting, Membership, NodeInfo, R
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
 from runtime.shell import RankShell
+from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 SPEC = RankSpec("decode-0", "decode", 5)
@@ -64,6 +69,17 @@ def test_differing_keys_are_named_with_both_values() -> None:
     assert found == ["decode.max_rows is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
 
 
+@pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
+def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = Controller.__new__(Controller)
+    monkeypatch.setattr(time, "time", lambda: 1000.5)
+    controller.seen = 3, 0
+    assert controller.next_epoch() == 1000
+    controller.seen = 3, 1000 + behind_s
+    epochs = [controller.next_epoch() - behind_s for _ in range(3)]
+    assert epochs == [1001, 1002, 1003]
+
+
 def test_a_snapshot_travels_whole() -> None:
     gangs = (
         Gang("decode-0", "decode", 5, "ready", (INFO,), 1.0),
@@ -82,7 +98,7 @@ class FakeShell(RankShell):
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         self._on_loaded(0.25)
-        await asyncio.sleep(0.01)
+        await turns()
         if isinstance(self.made, Exception):
             raise self.made
 
@@ -97,13 +113,16 @@ def shell(made: Any) -> FakeShell:
 
 
 async def ended(one: RankShell, *numbers: int) -> RankState:
-    async with asyncio.timeout(5):
-        while True:
-            found = unpack(RankState, await one.who(*numbers))
-            if found.info or found.failure:
-                return found
-            assert found.progress in (0.0, 0.25)
-            await asyncio.sleep(0.002)
+    found = unpack(RankState, await one.who(*numbers))
+
+    async def has_ended() -> bool:
+        nonlocal found
+        found = unpack(RankState, await one.who(*numbers))
+        assert found.info or found.failure or found.progress in (0.0, 0.25)
+        return bool(found.info or found.failure)
+
+    await until(has_ended)
+    return found
 
 
 async def test_a_shell_answers_from_the_start() -> None:
@@ -133,6 +152,47 @@ async def test_a_shell_answers_from_the_start() -> None:
     await one.stop()
     assert stops == ["stopped"]
     assert unpack(RankState, await one.who(2, 99)).seen == (8, 99)
+
+
+class Hanging:
+    """An engine whose step does not end until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def has_work(self) -> bool:
+        return not self.go_on.is_set()
+
+    def step(self) -> None:
+        self.entered.set()
+        self.go_on.wait()
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
+    """It would be two engines on one cache."""
+    engine, loop = Hanging(), EngineLoop("hangs")
+    loop.add(engine)
+
+    async def stop() -> None:
+        await asyncio.to_thread(loop.stop, 0.01)
+
+    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
+    await one.start()
+    await ended(one)
+    loop.start()
+    await asyncio.to_thread(engine.entered.wait)
+    again = pack(replace(SPEC, epoch=6)), pack(Meeting("h", 1, 2, b"token"))
+    for call in (one.leave, one.host, lambda: one.join(*again)):
+        with pytest.raises(NodeLost, match=r"decode-0\.5\.0: its engine does not stop"):
+            await call()
+    engine.go_on.set()
+    loop.stop()
+    await one.join(*again)
+    assert unpack(RankState, await one.who()).spec.epoch == 6
+    await one.leave()
 
 
 async def test_a_shell_tells_why_it_failed() -> None:

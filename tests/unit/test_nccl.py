@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from kv_transfer import nccl
 from kv_transfer.base import Channel
 from kv_transfer.interfaces import interface_of
 from kv_transfer.nccl import NcclBackend, NcclWire
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Event:
@@ -30,6 +30,7 @@ class Event:
         self.number = Event.group.num_posted
 
     def query(self) -> bool:
+        Event.group.num_looks += 1
         return Event.group.num_passed >= self.number
 
 
@@ -39,7 +40,7 @@ class Group:
     def __init__(self, *made_of: Any) -> None:
         self.options = made_of[-1] if made_of else None
         self.environment = dict(os.environ)
-        self.num_posted = self.num_passed = self.num_aborts = 0
+        self.num_posted = self.num_passed = self.num_aborts = self.num_looks = 0
         self.error: Exception | None = None
         self.frees_on_abort = True
         self.abort_error: Exception | None = None
@@ -51,6 +52,11 @@ class Group:
         return Work(self, self.num_posted)
 
     send = recv
+
+    def looked_at(self) -> None:
+        """Wait until somebody has looked whether the transfer is over, and gone on waiting."""
+        last = self.num_looks + 3
+        wait_until(lambda: self.num_looks >= last)
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -87,11 +93,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t.name.startswith("channel-")]
     for thread in left:
-        thread.join(2)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in left)
 
 
-def channel(timeout_s: float = 5.0) -> tuple[Channel, Group]:
+def channel(timeout_s: float = PATIENCE_S) -> tuple[Channel, Group]:
     group = Group()
     return Channel(NcclWire(group, 1, "cuda"), "nccl:p", "nccl", timeout_s), group
 
@@ -100,26 +106,27 @@ def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
     """work.wait() makes a stream wait and not the host: done must not follow from it."""
     made, group = channel()
     transfer = made.recv(torch.zeros(8))
-    transfer.launched.result(2)
-    time.sleep(0.1)
+    transfer.launched.result(PATIENCE_S)
+    group.looked_at()
     assert not transfer.done.done(), "NCCL still writes into the tensor"
     group.num_passed = 1
-    transfer.done.result(2)
+    transfer.done.result(PATIENCE_S)
     made.abort()
-    made.terminal.result(2)
+    made.terminal.result(PATIENCE_S)
     assert group.num_aborts, "communicator and watchdog are left"
 
 
 def test_the_deadline_is_ours_and_memory_is_free_only_once_the_kernel_is_gone() -> None:
-    made, group = channel(timeout_s=0.2)
+    made, group = channel(timeout_s=0.2)  # time: the deadline
     group.frees_on_abort = False
     transfer = made.recv(torch.zeros(8))
     with pytest.raises(HandoverError, match="not done within 0.2 s"):
-        transfer.done.result(2)
-    time.sleep(0.1)
-    assert group.num_aborts and not made.terminal.done(), "the kernel still runs"
+        transfer.done.result(PATIENCE_S)
+    wait_until(lambda: group.num_aborts)
+    group.looked_at()
+    assert not made.terminal.done(), "the kernel still runs"
     group.num_passed = 1
-    made.terminal.result(2)
+    made.terminal.result(PATIENCE_S)
 
 
 def test_an_error_of_the_communicator_is_told_before_the_deadline(
@@ -128,21 +135,21 @@ def test_an_error_of_the_communicator_is_told_before_the_deadline(
     monkeypatch.setattr(nccl, "SETTLE_S", 0.05)
     made, group = channel(timeout_s=60)
     transfer = made.recv(torch.zeros(8))
-    transfer.launched.result(2)
+    transfer.launched.result(PATIENCE_S)
     group.error = RuntimeError("remote process exited")
     with pytest.raises(HandoverError, match="remote process exited"):
-        transfer.done.result(5)
-    made.terminal.result(2)
+        transfer.done.result(PATIENCE_S)
+    made.terminal.result(PATIENCE_S)
 
 
 def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
     made, group = channel()
     transfer = made.recv(torch.zeros(8))
-    transfer.launched.result(2)
+    transfer.launched.result(PATIENCE_S)
     made.abort("the pull was given up")
     with pytest.raises(HandoverError, match="the pull was given up"):
-        transfer.done.result(2)
-    made.terminal.result(2)
+        transfer.done.result(PATIENCE_S)
+    made.terminal.result(PATIENCE_S)
     assert group.aborted_on and threading.current_thread() not in group.aborted_on
 
 
@@ -151,18 +158,16 @@ def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None
     made, group = channel()
     creating = threading.Event()
     post = group.recv
-    group.recv = lambda *asked: creating.wait(5) and post(*asked)  # type: ignore[method-assign]
+    group.recv = lambda *asked: creating.wait(PATIENCE_S) and post(*asked)  # type: ignore[method-assign]
     transfer = made.recv(torch.zeros(8))
-    while not made._running:
-        time.sleep(0.01)
+    wait_until(lambda: made._running)
     made.abort("the deadline of set-up")
     with pytest.raises(HandoverError, match="the deadline of set-up"):
-        transfer.done.result(2)
-    while not group.num_aborts:
-        time.sleep(0.01)
+        transfer.done.result(PATIENCE_S)
+    wait_until(lambda: group.num_aborts)
     assert not made.terminal.done()
     creating.set()
-    made.terminal.result(2)
+    made.terminal.result(PATIENCE_S)
     assert group.num_aborts > 1 and group.num_passed == 1
 
 
@@ -172,12 +177,12 @@ def test_a_failed_abort_is_logged_and_memory_waits_for_the_kernel(
     made, group = channel()
     group.abort_error = RuntimeError("unhandled cuda error")
     transfer = made.recv(torch.zeros(8))
-    transfer.launched.result(2)
+    transfer.launched.result(PATIENCE_S)
     made.abort()
-    time.sleep(0.1)
+    group.looked_at()
     assert not made.terminal.done()
     group.num_passed = 1
-    made.terminal.result(2)
+    made.terminal.result(PATIENCE_S)
     assert "abort failed" in caplog.text and "was not destroyed as it should be" in caplog.text
 
 

@@ -1,6 +1,7 @@
 """Slow and stuck are told apart, a failed step takes only what was in it, a dead rank names it."""
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from core.membership import InStep
 from runtime.black_box import BlackBox, read_box
 from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
 from runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
+from tests.waiting import PATIENCE_S, until
 
 LEAST_S = 10.0
 
@@ -131,7 +133,7 @@ def run(loop: EngineLoop, engine: Engine) -> None:
     loop.add(engine)
     loop.start()
     while engine.work and loop.failure is None:
-        loop.post(lambda: None).exception(5)
+        loop.post(lambda: None).exception(PATIENCE_S)
 
 
 async def test_a_step_that_raises_fails_what_was_in_it_and_the_engine_goes_on(
@@ -173,13 +175,11 @@ async def test_the_pace_tells_a_turn_that_does_not_end(loop: EngineLoop) -> None
     loop.start()
     await asyncio.to_thread(entered.wait, 30)
     before = loop.watch.pace()
-    await asyncio.sleep(0.05)
+    await until(lambda: loop.watch.pace().busy_s > before.busy_s)
     now = loop.watch.pace()
     go_on.set()
-    assert now.num_turns == before.num_turns and now.busy_s > before.busy_s
-    async with asyncio.timeout(30):
-        while loop.watch.pace().busy_s:
-            await asyncio.sleep(0.001)
+    assert now.num_turns == before.num_turns
+    await until(lambda: not loop.watch.pace().busy_s)
     assert loop.watch.pace().num_turns > now.num_turns
 
 
@@ -204,16 +204,34 @@ def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
     assert read_box(path) is None and not (tmp_path / "rank.box").exists()
 
 
-def _die(path: str) -> None:
+class Torn:
+    """A mapped file whose process dies when it has written half of who is in the step."""
+
+    def __init__(self, target: mmap.mmap) -> None:
+        self._target = target
+
+    def __setitem__(self, where: slice, data: bytes) -> None:
+        if where.start is None:
+            self._target[where] = data
+            return
+        self._target[where.start : where.start + len(data) // 2] = data[: len(data) // 2]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die(path: str, is_writing: bool) -> None:
     box = BlackBox(path)
     box.note("decode", [A, B])
+    if is_writing:
+        box._map = Torn(box._map)  # type: ignore[assignment, arg-type]
+        box.note("decode", [C, A, B])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_box_outlives_its_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_the_box_outlives_its_process_whole_or_empty(tmp_path: Path, is_writing: bool) -> None:
     path = str(tmp_path / "rank.box")
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=(path,))
+    process = multiprocessing.get_context("spawn").Process(target=_die, args=(path, is_writing))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert read_box(path) == InStep((A, B), False)
+    assert read_box(path) == (None if is_writing else InStep((A, B), False))

@@ -16,8 +16,9 @@ from core.errors import NodeLost
 from core.info import DECODE, PREFILL, NodeStatus
 from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, NodeInfo, RankSpec
 from core.placement import Placement
-from tests.unit.test_gang import MODEL, until
+from tests.unit.test_gang import MODEL
 from tests.unit.test_gang_lives import FakeMachines, haste
+from tests.waiting import until
 
 __all__ = ["haste"]
 PLAIN = Placement.plain(2, 8, 4, 4)
@@ -59,7 +60,7 @@ async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> Non
     first.says(num_held=1)
     moving = asyncio.create_task(rebalance_gang(kept.keeper, 60.0, 0.05))
     await until(lambda: kept.keeper.gang.state == DRAINING)
-    await asyncio.sleep(0.1)
+    await first.asked(5)
     assert kept.keeper.gang.members and not moving.done(), "it ends what it has"
     first.says(num_held=0)
     done = await moving

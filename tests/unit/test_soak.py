@@ -17,6 +17,7 @@ from benchmarks.soak.load import Answer, Load
 from benchmarks.soak.plans import Plan, Shares, plans
 from core.config import TINY_MODEL
 from core.stopping import stop_ids
+from tests.waiting import PATIENCE_S
 
 RULES = {
     "temperature": 0.9, "seed": 2**62 + 5, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
@@ -130,6 +131,6 @@ async def test_a_stream_that_hangs_ends_the_load() -> None:
     client = Stuck()
     run = Load(client, Freed([]), lambda tally: None, hang_s=0.2)  # type: ignore[arg-type]
     asked = iter([Plan(f"r{i}", [0], {}, "", 0.0) for i in range(3)])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         tally = await run.run(asked, 2, math.inf)
     assert len(tally.errors) == 1 and "r0" in tally.errors[0] and client.num_open == 0

@@ -14,6 +14,7 @@ from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
 from tests.kernels import IS_INTERPRETED
+from tests.waiting import PATIENCE_S, turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
@@ -140,7 +141,7 @@ async def test_cancelled_waiters_lose_no_buffer() -> None:
     await asyncio.gather(*waiters, return_exceptions=True)
     pool.check_integrity()
     assert pool.num_buffers - pool.num_taken == 1 and pool.num_taken == 0
-    pool.free(await asyncio.wait_for(pool.reserve(), 1))
+    pool.free(await asyncio.wait_for(pool.reserve(), PATIENCE_S))
 
 
 async def test_quarantine_ends_with_the_channel() -> None:
@@ -148,10 +149,10 @@ async def test_quarantine_ends_with_the_channel() -> None:
     terminal: Future[None] = Future()
     pool.quarantine(await pool.reserve(), terminal)
     waiting = asyncio.create_task(pool.reserve())
-    await asyncio.sleep(0.01)
+    await turns()
     pool.check_integrity()
     assert not waiting.done() and pool.num_taken == 1
     terminal.set_result(None)
-    pool.free(await asyncio.wait_for(waiting, 1))
+    pool.free(await asyncio.wait_for(waiting, PATIENCE_S))
     pool.check_integrity()
     assert pool.num_buffers - pool.num_taken == 1

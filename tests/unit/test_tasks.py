@@ -5,6 +5,7 @@ import pytest
 
 from core.errors import HandoverError
 from core.tasks import Tasks, again, cancelled, threaded
+from tests.waiting import PATIENCE_S, for_ever, until
 
 
 async def fails(error: BaseException) -> None:
@@ -17,7 +18,7 @@ async def test_no_task_fails_in_silence(caplog: pytest.LogCaptureFixture) -> Non
     tasks = Tasks()
     tasks.start(fails(HandoverError("the peer is gone")))
     tasks.start(fails(KeyError("a bug")))
-    tasks.start(asyncio.sleep(60)).cancel()
+    tasks.start(for_ever()).cancel()
     await tasks.finish()
     told = {(record.levelname, bool(record.exc_info)) for record in caplog.records}
     assert told == {("INFO", False), ("ERROR", True)} and not len(tasks)
@@ -35,15 +36,13 @@ async def test_what_is_done_again_and_again_outlives_a_turn_that_fails(
             raise KeyError("a bug")
 
     task = asyncio.create_task(again(0.001, turn))
-    async with asyncio.timeout(10):
-        while len(turns) < 4:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(turns) >= 4)
     await cancelled(task)
     assert task.cancelled() and [bool(record.exc_info) for record in caplog.records] == [True]
 
 
 def test_what_runs_on_a_thread_tells_its_end_and_cannot_be_cancelled() -> None:
     future = threaded(lambda: 7)
-    assert not future.cancel() and future.result(5) == 7
+    assert not future.cancel() and future.result(PATIENCE_S) == 7
     with pytest.raises(ZeroDivisionError):
-        threaded(lambda: 1 // 0).result(5)
+        threaded(lambda: 1 // 0).result(PATIENCE_S)

@@ -1,0 +1,132 @@
+"""One-line mistakes in code that keeps answers right, each of which a test has to notice.
+
+``python -m tests.mutants [NAME ...]`` makes each of mutants.toml, alone, in a copy of the tree and
+runs the test that it names there: caught or missed. Before that these tests must pass on the copy
+as it is. A new mutant is a new table in mutants.toml.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).with_name("mutants.toml")
+FAILED = 1
+"""pytest's exit code when tests have run and one of them has failed."""
+TIMEOUT_S = 120
+"""Of one test: what hangs is caught too."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``after`` instead of ``before``, which ``file`` has exactly once, ``breaks`` something that
+    ``test`` (a pytest id, or several by spaces) says."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    breaks: str
+    test: str
+
+    def check(self, tree: Path) -> None:
+        """Raises ValueError if it cannot be made in this tree."""
+        text = (tree / self.file).read_text()
+        if (num := text.count(self.before)) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {num} times {self.before!r}, not once")
+        compile(text.replace(self.before, self.after), self.file, "exec")
+        for test in self.test.split():
+            path, _, function = test.partition("::")
+            if f"def {function.partition('[')[0]}(" not in (tree / path).read_text():
+                raise ValueError(f"{self.name}: there is no {test}")
+
+    def apply(self, tree: Path) -> None:
+        file = tree / self.file
+        file.write_text(file.read_text().replace(self.before, self.after))
+
+
+def read(data: Path = DATA) -> list[Mutant]:
+    return [Mutant(**fields) for fields in tomllib.loads(data.read_text())["mutant"]]
+
+
+def copy_tree(target: Path) -> None:
+    """Tracked files, and new ones that git does not ignore, as they are now."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(
+        b"\0"
+    ):
+        source = ROOT / os.fsdecode(name)
+        if name and source.is_file():
+            copied = target / os.fsdecode(name)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copied)
+
+
+def run(tree: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """The tree's own modules, in every process: they go before an installed tandem's."""
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    options = ("-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=tree,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def failure_of(mutant: Mutant, tree: Path) -> str:
+    """What its test says, nothing if it was missed. Raises ValueError if it did not come to run."""
+    before = (tree / mutant.file).read_text()
+    mutant.apply(tree)
+    try:
+        ran = run(tree, mutant.test.split())
+    finally:
+        (tree / mutant.file).write_text(before)
+    if ran.returncode not in (0, FAILED):
+        raise ValueError(f"{mutant.name}: pytest ended with {ran.returncode}\n{ran.stdout}")
+    lines = ran.stdout.splitlines()
+    told = [line.partition(" - ")[2] for line in lines if line.startswith("FAILED")]
+    return next(iter(told), "it hangs") if ran.returncode else ""
+
+
+def try_all(mutants: Sequence[Mutant], tree: Path) -> list[Mutant]:
+    """Those that were missed. Raises ValueError where nothing can be told."""
+    for mutant in mutants:
+        mutant.check(tree)
+    ran = run(tree, dict.fromkeys(test for mutant in mutants for test in mutant.test.split()))
+    if ran.returncode:
+        raise ValueError(f"the tests fail without a mutant\n{ran.stdout}")
+    missed = []
+    for mutant in mutants:
+        began = time.monotonic()
+        failure = failure_of(mutant, tree)
+        verdict = "caught" if failure else "MISSED"
+        print(f"{verdict}  {mutant.name} ({time.monotonic() - began:.0f} s): {mutant.test}")
+        print(f"        {failure or mutant.breaks}", flush=True)
+        if not failure:
+            missed.append(mutant)
+    return missed
+
+
+def main(names: Sequence[str]) -> int:
+    mutants = [mutant for mutant in read() if not names or mutant.name in names]
+    if unknown := set(names) - {mutant.name for mutant in mutants}:
+        raise SystemExit(f"no such mutant: {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        copy_tree(Path(folder))
+        missed = try_all(mutants, Path(folder))
+    print(f"{len(mutants) - len(missed)} of {len(mutants)} caught")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
