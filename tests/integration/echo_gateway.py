@@ -145,8 +145,8 @@ async def echo_server(gateway: EchoGateway, *sets: str) -> AsyncIterator[Server]
     assert gateway.num_closed == len(gateway.requests)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+async def until(condition: Callable[[], bool], within_s: float = 5) -> None:
+    async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
 
