@@ -30,7 +30,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
-SPARE_STREAMS = 1024
+SPARE_CALLS = 1024
 
 
 class Server:
@@ -100,7 +100,7 @@ def max_streams(config: TandemConfig) -> int:
     """Calls that one connection may have open at once, well above the streams that a gateway lets
     in: all clients may be behind one proxy. It bounds what a client can leave unread."""
     num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
-    return 2 * (num_rows + config.server.max_queued) + SPARE_STREAMS
+    return 2 * (num_rows + config.server.max_queued) + SPARE_CALLS
 
 
 def _bind_problem(host: str, port: int) -> str:
