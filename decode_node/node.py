@@ -203,6 +203,7 @@ class DecodeNode:
             num_active_rows=len(engine.scheduler.sequences),
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
+            num_quarantined=counts["quarantined"],
             num_steps=engine.num_steps,
             step_s=engine.step_s,
             program_s=engine.program_s,

@@ -91,6 +91,7 @@ class Sink:
             "pulls": self._num_pulls,
             "channels": sum(link.has_channel for link in self._links.values()),
             "staging": self._side.staging.num_taken,
+            "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
 
@@ -109,6 +110,7 @@ class Sink:
         return link
 
     async def _sweep(self) -> None:
+        self._side.check_staging()
         for seat, link in list(self._links.items()):
             link.drop_if_idle(self._side.deadlines.idle_s)
             if not link.has_channel and not link.num_pulls:

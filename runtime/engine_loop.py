@@ -62,6 +62,7 @@ class EngineLoop:
         self._posts: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def add(self, engine: Stepper) -> None:
@@ -104,6 +105,11 @@ class EngineLoop:
         """An engine may have got work; any thread."""
         with self._wake:
             self._wake.notify()
+
+    def fail(self, error: Exception) -> None:
+        """Something beside the steps is broken for good: end with this failure. Any thread."""
+        self._broken = error
+        self.stop(0.0)
 
     async def call(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.post(function))
@@ -155,6 +161,9 @@ class EngineLoop:
         with self._wake:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
+            if self._broken is not None:
+                self.box.close()  # whoever is in a step is not to blame
+                raise self._broken
             return not self._stopping
 
     def _drain(self) -> None:
