@@ -62,7 +62,6 @@ class EngineLoop:
         self._posts: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._broken: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def add(self, engine: Stepper) -> None:
@@ -108,7 +107,7 @@ class EngineLoop:
 
     def fail(self, error: Exception) -> None:
         """Something beside the steps is broken for good: end with this failure. Any thread."""
-        self._broken = error
+        self.failure = error
         self.stop(0.0)
 
     async def call(self, function: Callable[[], Result]) -> Result:
@@ -161,9 +160,9 @@ class EngineLoop:
         with self._wake:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
-            if self._broken is not None:
+            if self.failure is not None:
                 self.box.close()  # whoever is in a step is not to blame
-                raise self._broken
+                raise self.failure
             return not self._stopping
 
     def _drain(self) -> None:

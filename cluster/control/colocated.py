@@ -52,8 +52,7 @@ class SealedInPlace:
             await ask(control, "renew", m.Renew(identity), Done, waits.call_s)
 
     def counts(self) -> dict[str, int]:
-        held = {"pulls": self._num_pulls, "tasks": len(self._tasks)}
-        return held | dict.fromkeys(("channels", "staging", "quarantined"), 0)
+        return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
 
     async def idle(self) -> None:
         await self._tasks.finish()

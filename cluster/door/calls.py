@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
@@ -15,30 +15,28 @@ MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
 MAX_IDLE_S = 300.0
 _log = logging.getLogger(__name__)
 _Context: TypeAlias = grpc.aio.ServicerContext
-_Place: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[Any]]
+_Handler: TypeAlias = grpc.RpcMethodHandler
 
 
 class EveryCall(grpc.aio.ServerInterceptor):
     """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
-    that the server failed, and log a traceback. Streams are idle, but for those of the method that
-    ``generates``."""
+    that the server failed, and log a traceback. All streams but those of Generate are idle ones."""
 
-    def __init__(self, generates: str) -> None:
-        self._generates = generates
+    def __init__(self) -> None:
         self._idle: Counter[str] = Counter()
         """Of each connection, by the address of its other end."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
+    ) -> _Handler | None:
         handler = await continuation(details)
         if handler is None:
             return None
         streams = handler.request_streaming, handler.response_streaming
         shape = "_".join("stream" if stream else "unary" for stream in streams)
-        is_idle = handler.response_streaming and details.method != self._generates
+        is_idle = handler.response_streaming and not details.method.endswith("/Generate")
         return _parsing(shape, handler, details.method, self._place if is_idle else nullcontext)
 
     @asynccontextmanager
@@ -54,14 +52,11 @@ class EveryCall(grpc.aio.ServerInterceptor):
                 yield
         except TimeoutError:
             context.set_code(grpc.StatusCode.UNAVAILABLE)
-            context.set_details(f"the stream was open for {MAX_IDLE_S:g} s; open another")
         finally:
             self._idle -= Counter([peer])
 
 
-def _parsing(
-    shape: str, handler: grpc.RpcMethodHandler, method: str, place: _Place
-) -> grpc.RpcMethodHandler:
+def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler:
     """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
 
     async def parse(data: bytes, context: _Context) -> Any:

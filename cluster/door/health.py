@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection
 
-from grpc import StatusCode
-from grpc.aio import ServicerContext
+import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
@@ -20,12 +19,12 @@ class Health(HealthServicer):
         self._services = services
         self._is_serving = is_serving
 
-    async def Check(self, asked: HealthCheckRequest, context: ServicerContext) -> object:
+    async def Check(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
         if asked.service not in self._services:
-            await context.abort(StatusCode.NOT_FOUND, f"service={asked.service!r} is unknown here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={asked.service!r}: unknown")
         return self._now(asked.service)
 
-    async def Watch(self, asked: HealthCheckRequest, context: ServicerContext) -> None:
+    async def Watch(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         told = None
         while True:
             if told != (now := self._now(asked.service)):

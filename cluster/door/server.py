@@ -45,7 +45,7 @@ class Server:
         self._servicer = InferenceServicer(config.mode, config.server.write_s)
         # No bound on all calls together: a stream whose end its client leaves unread would count.
         self._server = grpc.aio.server(
-            interceptors=(EveryCall(f"/{SERVICE}/Generate"),),
+            interceptors=(EveryCall(),),
             options=(*_OPTIONS, ("grpc.max_concurrent_streams", max_streams(config))),
         )
         rpc.add_InferenceServicer_to_server(self._servicer, self._server)

@@ -139,6 +139,5 @@ async def _released(pair: Pair) -> None:
     abort, cancel = on_decode.Abort(pair.identity), on_prefill.Cancel(pair.identity)
     releases = (pair.decode, "abort", abort), (pair.prefill, "cancel", cancel)
     told = [(rank, rank.release(method, asked)) for rank, method, asked in releases]
-    await asyncio.gather(
-        *(asyncio.shield(release) for rank, release in told if rank.is_heard.is_set())
-    )
+    waited_for = (asyncio.shield(release) for rank, release in told if rank.is_heard.is_set())
+    await asyncio.gather(*waited_for, return_exceptions=True)

@@ -1,25 +1,23 @@
 """A gateway's view of the ranks: how to call them, and how much it has sent to each."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from core.control import Control, ask
+from core.control import Control, Done, ask
 from core.errors import NodeLost
 from core.identity import Identity
 from core.info import NodeStatus
 from core.membership import NodeInfo
 from core.request import ERROR, SequenceUpdate, TokenFrame
-from core.schema import Failure, pack
+from core.schema import Failure
 from core.tasks import Tasks
 from decode_node.messages import Abort
 from prefill_node.messages import Cancel
 
 STATUS_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 5.0
-log = logging.getLogger(__name__)
 _releases = Tasks()
 
 
@@ -114,17 +112,10 @@ class Handle:
                 self.release("abort", Abort(identity))
             self._orphans = orphans
 
-    def release(self, method: str, asked: Abort | Cancel) -> "asyncio.Task[None]":
+    def release(self, method: str, asked: Abort | Cancel) -> "asyncio.Task[Done]":
         """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or
         its beats name what it still holds."""
-        return _releases.start(self._release(method, asked))
-
-    async def _release(self, method: str, asked: Abort | Cancel) -> None:
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self.control.call(method, pack(asked))
-        except Exception as error:
-            log.warning("release of %s at %s failed: %r", asked.identity, self.name, error)
+        return _releases.start(ask(self.control, method, asked, Done, RELEASE_TIMEOUT_S))
 
     @asynccontextmanager
     async def needed(self) -> AsyncIterator[None]:

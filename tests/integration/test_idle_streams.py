@@ -97,7 +97,7 @@ async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
         watches.pop().cancel()
         short = idle_stream(channels[refused], REFLECTIONS[0])
         await until(short.done)
-        assert await codes([short]) == {"UNAVAILABLE"} and "0.2 s" in str(await short.details())
+        assert await codes([short]) == {"UNAVAILABLE"}
         assert not any(watch.done() for watch in watches), "their time is not over"
         again = channels[refused].unary_stream(WATCH)(b"")
         assert await again.read() == b"\x08\x01"
