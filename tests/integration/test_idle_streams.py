@@ -1,9 +1,11 @@
 """Streams that are open for nothing and answers that nobody reads shut nobody else out."""
 
 import asyncio
+import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +19,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from tests.integration.echo_gateway import EchoGateway, echo_server, until
 from tests.integration.test_hostile_clients import Flood, asked, is_serving, refusal_of
+from tests.rig import rig
 
 NUM, AT_ONCE = 1600, 400
 """So many streams, but not more at once than grpc lets wait for its loop: it drops some then."""
@@ -160,3 +163,45 @@ async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyP
         await check_others(server)
         assert not any(call.done() for call in unread)
         assert len(flood.requests) == 8 + 1, "one of the ninth's and one of others"
+
+
+@pytest.mark.slow
+async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads(small_model: Path) -> None:
+    """Rows and places come back each time, others are served, and little memory stays taken."""
+    sets = ("server.address=127.0.0.1:0", "server.write_s=0.5", "kv.num_pages=600")
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(rig(small_model, *sets))
+        server = await stack.enter_async_context(Server(cluster.config))
+        await server.attach(cluster.gateway)
+        await check_others(server)
+        before, unread = memory_bytes(), list[grpc.aio.Call]()
+        probing = asyncio.create_task(longest_check(server, lambda: len(unread) >= NUM))
+        while len(unread) < NUM:
+            channel = await stack.enter_async_context(connected(server.address, *NARROWEST))
+            stub = rpc.InferenceStub(channel)
+            flood = [stub.Generate(asked("abc")) for _ in range(AT_ONCE)]
+            # A request is refused, or ended when what it was answered has not been read.
+            await until(lambda: server._servicer._streams, 60)
+            await until(lambda: not server._servicer._streams, 60)
+            unread += [call for call in flood if not call.done()]
+        await check_others(server)
+        longest_s, taken = await probing, memory_bytes() - before
+        print(f"{len(unread)} unread: {taken >> 20} MB, longest health check {longest_s:.3f} s")
+        assert longest_s < 1.0, "a probe would have given up"
+        assert taken < len(unread) * (100 << 10)
+        await cluster.check_empty()
+
+
+async def longest_check(server: Server, is_over: Callable[[], bool]) -> float:
+    """Seconds; time is the subject."""
+    longest_s = 0.0
+    while not is_over():
+        began = time.monotonic()
+        assert await is_serving(server.address)
+        longest_s = max(longest_s, time.monotonic() - began)
+        await asyncio.sleep(0.05)
+    return longest_s
+
+
+def memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
