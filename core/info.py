@@ -34,6 +34,7 @@ class NodeStatus:
     Of a rank of a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed,
     and ``balance_ratio`` is how evenly those of its gang are spread (core/balance.py).
     ``kernels`` names what computes its steps (model/kernels), and for decode steps in which form.
+    Of its staging ``num_quarantined`` buffers wait for a channel to end (kv_transfer/staging.py).
     ``step_s`` is the time of all decode steps, ``program_s`` that of their tensor programs.
     """
 
@@ -53,6 +54,7 @@ class NodeStatus:
     rows_by_layer: tuple[int, ...] = ()
     balance_ratio: float = 0.0
     kernels: str = ""
+    num_quarantined: int = 0
 
 
 @dataclass(frozen=True, slots=True)

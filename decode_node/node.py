@@ -202,6 +202,7 @@ class DecodeNode:
             num_active_rows=len(engine.scheduler.sequences),
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
+            num_quarantined=counts.get("quarantined", 0),
             num_steps=engine.num_steps,
             step_s=engine.step_s,
             program_s=engine.program_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from core.config import KvTransferConfig
+from core.errors import HandoverError
 from core.tasks import Tasks
 from kv_transfer.caches import Caches, check_chunks
 from kv_transfer.channel import ChannelMaker
@@ -15,9 +16,12 @@ Result = TypeVar("Result")
 
 
 class EngineThread(Protocol):
-    """Runs posted functions one after the other, between two steps (runtime/engine_loop.py)."""
+    """Runs posted functions one after the other, between two steps, until it is told to fail, which
+    ends the rank (runtime/engine_loop.py)."""
 
     def post(self, function: Callable[[], Result]) -> "Future[Result]": ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Deadlines:
     of it as soon as prefill knows of the prompt.
 
     A chunk waits ``staging_s`` for staging of D's. A channel that was not used for ``idle_s`` is
-    dropped by D, after twice that by P.
+    dropped by D, after twice that by P. Staging ought to leave quarantine within ``quarantine_s``.
     """
 
     wait_s: float = 5.0
@@ -35,6 +39,7 @@ class Deadlines:
     progress_s: float = 120.0
     staging_s: float = 600.0
     idle_s: float = 300.0
+    quarantine_s: float = 120.0
 
 
 @dataclass(eq=False)
@@ -59,6 +64,12 @@ class Side:
             pin=self.caches.device.type == "cuda" and self.maker.device == "cpu",
             device=self.maker.device,
         )
+
+    def check_staging(self) -> None:
+        """End the rank when more than half of it is late to leave quarantine: the backend hangs."""
+        late = self.staging.num_quarantined(self.deadlines.quarantine_s)
+        if late > self.staging.num_buffers // 2:
+            self.engine.fail(HandoverError(f"{late} staging buffers do not leave quarantine"))
 
     def close(self) -> None:
         self.copier.shutdown(wait=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.answer import TransferStats
 from core.control import Control, Done
-from core.errors import HandoverError, LayoutMismatch, TandemError
+from core.errors import HandoverError, LayoutMismatch, NodeLost, TandemError
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
@@ -91,6 +91,7 @@ class Sink:
             "pulls": self._num_pulls,
             "channels": sum(link.has_channel for link in self._links.values()),
             "staging": self._side.staging.num_taken,
+            "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
 
@@ -98,15 +99,18 @@ class Sink:
         self._side.staging.check_integrity()
 
     def _link(self, owner: str, seat: str, epoch: int, control: Control) -> Link:
-        """The link to this life of a rank; one to another life is dropped."""
+        """The link to this life of a rank; one to an earlier life is dropped."""
         link = self._links.get(seat)
+        if link is not None and link.epoch > epoch:
+            raise NodeLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
         if link is None or link.epoch != epoch:
             if link is not None:
-                link.drop(f"another life of {seat} is asked for")
+                link.drop(f"a later life of {seat} is asked for")
             link = self._links[seat] = Link(self._me, owner, epoch, control, self._side)
         return link
 
     async def _sweep(self) -> None:
+        self._side.check_staging()
         for seat, link in list(self._links.items()):
             link.drop_if_idle(self._side.deadlines.idle_s)
             if not link.has_channel and not link.num_pulls:

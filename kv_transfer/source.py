@@ -99,6 +99,7 @@ class Source:
             "waiting": self._book.num_waiting,
             "channels": len(self._channels),
             "staging": self._side.staging.num_taken,
+            "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
 
@@ -199,6 +200,7 @@ class Source:
         self._loop.call_soon_threadsafe(function)
 
     async def _sweep(self) -> None:
+        self._side.check_staging()
         for identity, entry in self._book.sweep().items():
             log.warning("lease of %s expired", identity)
             self._call_on_engine(entry.on_release)

@@ -1,6 +1,7 @@
 """Staging buffers, the only memory the wire touches."""
 
 import asyncio
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -36,13 +37,18 @@ class StagingPool:
         storage = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
         self._free = [Buffer(i, storage[i]) for i in range(self.num_buffers)]
         self._held: set[int] = set()
-        self._quarantined: set[int] = set()
+        self._quarantined: dict[int, float] = {}
+        """Since when."""
         self._credits = asyncio.Semaphore(self.num_buffers)
 
     @property
     def num_taken(self) -> int:
         """Buffers that are reserved or quarantined."""
         return self.num_buffers - len(self._free)
+
+    def num_quarantined(self, for_s: float = 0.0) -> int:
+        """Buffers that have been in quarantine for so long."""
+        return sum(at <= time.monotonic() - for_s for at in self._quarantined.values())
 
     async def reserve(self, timeout_s: float | None = None) -> Buffer:
         """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer.
@@ -67,11 +73,11 @@ class StagingPool:
         """Free a buffer only once its channel can touch it no more."""
         assert buffer.index in self._held, f"staging buffer {buffer.index} is not held"
         self._held.remove(buffer.index)
-        self._quarantined.add(buffer.index)
+        self._quarantined[buffer.index] = time.monotonic()
         loop = asyncio.get_running_loop()
 
         def end() -> None:
-            self._quarantined.remove(buffer.index)
+            del self._quarantined[buffer.index]
             self._readmit(buffer)
 
         terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(end))

@@ -134,6 +134,7 @@ class PrefillNode:
             num_active_rows=scheduler.num_waiting + scheduler.num_queued,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],
+            num_quarantined=counts["quarantined"],
             num_steps=self.engine.num_steps,
         )
 

@@ -116,6 +116,11 @@ class EngineLoop:
         with self._wake:
             self._wake.notify()
 
+    def fail(self, error: Exception) -> None:
+        """Something beside the steps is broken for good: end with this failure. Any thread."""
+        self.failure = error
+        self.stop(0.0)
+
     async def call(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.post(function))
 
@@ -166,6 +171,9 @@ class EngineLoop:
         with self._wake:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
+            if self.failure is not None:
+                self.box.close()  # whoever is in a step is not to blame
+                raise self.failure
             return not self._stopping
 
     def _drain(self) -> None:

@@ -39,6 +39,8 @@ class Publisher(Protocol):
 GREETING_TIMEOUT_S = 10.0
 MAX_UNREAD_BYTES = 64 << 20
 """A reader further behind than this is cut off, or a node's memory would fill."""
+MAX_SILENT_READERS = 64
+"""Who have not greeted yet: another one ends the oldest."""
 _TOKEN_BYTES = 32
 _HELLO, _BEAT = b"\x06", b"\x01"
 _SESSION = struct.Struct("!Q")
@@ -55,6 +57,7 @@ class FrameServer:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._silent: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def listen(self) -> FrameAddress:
         """Listen on ``host`` only, on a port of the system's choice."""
@@ -79,12 +82,15 @@ class FrameServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = writer
+        self._connections[task] = self._silent[task] = writer
+        if len(self._silent) > MAX_SILENT_READERS:
+            self._silent.pop(next(iter(self._silent))).transport.abort()
         try:
             _keep_alive(writer)
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 greeting = await reader.readexactly(_TOKEN_BYTES)
                 session = _SESSION.unpack(await reader.readexactly(_SESSION.size))[0]
+            self._silent.pop(task, None)
             if hmac.compare_digest(greeting, self._token):
                 await self._send(session, reader, writer)
             else:
@@ -92,6 +98,7 @@ class FrameServer:
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.info("a reader of frames is gone: %r", error)
         finally:
+            self._silent.pop(task, None)
             del self._connections[task]
             writer.close()
 

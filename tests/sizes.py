@@ -58,7 +58,7 @@ SPINE = {
 """The path of a greedy split request with MTP, in the order of docs/structure.md: who reads these
 files has read how a request is served."""
 BESIDE = {
-    "cluster/door": ("malformed",),
+    "cluster/door": ("calls",),
     "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
     "cluster/proto": ("mapping",),
     "core": (

@@ -5,15 +5,15 @@ import socket
 from typing import TYPE_CHECKING, Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.door.malformed import RefuseMalformed
+from cluster.door.calls import EveryCall
+from cluster.door.health import Health
 from cluster.door.servicer import InferenceServicer
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
-from core.tasks import again
 
 if TYPE_CHECKING:  # the client's commands need no torch
     from cluster.gateway.gateway import ClusterGateway
@@ -30,9 +30,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 
-SPARE_RPCS = 1024
-WATCH_S = 1.0
-"""How often health follows the state of the nodes."""
+SPARE_CALLS = 1024
 
 
 class Server:
@@ -45,22 +43,20 @@ class Server:
     def __init__(self, config: TandemConfig) -> None:
         self._config = config.server
         self._servicer = InferenceServicer(config.mode, config.server.write_s)
-        self._health = health.aio.HealthServicer()
+        # No bound on all calls together: a stream whose end its client leaves unread would count.
         self._server = grpc.aio.server(
-            interceptors=(RefuseMalformed(),),
-            options=_OPTIONS,
-            maximum_concurrent_rpcs=max_rpcs(config),
+            interceptors=(EveryCall(),),
+            options=(*_OPTIONS, ("grpc.max_concurrent_streams", max_streams(config))),
         )
         rpc.add_InferenceServicer_to_server(self._servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        told = Health(("", SERVICE), lambda: self._servicer.is_serving)
+        health_pb2_grpc.add_HealthServicer_to_server(told, self._server)
         services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
-        self._watcher: asyncio.Task[None] | None = None
         self.address = self._config.address
 
     async def start(self) -> None:
         """Listen; ``address`` then has the port in use. ``ValueError`` if it cannot be had."""
-        await self.set_healthy(False)
         address = self._config.address
         try:
             port = self._server.add_insecure_port(address)
@@ -76,15 +72,6 @@ class Server:
     async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
         self._servicer.gateway = gateway
-        await self.set_healthy(gateway.is_healthy())
-        watched = again(WATCH_S, lambda: self.set_healthy(gateway.is_healthy()))
-        self._watcher = asyncio.create_task(watched)
-
-    async def set_healthy(self, healthy: bool) -> None:
-        """Tell health checks whether requests belong here; draining overrules it."""
-        states = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE):
-            await self._health.set(service, states.SERVING if healthy else states.NOT_SERVING)
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones finish for ``server.drain_s``, end the rest.
@@ -92,14 +79,11 @@ class Server:
         Those that are ended get UNAVAILABLE, so that clients resume them elsewhere.
         """
         self._servicer.draining = True
-        await self._health.enter_graceful_shutdown()
         if not await self._servicer.wait_idle(self._config.drain_s):
             await self._servicer.evict(CLOSE_S)
 
     async def stop(self) -> None:
         """Close the port; streams still open end with UNAVAILABLE."""
-        if self._watcher is not None:
-            self._watcher.cancel()
         self._servicer.draining = True
         await self._servicer.evict(CLOSE_S)
         await self._server.stop(None)
@@ -112,11 +96,11 @@ class Server:
         await self.stop()
 
 
-def max_rpcs(config: TandemConfig) -> int:
-    """Calls open at once, well above the streams that a gateway lets in: a flood of those, which
-    are refused one by one, leaves room for health and status."""
+def max_streams(config: TandemConfig) -> int:
+    """Calls that one connection may have open at once, well above the streams that a gateway lets
+    in: all clients may be behind one proxy. It bounds what a client can leave unread."""
     num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
-    return 2 * (num_rows + config.server.max_queued) + SPARE_RPCS
+    return 2 * (num_rows + config.server.max_queued) + SPARE_CALLS
 
 
 def _bind_problem(host: str, port: int) -> str:

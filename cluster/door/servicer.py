@@ -23,9 +23,6 @@ from core.request import Request
 if TYPE_CHECKING:  # the client's commands need no torch
     from cluster.gateway.gateway import ClusterGateway
 
-STATUS_S = 5.0
-"""How long the status of a failed call waits for its client to read what was sent before."""
-
 _Answer = TypeVar("_Answer")
 _Message = TypeVar("_Message")
 _Context: TypeAlias = grpc.aio.ServicerContext
@@ -66,10 +63,9 @@ def _reported(
                 raise asyncio.CancelledError from error
             status = status_of(error)
         try:
-            async with asyncio.timeout(STATUS_S):
-                return await context.abort(status.code, status.details, status.trailing_metadata)
-        except (TimeoutError, grpc.aio.InternalError):
-            # The client has gone, or the status follows what it leaves unread: no wait for that.
+            # It follows what the client leaves unread, and may wait here for as long as that stays.
+            return await context.abort(status.code, status.details, status.trailing_metadata)
+        except grpc.aio.InternalError:  # the client has gone
             raise asyncio.CancelledError from None
 
     return reported
@@ -85,6 +81,11 @@ class InferenceServicer(rpc.InferenceServicer):
         self._mode = mode
         self._write_s = write_s
         self._streams: set[_Stream] = set()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests belong here."""
+        return self.gateway is not None and not self.draining and self.gateway.is_healthy()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """True as soon as those that are open now are not, False if one still is after

@@ -5,7 +5,8 @@ New ranks are warmed before they get requests, those found lost are left out unt
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
@@ -76,6 +77,8 @@ class Fleet:
         self._warm = warm
         self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
         """By what they do and the names of the ranks that they do it for."""
+        self._deaths: deque[InStep] = deque(maxlen=256)
+        """The latest: when one is told of, its answers may be elsewhere."""
         self._apply(members.membership)
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
@@ -111,20 +114,21 @@ class Fleet:
             await asyncio.sleep(WAIT_S)
         return pairs
 
-    async def verdict(self, handle: Handle) -> InStep | None:
-        """Who was in the step that a lost rank died of; None if that was not the cause, if it
-        lives, or if the controller does not tell within VERDICT_S."""
+    async def verdict(self, handle: Handle) -> None:
+        """The controller has told what a lost rank died of; not waited for if it lives, nor for
+        longer than VERDICT_S."""
         spec, now = handle.info.spec, asyncio.get_running_loop().time
         give_up_at = now() + VERDICT_S
-        while True:
-            gangs = [gang for gang in self._members.membership.gangs if gang.name == spec.gang]
-            ended = [gang.ended for gang in gangs if gang.ended is not None]
-            if ended and ended[0].epoch >= spec.epoch:
-                return ended[0].in_step if ended[0].epoch == spec.epoch else None
-            # Not whether it is heard: a call may learn of its death before a heartbeat does.
-            if not gangs or not handle.is_out or now() >= give_up_at:
-                return None
+        # Not whether it is heard: a call may learn of its death before a heartbeat does.
+        while handle.is_out and now() < give_up_at:
+            gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
+            if all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs):
+                return
             await asyncio.sleep(LOOK_S)
+
+    def deaths(self, identities: Set[Identity]) -> list[InStep]:
+        """The steps with one of these in them that a rank died of, as far as is told by now."""
+        return [step for step in self._deaths if not identities.isdisjoint(step.identities)]
 
     def lose(self, handle: Handle, error: BaseException) -> None:
         """It was found lost: left out until it answers, and asked from now on."""
@@ -149,11 +153,11 @@ class Fleet:
 
     async def _follow(self) -> None:
         while True:
-            self._apply(await self._members.changed(self._version))
+            self._apply(await self._members.changed(self._applied.version))
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
-        self._version = now.version
+        self._applied = now
         infos = {info.spec.name: info for info in now.ready()}
         for name in self.ranks.keys() - infos.keys():
             del self.ranks[name]
@@ -164,6 +168,9 @@ class Fleet:
             hear = listen(handle, self.session, self._beat_s, self._stuck_s, self.lose)
             self._start(hear, HEAR, name)
         for gang in now.gangs:
+            step = gang.ended and gang.ended.in_step
+            if step and step not in self._deaths:
+                self._deaths.append(step)
             for info in gang.members:
                 if info.spec.name in self.ranks:
                     self.ranks[info.spec.name].is_draining = gang.state == DRAINING

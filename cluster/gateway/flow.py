@@ -4,7 +4,6 @@ One function, one ``finally`` that releases everything (design.md, Life of a req
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
@@ -17,17 +16,13 @@ from core.control import Done
 from core.errors import NodeLost
 from core.request import Request
 from core.schema import decode, error_of, pack
-from core.tasks import Tasks
 from decode_node import messages as on_decode
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from prefill_node import messages as on_prefill
 
-log = logging.getLogger(__name__)
-RELEASE_TIMEOUT_S = 5.0
 GRACE_S = 1.0
 """A failed prefill is told to its caller and to the decode rank, in no order."""
-_releases = Tasks()
 Reply = TypeVar("Reply")
 
 
@@ -142,19 +137,7 @@ async def _call(
 async def _released(pair: Pair) -> None:
     """Both sides are free; one that is lost is told too, but nobody waits for that."""
     abort, cancel = on_decode.Abort(pair.identity), on_prefill.Cancel(pair.identity)
-    releases = [
-        (rank, _releases.start(_release(rank, method, asked)))
-        for rank, method, asked in ((pair.decode, "abort", abort), (pair.prefill, "cancel", cancel))
-    ]
-    await asyncio.gather(
-        *(asyncio.shield(release) for rank, release in releases if rank.is_heard.is_set())
-    )
-
-
-async def _release(rank: Handle, method: str, asked: on_decode.Abort | on_prefill.Cancel) -> None:
-    """A rank that cannot be told is dead, or its leases run out."""
-    try:
-        async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await rank.control.call(method, pack(asked))
-    except Exception as error:
-        log.warning("release of %s at %s failed: %r", asked.identity, rank.name, error)
+    releases = (pair.decode, "abort", abort), (pair.prefill, "cancel", cancel)
+    told = [(rank, rank.release(method, asked)) for rank, method, asked in releases]
+    waited_for = (asyncio.shield(release) for rank, release in told if rank.is_heard.is_set())
+    await asyncio.gather(*waited_for, return_exceptions=True)

@@ -178,7 +178,7 @@ class ClusterGateway:
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.name)
         identity = Identity(request.request_id, index)
-        return Pair(prefill, decode, identity, trials.is_suspect)
+        return Pair(prefill, decode, identity, trials.is_suspect(self.fleet))
 
 
 async def _node_status(handle: Handle) -> NodeStatus:

@@ -5,15 +5,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from core.control import Control, ask
+from core.control import Control, Done, ask
 from core.errors import NodeLost
 from core.identity import Identity
 from core.info import NodeStatus
 from core.membership import NodeInfo
 from core.request import ERROR, SequenceUpdate, TokenFrame
 from core.schema import Failure
+from core.tasks import Tasks
+from decode_node.messages import Abort
+from prefill_node.messages import Cancel
 
 STATUS_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 5.0
+_releases = Tasks()
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +44,8 @@ class Handle:
     is_heard: asyncio.Event = field(default_factory=asyncio.Event)
     inboxes: dict[Identity, "asyncio.Queue[SequenceUpdate]"] = field(default_factory=dict)
     granted: set[Identity] = field(default_factory=set)
+    _orphans: set[Identity] = field(default_factory=set)
+    """Held there in the last beat, and nobody's here."""
     num_others: int = 0
     num_free_pages: int = field(init=False)
     _scopes: set[asyncio.Timeout] = field(default_factory=set)
@@ -90,7 +97,8 @@ class Handle:
 
     def deliver(self, frame: TokenFrame, expected: set[Identity]) -> None:
         """Updates to their inboxes. A beat says of each sequence that was ``expected`` when it was
-        asked for whether the rank still holds it."""
+        asked for whether the rank still holds it; what two beats in a row name and nobody here
+        knows is aborted again."""
         for update in frame.updates:
             self._put(update)
         if frame.beat is not None:
@@ -99,6 +107,15 @@ class Handle:
             self.num_others = max(0, frame.beat.num_rows + frame.beat.num_waiting - len(alive))
             for identity in expected - alive:
                 self._fail(identity, "the rank no longer holds it")
+            orphans = alive - self.inboxes.keys()
+            for identity in orphans & self._orphans:
+                self.release("abort", Abort(identity))
+            self._orphans = orphans
+
+    def release(self, method: str, asked: Abort | Cancel) -> "asyncio.Task[Done]":
+        """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or
+        its beats name what it still holds."""
+        return _releases.start(ask(self.control, method, asked, Done, RELEASE_TIMEOUT_S))
 
     @asynccontextmanager
     async def needed(self) -> AsyncIterator[None]:

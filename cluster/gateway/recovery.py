@@ -13,20 +13,25 @@ from core.errors import (
     StepFailed,
     TandemError,
 )
+from core.identity import Identity
 
 MAX_FAILURES = 4
 """Lost nodes, broken hand-overs and failed steps that one answer may meet without a token in
 between."""
+MAX_DEATHS = 3
+"""Steps that killed a rank with one answer in them, whatever tokens came in between."""
 LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
 class Trials:
-    """Of one answer. It ``is_suspect`` once it was in a step that failed; ``avoided`` are pairs of
-    ranks, by name, between which a hand-over of it failed."""
+    """Of one answer. It ``has_failed`` once it was in a step that failed; ``lost`` are its attempts
+    on ranks that were lost, ``avoided`` pairs of ranks, by name, between which a hand-over of it
+    failed."""
 
     retries: Retries = field(default_factory=lambda: Retries(LONGEST_PAUSE_S))
-    is_suspect: bool = False
+    has_failed: bool = False
+    lost: set[Identity] = field(default_factory=set)
     avoided: set[tuple[str, str]] = field(default_factory=set)
 
     async def failed(
@@ -41,31 +46,35 @@ class Trials:
         if isinstance(error, Poisonous):
             raise error
         if isinstance(error, StepFailed):
-            self.is_suspect = True
+            self.has_failed = True
         if pair is not None and isinstance(error, NodeLost):
-            await self._lost(error, pair, fleet)
+            await self._lose(error, pair, fleet)
         if pair is not None and isinstance(error, HandoverError):
             self.avoided.add(pair.names)
+        self.is_suspect(fleet)
         has_waited = is_begun and pair is None
         finds_no_room = isinstance(error, Overloaded) and not is_begun
         if has_waited or finds_no_room or self.retries.num_failures == MAX_FAILURES:
             raise error
         await self.retries.pause()
 
-    async def _lost(self, error: NodeLost, pair: Pair, fleet: Fleet) -> None:
-        """Leave the rank alone; if it died of a step, find out whether this answer was in it."""
-        lost = next((rank for rank in (pair.prefill, pair.decode) if rank.name == error.node), None)
-        if lost is None:
-            return
-        fleet.lose(lost, error)
-        if not isinstance(error, RankDied):
-            return
-        in_step = await fleet.verdict(lost)
-        if in_step is None or pair.identity not in in_step.identities:
-            return
-        if in_step.is_alone:
-            raise Poisonous(
-                f"{pair.identity} was alone in the step that killed {lost.name}, after it had been "
-                "in another that failed: it is not tried again"
-            ) from error
-        self.is_suspect = True
+    def is_suspect(self, fleet: Fleet) -> bool:
+        """Whether by what is known now it was in a step that failed, or that killed its rank.
+
+        Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
+        """
+        deaths = fleet.deaths(self.lost)
+        if any(step.is_alone for step in deaths):
+            raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
+        if len(deaths) >= MAX_DEATHS:
+            raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")
+        return self.has_failed or bool(deaths)
+
+    async def _lose(self, error: NodeLost, pair: Pair, fleet: Fleet) -> None:
+        """Leave the rank alone; if it died, wait a little to learn what of."""
+        self.lost.add(pair.identity)
+        for rank in {pair.prefill, pair.decode}:
+            if rank.name == error.node:
+                fleet.lose(rank, error)
+                if isinstance(error, RankDied):
+                    await fleet.verdict(rank)

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from core.membership import Meeting
@@ -25,47 +26,42 @@ from runtime.lockstep import Decide
 log = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 HELLO = struct.Struct("!I")
-"""Follows the token: which rank this is."""
-HELLO_S = 2.0
+"""Follows the token, in one piece with it: which rank this is."""
+MAX_SILENT = 64
+"""Connections that have said nothing yet: another one ends the oldest."""
 _RECEIVE_BYTES = 1 << 16
 
 
 class Hub:
-    """Listens from the start; ``run`` is told what to decide by when rank 0's engine is built, and
-    plans as soon as all ranks have come. ``close`` ends it."""
+    """Takes in ranks from the start, and no strangers; ``run`` is told what to decide by when rank
+    0's engine is built, and plans as soon as all ranks have come. ``close`` ends it."""
 
     def __init__(self, num_ranks: int, host: str) -> None:
         self._num_ranks = num_ranks
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._listener = socket.create_server((host, 0), backlog=num_ranks)
-        self._listener.settimeout(CONNECT_S)
+        self._listener = socket.create_server((host, 0), backlog=MAX_SILENT)
         self.store, address = store_server(host, CONNECT_S)
         ports = self._listener.getsockname()[1], int(address.rpartition(":")[2])
         self.meeting = Meeting(host, *ports, self._token)
         self._connections: dict[int, socket.socket] = {}
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._work: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._run, name="planner", daemon=True).start()
 
     def run(self, decide: Decide[Any, Any], proposal: type) -> None:
-        rounds: Rounds[Any, Any] = Rounds(self._num_ranks, decide)
-        self._thread = threading.Thread(
-            target=self._run, args=(rounds, proposal), name="planner", daemon=True
-        )
-        self._thread.start()
+        self._work.put((Rounds(self._num_ranks, decide), proposal))
 
     def close(self) -> None:
-        """Any thread. The planner's own, if it runs, sees its sockets end and lets go of them."""
+        """Any thread. The planner's own sees its sockets end and lets go of them."""
         self._is_closed = True
-        sockets = self._listener, *self._connections.values()
-        for one in sockets:
+        self._work.put((None, None))
+        for one in (self._listener, *self._connections.values()):
             shut(one)
-        if self._thread is None:
-            self._listener.close()
 
-    def _run(self, rounds: Rounds[Any, Any], proposal: type) -> None:
+    def _run(self) -> None:
         try:
-            while len(self._connections) < self._num_ranks:
-                self._accept()
+            self._gather()
+            rounds, proposal = self._work.get()
             with selectors.DefaultSelector() as selector:
                 for rank, connection in self._connections.items():
                     selector.register(connection, selectors.EVENT_READ, (rank, Inbox(Proposed)))
@@ -103,21 +99,39 @@ class Hub:
         for rank in rounds.asks():
             send(self._connections[rank], Told(rounds.step, is_asked=True))
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(HELLO_S)
+    def _gather(self) -> None:
+        """Until all ranks have come; then nobody else may."""
+        silent: list[socket.socket] = []
         try:
-            data = connection.recv(TOKEN_BYTES + HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            data = b""
-        if not hmac.compare_digest(data[:TOKEN_BYTES], self._token):
-            log.warning("somebody came to the planner without the token")
-            connection.close()
-            return
-        connection.settimeout(CONNECT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        [rank] = HELLO.unpack(data[TOKEN_BYTES:])
-        self._connections[rank] = connection
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                while len(self._connections) < self._num_ranks:
+                    ready = {key.fileobj for key, _ in selector.select()}
+                    if self._listener in ready:
+                        silent.append(self._listener.accept()[0])
+                        selector.register(silent[-1], selectors.EVENT_READ)
+                    for one in [*silent]:
+                        if one in ready or len(silent) > MAX_SILENT:
+                            selector.unregister(one)
+                            silent.remove(one)
+                            self._greet(one)
+        finally:
+            for one in (self._listener, *silent):
+                one.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        data = b""
+        with suppress(OSError):
+            data = connection.recv(TOKEN_BYTES + HELLO.size)
+        for rank in set(range(self._num_ranks)) - self._connections.keys():
+            if hmac.compare_digest(data, self._token + HELLO.pack(rank)):
+                connection.settimeout(CONNECT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._connections[rank] = connection
+                return
+        log.warning("somebody came to the planner who is none of its ranks")
+        connection.close()
 
 
 def shut(connection: socket.socket) -> None:

@@ -8,7 +8,8 @@ from typing import Generic
 
 from core.schema import Message, pack, unpack
 
-_LENGTH = struct.Struct("!I")
+_LENGTH = struct.Struct("!H")
+"""Bounds what one message can ask the other end to hold; those of a step have some 100 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

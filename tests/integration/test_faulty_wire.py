@@ -1,16 +1,28 @@
 """A backend that fails or hangs at each of its calls, at either end, under whole pulls."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
+import grpc
 import pytest
 
+from benchmarks.driven.engines import greedy
+from cluster.door.server import Server
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
+from core.config import TandemConfig
 from core.errors import HandoverError
-from kv_transfer.side import Deadlines
+from kv_transfer.side import Deadlines, Side
+from runtime import parts
 from tests.faulty import WARM, Fault, FaultyChannels
 from tests.integration.handover_peer import EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
+from tests.integration.test_lost_prefill import prompts
+from tests.rig import rig
 from tests.waiting import PATIENCE_S, until
 
 TIMEOUT_S = 1.0
@@ -24,10 +36,12 @@ FAULTS += [("d", *fault) for fault in [*IN_SETUP, ("recv", WARM), *LATER]]
 
 
 @asynccontextmanager
-async def faulty_world() -> AsyncIterator[tuple[World, Prefill, dict[str, FaultyChannels]]]:
+async def faulty_world(
+    deadlines: Deadlines = DEADLINES,
+) -> AsyncIterator[tuple[World, Prefill, dict[str, FaultyChannels]]]:
     makers = {side: FaultyChannels(HOST, TIMEOUT_S) for side in "pd"}
-    prefill = Prefill(makers["p"], DEADLINES)
-    async with world_over(prefill.handle, makers["d"], deadlines=DEADLINES) as world:
+    prefill = Prefill(makers["p"], deadlines)
+    async with world_over(prefill.handle, makers["d"], deadlines=deadlines) as world:
         yield world, prefill, makers
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()
@@ -111,3 +125,71 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
         await until(lambda: "its staging stays in quarantine" in caplog.text)
         fault.over()
         await settle(world, prefill)
+
+
+@pytest.mark.parametrize("end", ["p", "d"])
+async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -> None:
+    """A half of it, for however long, does not end it."""
+    deadlines = replace(DEADLINES, idle_s=0.4, quarantine_s=0.2)
+    async with faulty_world(deadlines) as (world, prefill, makers):
+        side = (world.sink if end == "d" else prefill.source)._side
+        engine, fault = side.engine, Fault("destroy", hangs=True)
+        makers[end].faulty.fault = fault
+        num_half, num_lost = side.staging.num_buffers // 2, side.staging.num_quarantined
+        while (num_before := num_lost()) <= num_half:
+            await sweeps(side)
+            assert engine.failure is None, f"{num_before} of {2 * num_half} lost"
+            await world.prefill(failing := offer(2))
+            with pytest.raises(HandoverError):
+                await world.pull(failing)
+            await until(lambda: num_before < num_lost() == num_lost(0.2))  # noqa: B023
+        await until(lambda: engine.failure is not None)
+        assert f"{num_lost()} staging buffers do not leave" in str(engine.failure)
+        fault.over()
+        await until(lambda: not side.staging.num_quarantined())
+
+
+async def sweeps(side: Side) -> None:
+    """Three looks at staging."""
+    looks, look = asyncio.Semaphore(0), side.check_staging
+
+    def counted() -> None:
+        look()
+        looks.release()
+
+    side.check_staging = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        await looks.acquire()
+    del side.check_staging
+
+
+async def test_staging_in_quarantine_is_told_in_the_status_of_its_rank(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(config: TandemConfig, kind: str, host: str) -> FaultyChannels:
+        return FaultyChannels(host, TIMEOUT_S)
+
+    monkeypatch.setattr(parts, "channel_maker", faulty)
+    sets = ("server.address=127.0.0.1:0", "kv.num_pages=60", "kv.page_size=16")
+    async with (
+        rig(small_model, *sets) as cluster,
+        Server(cluster.config) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        await server.attach(cluster.gateway)
+        stub, [decode] = rpc.InferenceStub(channel), cluster.decodes
+
+        async def told() -> int:
+            status = await stub.GetStatus(pb.GetStatusRequest())
+            return {node.kind: node.num_quarantined for node in status.nodes}["decode"]
+
+        assert await told() == 0
+        fault = decode.intake._side.maker.faulty.fault  # type: ignore[attr-defined]
+        fault.call, fault.hangs = "destroy", True
+        # Each attempt is worth a token: that of prefill.
+        await cluster.complete(greedy("r", prompts(1, 9)[0], 2, ignore_eos=True))
+        assert await told() > 0
+        fault.over()
+        await until(lambda: not decode.intake.counts()["quarantined"])
+        assert await told() == 0
+        await cluster.check_empty()

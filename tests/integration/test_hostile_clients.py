@@ -11,7 +11,6 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.door import server as door
 from cluster.door.server import SERVICE, Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
@@ -146,24 +145,6 @@ async def test_a_flood_is_refused_before_it_is_tokenised(
 
 def asked(text: str, **fields: str) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.Sampling(max_tokens=8), **fields)
-
-
-async def test_calls_of_all_kinds_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SPARE_RPCS", 2)
-    async with (
-        echo_server(EchoGateway(), "decode.max_rows=1", "server.max_queued=2") as server,
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        stub = health_pb2_grpc.HealthStub(channel)
-        watched = health_pb2.HealthCheckRequest(service=SERVICE)
-        watches = [stub.Watch(watched) for _ in range(8)]
-        for watch in watches:
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(watched)
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        for watch in watches:
-            watch.cancel()
 
 
 async def test_a_client_that_does_not_read_loses_its_stream_but_can_resume() -> None:

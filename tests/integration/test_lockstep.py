@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ import torch
 from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
 from core.membership import Meeting, RankSpec
-from runtime.gang import hub as hub_module
 from runtime.gang import member as member_module
-from runtime.gang.hub import Hub
+from runtime.gang.hub import HELLO, MAX_SILENT, Hub
 from runtime.gang.join import join
 from runtime.gang.member import Member
+from runtime.gang.messages import Inbox, Told
 from runtime.watch import Watch
 from tests.ranks import CPU
 from tests.waiting import wait_until
@@ -265,17 +265,20 @@ def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
         join(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))
 
 
-@pytest.mark.parametrize("says", [b"x" * 36, b"x", b""], ids=["wrong", "short", "silent"])
+@pytest.mark.parametrize(
+    "says",
+    [b"x" * 36, b"x", b"", b"TOKEN" + HELLO.pack(2), b"TOKEN" + HELLO.pack(1 << 31)],
+    ids=["wrong", "short", "silent", "one rank too many", "no rank at all"],
+)
 def test_strangers_do_not_get_in(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes first and is no rank is sent away, and the ranks come together."""
-    monkeypatch.setattr(hub_module, "HELLO_S", 0.1)
     strangers: list[socket.socket] = []
 
     class Visited(Hub):
         def __init__(self, num_ranks: int, host: str) -> None:
             super().__init__(num_ranks, host)
             strangers.append(socket.create_connection((host, self.meeting.port), 5))
-            strangers[0].sendall(says)
+            strangers[0].sendall(says.replace(b"TOKEN", self.meeting.token))
 
     monkeypatch.setattr("tests.integration.test_lockstep.Hub", Visited)
     with ranks_of(2) as ranks:
@@ -284,3 +287,31 @@ def test_strangers_do_not_get_in(says: bytes, monkeypatch: pytest.MonkeyPatch) -
         assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
         assert strangers[0].recv(1) == b""
     strangers[0].close()
+
+
+def test_strangers_who_say_nothing_hold_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the planner listens to, and all before the first rank."""
+    strangers: list[socket.socket] = []
+
+    class Besieged(Hub):
+        def __init__(self, num_ranks: int, host: str) -> None:
+            super().__init__(num_ranks, host)
+            for _ in range(3 * MAX_SILENT):
+                strangers.append(socket.create_connection((host, self.meeting.port), 5))
+            assert all(one.recv(1) == b"" for one in strangers[:MAX_SILENT]), "too many are kept"
+
+    monkeypatch.setattr("tests.integration.test_lockstep.Hub", Besieged)
+    with ranks_of(2) as ranks:
+        ranks.begin()
+        plans = [ranks.plan(rank, 1) for rank in range(2)]
+        assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
+        for one in strangers:
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b"", "who is no rank is held on to"
+            one.close()
+
+
+def test_a_message_is_not_as_long_as_it_says() -> None:
+    inbox = Inbox(Told)
+    with pytest.raises(ValueError):
+        list(inbox.feed(b"\xff" * (1 << 17)))

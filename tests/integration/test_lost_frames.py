@@ -1,4 +1,4 @@
-"""The connection that a decode node's frames come over breaks; the node itself is well."""
+"""A connection to a decode node breaks, that of frames or of calls; the node itself is well."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from core.control import Control
 from core.errors import NodeLost
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
-from tests.rig import rig
+from tests.rig import Rig, rig
 from tests.waiting import turns, until
 
 SETS = ("kv.num_pages=300", "kv.page_size=16")
@@ -86,4 +86,55 @@ async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_mo
             assert len(ids) == 100
             assert not near_ties(small_model, list(request.prompt_ids), ids)
         assert cluster.gateway.is_healthy()
+        await cluster.check_empty()
+
+
+class Broken:
+    """A connection for calls: the answers of so many grants are lost on it, and so many aborts,
+    whole. Frames have another."""
+
+    def __init__(self, control: Control, num_grants: int, num_aborts: int) -> None:
+        self.num_lost = {"grant": num_grants, "abort": num_aborts}
+        self._control = control
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        is_lost = self.num_lost.get(method, 0) > 0
+        answer = b"" if is_lost and method == "abort" else await self._control.call(method, payload)
+        if is_lost:
+            self.num_lost[method] -= 1
+            raise NodeLost(f"the connection broke during {method}")
+        return answer
+
+
+def break_calls(cluster: Rig, num_grants: int, num_aborts: int) -> Broken:
+    [handle] = cluster.gateway.fleet.of_kind("decode")
+    broken = handle.control = Broken(handle.control, num_grants, num_aborts)
+    return broken
+
+
+async def test_rows_whose_grant_and_abort_were_lost_come_free(small_model: Path) -> None:
+    """All that there are; those who ask again wait for them. Heartbeats renew them all the time."""
+    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=2") as cluster:
+        broken = break_calls(cluster, num_grants=2, num_aborts=2)
+        asked = [greedy(f"r{i}", ids, 8, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*map(cluster.complete, asked))
+        assert not any(broken.num_lost.values())
+        for request, (ids, _, _) in zip(asked, answers, strict=True):
+            assert not near_ties(small_model, list(request.prompt_ids), ids)
+        await cluster.check_empty()
+
+
+async def test_an_orphan_that_decodes_is_ended(small_model: Path) -> None:
+    """Its steps are held: it does not end by itself."""
+    async with rig(small_model, *SETS, "kv_transfer.lease_s=1") as cluster:
+        [decode] = cluster.decodes
+        broken, gate = break_calls(cluster, num_grants=0, num_aborts=1), Gate(decode)
+        running = asyncio.create_task(cluster.complete(greedy("r", prompts(1, 9)[0], 200)))
+        await until(lambda: gate.is_held and are_active(decode, 1))
+        running.cancel()
+        await until(lambda: not broken.num_lost["abort"])
+        await until(lambda: not decode.engine.scheduler.sequences, gate.answer)
+        assert gate.num_given < 20
+        gate.open()
         await cluster.check_empty()

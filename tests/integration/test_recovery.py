@@ -8,11 +8,14 @@ import pytest
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
+from cluster.gateway import fleet
+from cluster.gateway.recovery import MAX_DEATHS
 from core.control import Control
-from core.errors import HandoverError, NodeLost, RankDied
+from core.errors import HandoverError, NodeLost, Poisonous, RankDied
 from core.identity import Identity
-from core.membership import EndedLife, InStep
+from core.membership import EndedLife, InStep, RankSpec
 from core.schema import encode_failure, unpack
+from decode_node.messages import Start
 from prefill_node.messages import Prefill
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
@@ -51,18 +54,19 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
 
 
 class Dying:
-    """A prefill rank's control: its first prefill dies, and so does its status until ``is_back``;
+    """A prefill rank's control: its first prefills die, and so does its status until ``is_back``;
     heartbeats are answered all the time."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, num_deaths: int = 1) -> None:
         self.asked: list[Prefill] = []
         self.is_back = False
+        self._num_deaths = num_deaths
         self._control = control
 
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "prefill":
             self.asked.append(unpack(Prefill, payload))
-        if (method == "prefill" and len(self.asked) == 1) or (
+        if (method == "prefill" and len(self.asked) <= self._num_deaths) or (
             method == "status" and not self.is_back
         ):
             raise RankDied("its process has ended")
@@ -84,15 +88,75 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
         await until(lambda: handle.is_out)
         assert handle.is_heard.is_set()
         guilty = dying.asked[0].identity if is_in_step else Identity("another")
-        ended = EndedLife(spec.epoch, InStep((guilty,), not is_in_step))
-        gangs = cluster.members.membership.gangs
-        cluster.members.tell(
-            *(replace(g, ended=ended) if g.name == spec.gang else g for g in gangs)
-        )
+        tell_death(cluster, spec, InStep((guilty,), not is_in_step))
         dying.is_back = True
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [asked.is_suspect for asked in dying.asked] == [False, is_in_step]
+        await cluster.check_empty()
+
+
+def tell_death(cluster: Rig, spec: RankSpec, in_step: InStep) -> None:
+    """The controller's verdict, though the rank lives on here."""
+    ended = EndedLife(spec.epoch, in_step)
+    gangs = cluster.members.membership.gangs
+    cluster.members.tell(*(replace(g, ended=ended) if g.name == spec.gang else g for g in gangs))
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["among others", "alone"])
+async def test_a_verdict_that_comes_late_still_marks_its_answers(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """It is waited for no longer than ever: the second attempt is as before, the next one is not,
+    though the rank has died of nobody known since."""
+    monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
+    async with rig(small_model, *SETS) as cluster:
+        spec = cluster.prefills[0].spec
+        handle = cluster.gateway.fleet.ranks[spec.name]
+        handle.control = dying = Dying(handle.control, num_deaths=2)
+        dying.is_back = True
+        request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
+        running = asyncio.create_task(cluster.complete(request))
+        await until(lambda: len(dying.asked) == 2)
+        tell_death(cluster, spec, InStep((dying.asked[0].identity,), is_alone))
+        if is_alone:
+            with pytest.raises(Poisonous):
+                await running
+        else:
+            ids, _, _ = await running
+            assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
+        told = [False, False] if is_alone else [False, False, True]
+        assert [asked.is_suspect for asked in dying.asked] == told
+        await cluster.check_empty()
+
+
+class Deadly:
+    """A decode rank's control: it dies of each step of a sequence, which is told with the others
+    that were in it; the first token, prefill's, has come by then."""
+
+    def __init__(self, control: Control, cluster: Rig) -> None:
+        self.num_deaths = 0
+        self._control = control
+        self._cluster = cluster
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        answer = await self._control.call(method, payload)
+        if method == "start":
+            self.num_deaths += 1
+            in_step = InStep((unpack(Start, payload).identity, Identity("other")), False)
+            tell_death(self._cluster, self._cluster.decodes[0].spec, in_step)
+            raise RankDied("its process has ended")
+        return answer
+
+
+async def test_deaths_count_for_an_answers_whole_life(small_model: Path) -> None:
+    """Though a token comes between any two of them."""
+    async with rig(small_model, *SETS) as cluster:
+        handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.name]
+        handle.control = deadly = Deadly(handle.control, cluster)
+        with pytest.raises(Poisonous, match="in 3 steps that killed a rank"):
+            await cluster.complete(greedy("r", prompts(1, 6)[0], 40, ignore_eos=True))
+        assert deadly.num_deaths == MAX_DEATHS
         await cluster.check_empty()
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from core.control import Done, InProcessControl, ask
-from core.errors import HandoverError
+from core.errors import HandoverError, NodeLost
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
 from kv_transfer.side import Deadlines
@@ -186,6 +186,22 @@ async def test_a_later_life_of_a_decode_rank_replaces_its_channel() -> None:
         with pytest.raises(HandoverError, match="decode-0.1: epoch 4 after 11"):
             await late.sink._link("p0", "p0", EPOCH, late.control()).ready()
         await pull_and_check(world)
+
+
+async def test_a_late_offer_of_an_earlier_life_leaves_the_link_to_the_later_one_alone() -> None:
+    """As a gateway makes it that is a snapshot behind: while the living life is pulled from."""
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        await world.prefill(asked := offer(40))
+        prefill.may_gather.clear()
+        pulling = asyncio.create_task(world.pull(asked))
+        await until(lambda: prefill.source.counts()["staging"] > 0)
+        late = offer(20, epoch=EPOCH - 1)
+        with pytest.raises(NodeLost, match=f"epoch {EPOCH - 1} .* {EPOCH}"):
+            await world.pull(late)
+        prefill.may_gather.set()
+        _, pages = await pulling
+        await world.check_bytes(asked, pages)
+        await world.check_clean(channels=1)
 
 
 async def test_a_later_life_of_a_prefill_rank_replaces_the_link() -> None:

@@ -163,3 +163,20 @@ async def test_a_host_of_another_machine_is_explained() -> None:
     server = FrameServer("192.0.2.1", Board())
     with pytest.raises(ValueError, match=r"kv_transfer\.host='192\.0\.2\.1'"):
         await server.listen()
+
+
+async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out() -> None:
+    async with served() as (board, server):
+        address, silent = await server.listen(), frame_stream.MAX_SILENT_READERS
+        strangers = [
+            await asyncio.open_connection(address.host, address.port) for _ in range(3 * silent)
+        ]
+        await until(lambda: len(server._connections) <= silent)
+        stream = await connect("d", address, 1)
+        board.publish(b"frame")
+        frames = stream.frames()
+        assert await anext(frames) == b"frame"
+        await frames.aclose()
+        for _, writer in strangers:
+            writer.close()
+        await board.unread()

@@ -1,0 +1,83 @@
+"""What holds for every call: bytes that are no message of its method are refused, and streams that
+cost a client nothing to keep are few."""
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import grpc
+
+MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
+MAX_IDLE_S = 300.0
+_log = logging.getLogger(__name__)
+_Context: TypeAlias = grpc.aio.ServicerContext
+_Handler: TypeAlias = grpc.RpcMethodHandler
+
+
+class EveryCall(grpc.aio.ServerInterceptor):
+    """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
+    that the server failed, and log a traceback. All streams but those of Generate are idle ones."""
+
+    def __init__(self) -> None:
+        self._idle: Counter[str] = Counter()
+        """Of each connection, by the address of its other end."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        streams = handler.request_streaming, handler.response_streaming
+        shape = "_".join("stream" if stream else "unary" for stream in streams)
+        is_idle = handler.response_streaming and not details.method.endswith("/Generate")
+        return _parsing(shape, handler, details.method, self._place if is_idle else nullcontext)
+
+    @asynccontextmanager
+    async def _place(self, context: _Context) -> AsyncIterator[None]:
+        """For one more idle stream, if there is one, and for MAX_IDLE_S at most."""
+        peer = context.peer()
+        if self._idle[peer] >= MAX_IDLE_OF_CONNECTION or self._idle.total() >= MAX_IDLE:
+            reason = "as many streams of health and reflection as there may be are open already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        self._idle[peer] += 1
+        try:
+            async with asyncio.timeout(MAX_IDLE_S):
+                yield
+        except TimeoutError:
+            context.set_code(grpc.StatusCode.UNAVAILABLE)
+        finally:
+            self._idle -= Counter([peer])
+
+
+def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler:
+    """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
+
+    async def parse(data: bytes, context: _Context) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except Exception as error:  # what a parser raises has no type of its own
+            reason = f"{len(data)} bytes are no message of {method} ({error})"
+        _log.warning("%s; sent by %s", reason, context.peer())
+        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+    async def behave(asked: bytes | AsyncIterator[bytes], context: _Context) -> Any:
+        async with place(context):
+            if isinstance(asked, bytes):
+                message = await parse(asked, context)
+            else:
+                message = (await parse(data, context) async for data in asked)
+            answer = getattr(handler, shape)(message, context)
+            if not inspect.isasyncgen(answer):
+                return await answer
+            async for piece in answer:
+                await context.write(piece)
+
+    make = getattr(grpc, f"{shape}_rpc_method_handler")
+    return make(behave, response_serializer=handler.response_serializer)
