@@ -145,7 +145,7 @@ def test_a_drain_ends_streams_that_hold_out() -> None:
         process,
         address,
     ):
-        with Client(address, max_retries=0) as client:
+        with Client(address, retry_s=0) as client:
             stream = client.generate("abc")
             assert next(stream).token_ids == expected("abc", 2)
             process.send_signal(signal.SIGTERM)
@@ -157,7 +157,7 @@ def test_a_drain_ends_streams_that_hold_out() -> None:
 
 def test_a_second_signal_does_not_wait() -> None:
     with serving("--set", "model.max_model_len=2") as (process, address):
-        with Client(address, max_retries=0) as client:
+        with Client(address, retry_s=0) as client:
             stream = client.generate("abc")
             next(stream)
             process.send_signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
 from core.info import ModelInfo
 from core.membership import FrameAddress, Gang, Meeting, Membership, NodeInfo, RankSpec, RankState
+from core.pace import LOADING
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
 from runtime.shell import RankShell
@@ -66,7 +67,7 @@ def test_differing_keys_are_named_with_both_values() -> None:
 
 def test_a_snapshot_travels_whole() -> None:
     gangs = (
-        Gang("decode-0", "decode", 5, "ready", (INFO,), 1.0),
+        Gang("decode-0", "decode", 5, "ready", (INFO,)),
         Gang("prefill-0", "prefill", 6, "down", failure=Failure("NodeLost", "it died")),
     )
     sent = Membership((3, 4), gangs)
@@ -81,7 +82,7 @@ class FakeShell(RankShell):
     made: Any = None
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
-        self._on_loaded(0.25)
+        self._on_start(LOADING, 0.25)
         await asyncio.sleep(0.01)
         if isinstance(self.made, Exception):
             raise self.made

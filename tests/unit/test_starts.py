@@ -1,0 +1,128 @@
+"""Ranks that start are bounded from what they said or did last; what they do is told."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from cluster.control.company import Company
+from cluster.control.verdict import LifeOver
+from core.errors import NodeLost
+from core.info import ModelInfo
+from core.membership import NodeInfo, RankSpec, RankState
+from core.pace import LOADING
+
+START_S = 0.3
+"""Time is the subject: ranks say something new far more often than this, or never."""
+SEEN = (7, 100)
+INFO = NodeInfo(
+    RankSpec("d", "decode", 5),
+    "f",
+    ModelInfo("t", "v3", 9, 9, (1,), 3, True, "float32"),
+    1,
+    9,
+    9,
+    9,
+)
+
+
+class FakeRank:
+    """Says what ``says`` makes of the number of its answers; None is silence."""
+
+    def __init__(self, rank: int, says: Callable[[int], dict[str, object] | None]) -> None:
+        self.spec, self.says, self.num_asked = RankSpec("d", "decode", 5, rank, 2), says, 0
+
+    async def who(self, incarnation: int, epoch: int) -> RankState:
+        self.num_asked += 1
+        said = self.says(self.num_asked)
+        if said is None:
+            await asyncio.sleep(3600)
+        return RankState(self.spec, "{}", 1, "", (0, 0), **(said or {}))  # type: ignore[arg-type]
+
+
+def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
+    made = Company("d", len(says), 0.05, START_S)
+    made.handles = {rank: FakeRank(rank, one) for rank, one in enumerate(says)}  # type: ignore[misc]
+    return made
+
+
+async def asked(ranks: Company, for_s: float) -> None:
+    """Every few milliseconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(for_s):
+            while True:
+                await ranks.ask(SEEN)
+                await asyncio.sleep(0.005)
+
+
+def moves(n: int) -> dict[str, object]:
+    return {"doing": LOADING, "progress": n / 10_000}
+
+
+def hangs(n: int) -> dict[str, object]:
+    return {"doing": "waiting for process 4711, which compiles kernels", "progress": 0.5}
+
+
+def silent(n: int) -> None:
+    return None
+
+
+def stopped(n: int) -> dict[str, object] | None:
+    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True} if n < 5 else None
+
+
+def joins(n: int) -> dict[str, object]:
+    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True}
+
+
+def waits(n: int) -> dict[str, object]:
+    return {"doing": "waiting for its gang", "is_loaded": True}
+
+
+def serves(n: int) -> dict[str, object]:
+    return {"is_loaded": True, "is_joined": True, "info": INFO}
+
+
+def falls_silent(n: int) -> dict[str, object] | None:
+    return serves(n) if n < 3 else None
+
+
+@pytest.mark.parametrize(
+    ("says", "lost", "text"),
+    [
+        ((hangs,), {0}, "d: waiting for process 4711, which compiles kernels: no progress"),
+        ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
+        ((moves, hangs), {1}, "d.1: waiting for process 4711"),
+        ((waits, silent), {1}, "d.1: starting its process"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: no progress"),
+        ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
+    ],
+)
+async def test_who_does_not_get_on_is_lost(
+    says: tuple[Callable[[int], dict[str, object] | None], ...], lost: set[int], text: str
+) -> None:
+    with pytest.raises(LifeOver, match=text) as over:
+        await asked(company(*says), 10)
+    assert over.value.lost == lost and isinstance(over.value.cause, NodeLost)
+
+
+@pytest.mark.parametrize(
+    "says", [(moves,), (moves, waits), (serves, serves), (serves, falls_silent)]
+)
+async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
+    says: tuple[Callable[[int], dict[str, object] | None], ...],
+) -> None:
+    """Of one that is ready silence means nothing by itself."""
+    await asked(company(*says), 4 * START_S)
+
+
+async def test_each_rank_tells_what_it_does() -> None:
+    ranks = company(lambda n: {"doing": LOADING, "progress": 0.4}, silent)
+    assert ranks.starts == ("d.0: starting its process", "d.1: starting its process")
+    await ranks.ask(SEEN)
+    assert ranks.starts[0] == "d.0: loading weights, 40%"
+    assert ranks.starts[1] == "d.1: starting its process, but it does not answer"
+    ready = company(serves)
+    await ready.ask(SEEN)
+    assert ready.starts == ()
