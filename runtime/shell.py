@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -60,7 +61,7 @@ class RankShell:
         self._rank: Rank | None = None
         self._loading: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
-        self._doing = "importing torch", 0.0
+        self._doing: tuple[str, float] | None = None
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
         box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.process)
@@ -123,7 +124,7 @@ class RankShell:
         engine has stopped has failed."""
         seen = self._state.seen
         seen = (max(seen[0], incarnation), max(seen[1], epoch))
-        doing, progress = self._doing
+        doing, progress = self._doing or ("importing torch", float(len(sys.modules)))
         self._state = replace(self._state, seen=seen, doing=doing, progress=progress)
         if self._rank is not None:
             pace, num_held = self._rank.loop.watch.pace(), self._rank.num_held

@@ -10,7 +10,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -94,7 +94,8 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
     given = [*map(str, SOURCES), *paths, *LIBRARIES]
     command = ["nice", compiler, *FLAGS, abi, *given, "-o", str(made)]
     log.warning("compiling kernels, once for this machine: half a minute or so")
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    told: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, **told) as process:
         said = None
         while said is None:
             seconds = _computed_s(process.pid)
@@ -102,7 +103,7 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
             os.pwrite(lock.fileno(), note.encode(), 0)
             on_start.get()("compiling kernels", seconds)
             with suppress(subprocess.TimeoutExpired):
-                said = process.communicate(timeout=NEWS_S)[1]
+                said = process.communicate(timeout=NEWS_S)[0]
     if process.returncode != 0:
         raise ValueError(f"{compiler} cannot compile kernels: {said[:2000]}")
     made.rename(library)

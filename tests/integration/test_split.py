@@ -17,11 +17,11 @@ from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
 from core.identity import Identity
-from core.info import DECODE, NodeStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, NodeStatus
 from core.membership import DOWN, Gang
 from core.request import Request
+from core.schema import Failure, pack
 from core.schema import decode as decode_reply
-from core.schema import pack
 from decode_node.messages import Abort, Grant, Size, Start
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
@@ -228,10 +228,20 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [d.name for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.name]
         assert second.engine.num_steps > 0
-        cluster.members.tell(*cluster.members.membership.gangs, Gang("decode-9", DECODE, 3, DOWN))
-        nodes = {node.name: node.alive for node in (await cluster.gateway.status()).nodes}
-        assert nodes == {"prefill-0": True, "decode-1": True, "decode-9": False}
+        assert (await cluster.gateway.status()).state == SERVING
+        down = Gang("decode-9", DECODE, 3, DOWN, failure=Failure("ValueError", "it is gone\nlog"))
+        cluster.members.tell(*cluster.members.membership.gangs, down)
+        status = await cluster.gateway.status()
+        nodes = {node.name: (node.alive, node.cause) for node in status.nodes}
+        assert nodes.pop("decode-9") == (False, "down; it ended: it is gone")
+        assert nodes == {"prefill-0": (True, ""), "decode-1": (True, "")}
+        assert status.state == DEGRADED and cluster.gateway.is_healthy()
         await cluster.check_empty()
+        cluster.members.tell(*(g for g in cluster.members.membership.gangs if g.kind == PREFILL))
+        async with asyncio.timeout(30):
+            while cluster.gateway.is_healthy():
+                await asyncio.sleep(0.01)
+        assert (await cluster.gateway.status()).state == NOT_SERVING
         await cluster.gateway.stop()
         await second.stop()
 

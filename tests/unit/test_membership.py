@@ -103,7 +103,10 @@ async def ended(one: RankShell, *numbers: int) -> RankState:
             found = unpack(RankState, await one.who(*numbers))
             if found.info or found.failure:
                 return found
-            assert found.progress in (0.0, 0.25)
+            assert (found.doing, found.progress) == (
+                LOADING,
+                0.25,
+            ) or found.doing == "importing torch"
             await asyncio.sleep(0.002)
 
 
