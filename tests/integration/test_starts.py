@@ -89,17 +89,27 @@ def ends_in_time(process: "subprocess.Popen[str]", within_s: float) -> None:
 
 
 @pytest.fixture
-def mute() -> Iterator[str]:
-    """Somebody who takes connections and never says anything."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+def mute() -> Iterator[socket.socket]:
+    """Who takes connections, also at the outer address that Ray makes of a loopback one, and never
+    says anything."""
+    with socket.create_server(("", 0)) as listener:
+        listener.settimeout(SLOW_S)
+        yield listener
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("command", ["serve", "stop"])
-def test_a_signal_ends_who_waits_for_a_ray_that_says_nothing(mute: str, command: str) -> None:
-    with begun(command, "--ray-address", mute) as process:
-        time.sleep(4.0)  # past its imports; whenever the signal comes, it has to end
-        ends_in_time(process, DRAIN_S + 5.0)
+def test_a_signal_ends_who_waits_for_a_ray_that_says_nothing(
+    mute: socket.socket, command: str
+) -> None:
+    with begun(command, "--ray-address", address_of(mute)) as process:
+        probe, _ = mute.accept()
+        ray, _ = mute.accept()
+        with probe, ray:
+            ends_in_time(process, DRAIN_S + 5.0)
 
 
 @pytest.mark.slow
@@ -107,10 +117,9 @@ def test_a_signal_ends_who_waits_for_a_ray_that_says_nothing(mute: str, command:
     "args", [("generate", "a"), ("bench", "--num-requests", "1")], ids=["generate", "bench"]
 )
 def test_a_signal_ends_who_waits_for_a_server_that_says_nothing(
-    mute: str, args: tuple[str, ...]
+    mute: socket.socket, args: tuple[str, ...]
 ) -> None:
-    with begun(*args, "--address", mute) as process:
-        time.sleep(3.0)
+    with begun(*args, "--address", address_of(mute)) as process, mute.accept()[0]:
         ends_in_time(process, DRAIN_S + 5.0)
 
 
