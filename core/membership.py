@@ -175,8 +175,7 @@ class Gang:
 
     def is_given_up(self, max_deaths: int) -> bool:
         """Whether nobody who starts waits for it any longer, though it may be tried again."""
-        is_over = self.state == DOWN or self.num_deaths >= max_deaths
-        return is_over and self.failure is not None
+        return self.state == DOWN or self.num_deaths >= max_deaths
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from cluster.control.next_life import (
 )
 from cluster.control.verdict import LastWords
 from core.errors import EpochEnded, NodeLost, Overloaded, ProgramFailed, StepFailed, TandemError
-from core.membership import DOWN, LOST, READY, STARTING, Gang
-from core.schema import Failure
+from core.membership import DOWN, LOST, STARTING, Gang
 
 SEGFAULT = LastWords("Fatal Python error: Segmentation fault\n\nCurrent thread")
 KILLED = LastWords("loading weights\n")
@@ -83,6 +82,4 @@ def test_only_a_mistake_or_want_of_room_at_the_first_start_is_final(
 def test_who_starts_it_waits_for_so_many_deaths(
     state: str, num_deaths: int, given_up: bool
 ) -> None:
-    gang = Gang("d", "decode", 1, state, failure=Failure("NodeLost", "x"), num_deaths=num_deaths)
-    assert gang.is_given_up(3) == given_up
-    assert not Gang("d", "decode", 1, READY, num_deaths=num_deaths).is_given_up(3)
+    assert Gang("d", "decode", 1, state, num_deaths=num_deaths).is_given_up(3) == given_up

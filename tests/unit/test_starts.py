@@ -3,15 +3,28 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from cluster.control.company import Company
+from cluster.control.launch import _started
 from cluster.control.verdict import LifeOver
 from core.errors import NodeLost
 from core.info import ModelInfo
-from core.membership import NodeInfo, RankSpec, RankState
+from core.membership import (
+    DOWN,
+    LOST,
+    READY,
+    STARTING,
+    Gang,
+    Membership,
+    NodeInfo,
+    RankSpec,
+    RankState,
+)
 from core.pace import LOADING
+from core.schema import Failure
 
 START_S = 0.3
 """Time is the subject: ranks say something new far more often than this, or never."""
@@ -126,3 +139,61 @@ async def test_each_rank_tells_what_it_does() -> None:
     ready = company(serves)
     await ready.ask(SEEN)
     assert ready.starts == ()
+
+
+class FakeMembers:
+    """Tells one snapshot after the other."""
+
+    def __init__(self, *snapshots: tuple[Gang, ...]) -> None:
+        self.membership, *self._left = [
+            Membership((1, i), gangs) for i, gangs in enumerate(snapshots)
+        ]
+
+    async def changed(self, after: tuple[int, int]) -> Membership:
+        return self._left.pop(0)
+
+
+READY_P = Gang("prefill-0", "prefill", 5, READY)
+DIED = {"failure": Failure("NodeLost", "it died\nlog"), "num_deaths": 1}
+
+
+async def waited(*lives: Gang) -> list[str]:
+    """What is told until it can be served."""
+    told: list[str] = []
+    members: Any = FakeMembers(*((READY_P, life) for life in lives))
+    await _started(members, 3, told.append)
+    return told
+
+
+def of_decode(state: str, **fields: Any) -> Gang:
+    return Gang("decode-0", "decode", 6, state, **fields)
+
+
+async def test_serve_tells_what_it_waits_for() -> None:
+    told = await waited(
+        of_decode(STARTING, starts=("decode-0: waiting for room",)),
+        of_decode(LOST, **DIED),
+        of_decode(STARTING, starts=("decode-0: loading weights, 40%",), **DIED),
+        of_decode(READY, **DIED),
+    )
+    assert told == [
+        "decode-0: waiting for room",
+        "decode-0: lost; it ended: it died",
+        "decode-0: loading weights, 40%",
+    ]
+
+
+@pytest.mark.parametrize(
+    "last", [of_decode(LOST, **(DIED | {"num_deaths": 3})), of_decode(DOWN, **DIED)]
+)
+async def test_serve_ends_with_what_keeps_a_gang_from_starting(last: Gang) -> None:
+    with pytest.raises(NodeLost, match="it died\nlog"):
+        await waited(of_decode(STARTING), of_decode(LOST, **DIED), last)
+
+
+async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
+    """It was lost, and may find no room for long."""
+    other = Gang("decode-1", "decode", 7, STARTING, starts=("decode-1: waiting for room",), **DIED)
+    members: Any = FakeMembers((READY_P, of_decode(READY), other))
+    snapshot = await _started(members, 3, lambda text: None)
+    assert snapshot.gangs[2] == other
