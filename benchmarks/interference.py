@@ -62,7 +62,7 @@ def quantiles(weighed: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 async def measured(address: str, trial: Trial, share: float) -> dict[str, Any]:
     [prompts], at_once = trial.batches, replace(trial, arrivals_s=[])
-    async with AsyncClient(address, max_retries=0) as client:
+    async with AsyncClient(address, retry_s=0) as client:
         await run_batch(client, trial.warming(), trial.warm_up)
         some = held_out(NUM_AT_ONCE, PROMPT_TOKENS, PROMPT_TOKENS, seed=98)
         told = await run_batch(client, replace(at_once, max_tokens=2), some)

@@ -122,9 +122,11 @@ class KvTransferConfig(Section):
 
 class ControlConfig(Section):
     max_deaths: Count = 3
-    """a gang that dies this often in a row is left down"""
+    """serve gives up waiting for a gang that died this often in a row; the gang is tried again"""
     min_service_s: float = Field(default=60.0, ge=0, le=86400)
     """a gang that served this long begins a new row"""
+    start_s: float = Field(default=120.0, gt=0, le=86400)
+    """a rank that starts and neither answers nor gets on for this long is begun anew"""
     stuck_s: float = Field(default=10.0, gt=0, le=3600)
     """a rank that does not answer or step for this long, and 10 times its longest step, is lost"""
     stop_s: float = Field(default=10.0, gt=0, le=3600)
@@ -142,6 +144,11 @@ class ServerConfig(Section):
     """how long a client may leave an answer unread before its stream is ended"""
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """how long running streams may finish at shutdown"""
+
+    @property
+    def end_s(self) -> float:
+        """In which a signal ends the server, whatever it waits for."""
+        return self.drain_s + 5.0
 
     @property
     def host_port(self) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
+NOT_SERVING, DEGRADED = "NOT_SERVING", "DEGRADED"
 """The states of a server, spelled as on the wire."""
 
 
@@ -28,7 +29,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node as it is now; of one that does not answer only ``alive`` False is known.
+    """A node as it is now; of one that does not answer only ``alive`` False is known, and the
+    ``cause`` where the controller tells one.
 
     ``kind`` is prefill, decode or colocated. Pages that only the prefix cache holds count as free.
     Of a rank of a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed,
@@ -55,11 +57,13 @@ class NodeStatus:
     balance_ratio: float = 0.0
     kernels: str = ""
     num_quarantined: int = 0
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """``num_running`` counts the streams open at this server."""
+    """``num_running`` counts the streams open at this server. It is NOT_SERVING while no nodes are
+    left that work together, DEGRADED while not all are ready that there should be."""
 
     state: str
     mode: str

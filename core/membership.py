@@ -112,6 +112,7 @@ class EndedLife:
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank says of itself. It loads, joins its gang, and is ready when it has an ``info``.
+    While it loads it tells what it is ``doing``, and its ``progress`` (core.pace.on_start).
     It holds ``num_held`` sequences; ``placement`` is the digest of where its gang's experts lie, if
     that is not the plain order.
 
@@ -136,6 +137,7 @@ class RankState:
     num_held: int = 0
     placement: str = ""
     ended: Failure | None = None
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +153,29 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """Ranks that live and die together; ``members`` are those that are ready. ``progress`` is the
-    share of its weights that is loaded, ``failure`` why its last life ended, ``ended`` how."""
+    """Ranks that live and die together; ``members`` are those that are ready, ``starts`` what each
+    of the others does or waits for. ``failure`` is why its last life ended, ``ended`` how;
+    ``num_deaths`` lives in a row ended early."""
 
     name: str
     kind: str
     epoch: int
     state: str
     members: tuple[NodeInfo, ...] = ()
-    progress: float = 0.0
+    starts: tuple[str, ...] = ()
     failure: Failure | None = None
     ended: EndedLife | None = None
+    num_deaths: int = 0
+
+    @property
+    def cause(self) -> str:
+        """Why it is not ready, in a line."""
+        last = "" if self.failure is None else self.failure.text.partition("\n")[0]
+        return "; ".join((self.state, *self.starts, *([f"it ended: {last}"] if last else [])))
+
+    def is_given_up(self, max_deaths: int) -> bool:
+        """Whether nobody who starts waits for it any longer, though it may be tried again."""
+        return self.state == DOWN or self.num_deaths >= max_deaths
 
 
 @dataclass(frozen=True, slots=True)

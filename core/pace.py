@@ -1,10 +1,17 @@
 """How far a rank's engine has come, and when it counts as stuck (design.md, Progress)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 STUCK_FACTOR = 10
 """A turn of the engine may take this many times the longest recent one."""
+LOADING = "loading weights"
+on_start: ContextVar[Callable[[str, float], None]] = ContextVar(
+    "on_start", default=lambda doing, progress: None
+)
+"""Is told what a rank does as it starts and how far that is: of LOADING a share, of all else a
+number that changes as long as it gets on. Whoever starts a rank sets it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

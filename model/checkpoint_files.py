@@ -1,6 +1,6 @@
 """Which file of a checkpoint holds which tensor (spec §2). Nothing is read but headers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,31 +8,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from core.pace import LOADING, on_start
 from model.json_file import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-OnLoaded = Callable[[float], None]
-"""Is told the share of the checkpoint's bytes that is read."""
-
-
-def unheard(share: float) -> None:
-    """An OnLoaded for those who do not ask."""
-
-
 class CheckpointFiles:
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
-    ``on_loaded`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
+    ``core.pace.on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
     """
 
-    def __init__(self, path: Path, on_loaded: OnLoaded = unheard) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._file_of = _file_of(path)
         self._open: dict[str, safe_open] = {}
         self._stack = ExitStack()
-        self._on_loaded = on_loaded
         self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
         self._num_read = 0
 
@@ -66,7 +58,7 @@ class CheckpointFiles:
                 f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
             ) from None
         self._num_read += tensor.nbytes
-        self._on_loaded(min(1.0, self._num_read / self._num_bytes))
+        on_start.get()(LOADING, min(1.0, self._num_read / self._num_bytes))
         return tensor
 
 

@@ -7,9 +7,10 @@ import torch
 
 from core.config import AUTO, TandemConfig
 from core.info import PREFILL
+from core.pace import LOADING, on_start
 from core.placement import Placement
 from model.cache import MAIN, CacheGroup, Caches, zeros
-from model.checkpoint_files import CheckpointFiles, OnLoaded, unheard
+from model.checkpoint_files import CheckpointFiles
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch import create_dispatch
@@ -80,15 +81,14 @@ class LoadedModel:
 def load_model(
     config: TandemConfig,
     kind: str,
-    on_loaded: OnLoaded = unheard,
     rank: int = 0,
     placement: Placement | None = None,
 ) -> LoadedModel:
     """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
     the experts that it holds by ``placement``, None for those of the plain order.
 
-    ``on_loaded`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end. Raises
-    ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
+    ``core.pace.on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
+    Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
     section, path = config.of_kind(kind), config.model.path
     torch.set_num_threads(section.num_threads)
@@ -102,7 +102,7 @@ def load_model(
     dispatch = create_dispatch(model, section, kind, rank, placement)
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
-    with CheckpointFiles(path, on_loaded) as files:
+    with CheckpointFiles(path) as files:
         checkpoint = Checkpoint(files, model, dtype, device, keep_blocks, drafts=kind != PREFILL)
         network = load_network(checkpoint, dispatch)
         speculation = config.speculation
@@ -113,7 +113,7 @@ def load_model(
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)
-    on_loaded(1.0)
+    on_start.get()(LOADING, 1.0)
     parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
     return LoadedModel(model, *parts, *kind_of, max_model_len, holds_mtp, think_ids)
 

@@ -16,7 +16,6 @@ from kv_transfer.channel import channel_maker
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
 from model.cache import Caches
-from model.checkpoint_files import OnLoaded, unheard
 from model.loaded import LoadedModel, default_num_pages, load_model
 from runtime.black_box import BlackBox
 from runtime.engine_loop import EngineLoop
@@ -109,12 +108,11 @@ class Memory:
 def load_memory(
     spec: RankSpec,
     config: TandemConfig,
-    on_loaded: OnLoaded = unheard,
     placement: Placement | None = None,
 ) -> Memory:
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
     the user's mistakes."""
-    loaded = load_model(config, spec.kind, on_loaded, spec.rank, placement)
+    loaded = load_model(config, spec.kind, spec.rank, placement)
     num_pages = config.kv.num_pages or default_num_pages(config, loaded)
     return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
 

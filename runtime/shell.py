@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from core.config import TandemConfig
 from core.errors import EpochEnded, NodeLost, StepFailed
 from core.membership import ExpertRows, Meeting, NodeInfo, RankSpec, RankState
+from core.pace import on_start
 from core.placement import Placement
 from core.schema import encode_failure, failure_of, pack, unpack
 from core.tasks import cancelled
@@ -59,7 +61,7 @@ class RankShell:
         self._rank: Rank | None = None
         self._loading: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
-        self._progress = 0.0
+        self._doing: tuple[str, float] | None = None
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
         box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.process)
@@ -71,9 +73,9 @@ class RankShell:
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         """What outlives every life of the gang (runtime.parts.Memory)."""
+        on_start.set(self._on_start)
         parts = await asyncio.to_thread(import_module, "runtime.parts")
-        told, where = self._on_loaded, self._placement
-        return await asyncio.to_thread(parts.load_memory, spec, config, told, where)
+        return await asyncio.to_thread(parts.load_memory, spec, config, self._placement)
 
     async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Rank:
         parts = import_module("runtime.parts")
@@ -122,7 +124,8 @@ class RankShell:
         engine has stopped has failed."""
         seen = self._state.seen
         seen = (max(seen[0], incarnation), max(seen[1], epoch))
-        self._state = replace(self._state, seen=seen, progress=self._progress)
+        doing, progress = self._doing or ("importing torch", float(len(sys.modules)))
+        self._state = replace(self._state, seen=seen, doing=doing, progress=progress)
         if self._rank is not None:
             pace, num_held = self._rank.loop.watch.pace(), self._rank.num_held
             self._state = replace(self._state, pace=pace, num_held=num_held)
@@ -183,8 +186,8 @@ class RankShell:
                 log.exception("%s cannot be built", self._spec.name)
             self._fail(error)
 
-    def _on_loaded(self, share: float) -> None:
-        self._progress = share
+    def _on_start(self, doing: str, progress: float) -> None:
+        self._doing = doing, progress
 
 
 def _stderr_path() -> str:

@@ -20,7 +20,6 @@ from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
 from decode_node.node import DecodeNode
-from model.checkpoint_files import OnLoaded
 from model.loaded import LoadedModel, load_model
 from model.tokenizer import Tokenizer
 from prefill_node.node import PrefillNode
@@ -37,16 +36,16 @@ SPARED = ["speculation.measure_at_start=false"]
 _loaded: dict[tuple[ModelConfig, str, bool], LoadedModel] = {}
 
 
-def load_once(config: TandemConfig, kind: str, on_loaded: OnLoaded, *share: Any) -> LoadedModel:
+def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:
     """As load_model, but ranks of this process that hold all experts share the weights: nothing
     writes to them."""
     key = config.model, config.speculation.drafter, kind == PREFILL
     section = config.of_kind(kind)
     assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
     if section.dp_size > 1:
-        return load_model(config, kind, on_loaded, *share)
+        return load_model(config, kind, *share)
     if key not in _loaded:
-        _loaded[key] = load_model(config, kind, on_loaded)
+        _loaded[key] = load_model(config, kind)
     return _loaded[key]
 
 
@@ -70,7 +69,7 @@ class LocalMembers:
         for rank in ranks:
             self.controls[rank.spec.name] = InProcessControl(rank.handle, spec.epoch)
         infos = tuple(rank.info for rank in ranks)
-        self.tell(*self.membership.gangs, Gang(spec.gang, spec.kind, spec.epoch, READY, infos, 1.0))
+        self.tell(*self.membership.gangs, Gang(spec.gang, spec.kind, spec.epoch, READY, infos))
 
     def remove(self, name: str) -> None:
         self.tell(*(g for g in self.membership.gangs if g.members[0].spec.name != name))

@@ -46,7 +46,7 @@ async def serving(config: TandemConfig) -> AsyncIterator[tuple[ClusterGateway, A
     """A cluster of one's own; the client never tries again, so that every error is seen."""
     async with Server(config) as server, launch(config) as gateway:
         await server.attach(gateway)
-        async with AsyncClient(server.address, max_retries=0) as client:
+        async with AsyncClient(server.address, retry_s=0) as client:
             yield gateway, client
         await server.stop()
 

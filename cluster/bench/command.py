@@ -52,7 +52,7 @@ async def _bench(options: BenchOptions) -> None:
 
 async def _report(address: str, options: BenchOptions) -> None:
     # A retry would hide a failure and stretch a latency.
-    async with AsyncClient(address, max_retries=0) as client:
+    async with AsyncClient(address, retry_s=0) as client:
         model = await client.model_info()
         with _progress() as progress:
             arms = await Trial(client, model, options, progress).run()

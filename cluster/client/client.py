@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import grpc
 
 from cluster.client.options import GenerateOptions, Prompt
-from cluster.client.stream import Completion, StreamPlan, completions_of, inference_error
+from cluster.client.stream import Completion, InferenceError, StreamPlan, completions_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import from_proto
@@ -41,17 +41,21 @@ _T = TypeVar("_T")
 class AsyncClient:
     """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
 
-    Build it inside the running loop. A stream that breaks ``max_retries`` times in a row without a
-    new token fails; ``backoff_s`` is the first pause before another attempt.
+    Build it inside the running loop. A stream that breaks is tried again until ``retry_s`` have
+    passed without a new token, UNKNOWN_S if nobody has ever answered at ``address``; ``backoff_s``
+    is the first pause before another attempt.
     """
 
     _open_channel: ClassVar[Any] = staticmethod(grpc.aio.insecure_channel)
     _sleep: ClassVar[Any] = staticmethod(asyncio.sleep)
 
-    def __init__(self, address: str, *, max_retries: int = 5, backoff_s: float = 0.2) -> None:
+    def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
         self._channel = self._open_channel(address, options=_OPTIONS)
         self._stub = rpc.InferenceStub(self._channel)
-        self._max_retries, self._backoff_s = max_retries, backoff_s
+        self._retry_s, self._backoff_s = retry_s, backoff_s
+        start = f"`tandem serve --set server.address={address}`"
+        self._unknown = f"nobody answers at {address}; start a server there with {start}"
+        """What to say as long as nobody has ever answered."""
 
     def generate(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
@@ -62,7 +66,7 @@ class AsyncClient:
         Every piece has ``text`` and ``token_ids``. Closing the generator ends the request.
         Raises ``ValueError`` at once if an option cannot be sent.
         """
-        return self._follow(StreamPlan(prompt, options, self._max_retries, self._backoff_s))
+        return self._follow(StreamPlan(prompt, options, self._retry_s, self._backoff_s))
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, the first of several; takes what ``generate`` takes."""
@@ -103,23 +107,35 @@ class AsyncClient:
             call = self._stub.Generate(
                 plan.next_message(), timeout=plan.remaining_s(), metadata=plan.metadata
             )
-            problem: grpc.RpcError | None = None
+            failure: InferenceError | None = None
             try:
                 async for response in _each(call):
+                    self._unknown = ""
                     yield plan.receive(response)
                     if plan.is_done:
                         return
             except grpc.RpcError as error:
-                problem = error
+                failure = await self._failure(error)
             finally:
                 call.cancel()
-            await _settled(self._sleep(plan.pause_after(problem)))
+            await _settled(self._sleep(plan.pause_after(failure, not self._unknown)))
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
             return await _settled(method(message, timeout=CALL_TIMEOUT_S))
         except grpc.RpcError as error:
-            raise inference_error(error) from error
+            raise await self._failure(error) from error
+
+    async def _failure(self, error: grpc.RpcError) -> InferenceError:
+        """Says so if there is nobody at this address: every server tells its status."""
+        failure = InferenceError.of(error)
+        if self._unknown and failure.code == grpc.StatusCode.UNAVAILABLE:
+            try:
+                await _settled(self._stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
+                self._unknown = ""
+            except grpc.RpcError:
+                failure.details = f"{self._unknown} ({failure.details})"
+        return failure
 
 
 class _BlockingClient(AsyncClient):
@@ -132,8 +148,8 @@ class _BlockingClient(AsyncClient):
 class Client:
     """One server's client for threads: the calls of ``AsyncClient``, without ``await``."""
 
-    def __init__(self, address: str, *, max_retries: int = 5, backoff_s: float = 0.2) -> None:
-        self._client = _BlockingClient(address, max_retries=max_retries, backoff_s=backoff_s)
+    def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
+        self._client = _BlockingClient(address, retry_s=retry_s, backoff_s=backoff_s)
 
     def generate(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 
@@ -14,6 +15,8 @@ from cluster.proto.mapping import piece_from_proto
 from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
 from core.answer import Delta, Finished, Piece
 
+UNKNOWN_S = 5.0
+"""How long a server is looked for where none has ever answered."""
 MAX_PAUSE_S = 5.0
 """Pauses between attempts double up to this, with jitter of half."""
 
@@ -31,6 +34,14 @@ class InferenceError(Exception):
     details: str
     retry_after_s: float | None = None
     token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> Self:
+        """``error`` of either kind of channel, with the server's hint."""
+        hints = dict(tuple(error.trailing_metadata() or ()))
+        retry_after = hints.get(RETRY_AFTER_KEY)
+        retry_after_s = None if retry_after is None else float(retry_after)
+        return cls(error.code(), error.details() or "", retry_after_s)
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.details}"
@@ -56,16 +67,16 @@ class StreamPlan:
         self,
         prompt: Prompt,
         options: GenerateOptions,
-        max_retries: int,
+        retry_s: float,
         backoff_s: float,
     ) -> None:
         timeout_s = options.get("timeout_s")
         self.metadata = ((STREAM_KEY, secrets.token_hex(8)),)
         self._message = build_request(prompt, options)
-        self._max_retries, self._backoff_s = max_retries, backoff_s
+        self._retry_s, self._backoff_s = retry_s, backoff_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token_ids = list(self._message.resume_token_ids)
-        self._num_failures = 0
+        self._num_failures, self._fails_since = 0, 0.0
         self._num_answers = self._num_running = self._message.sampling.n or 1
 
     def next_message(self) -> pb.GenerateRequest:
@@ -92,36 +103,31 @@ class StreamPlan:
         """Whether every answer has its last piece."""
         return self._num_running == 0
 
-    def pause_after(self, error: grpc.RpcError | None) -> float:
-        """Seconds to wait before the next attempt; None is a stream that ended too early.
+    def pause_after(self, failure: InferenceError | None, is_known: bool = True) -> float:
+        """Seconds to wait before the next attempt; None is a stream that ended too early. Where
+        the server is not ``is_known`` less patience is had.
 
-        Raises ``InferenceError`` if the error is not UNAVAILABLE, retries are used up, or several
-        answers had begun.
+        Raises ``failure`` if it is not UNAVAILABLE, patience is at its end, or several answers had
+        begun.
         """
-        if error is None:
+        if failure is None:
             details = "the stream ended before the answer did"
             failure = InferenceError(grpc.StatusCode.UNAVAILABLE, details)
-        else:
-            failure = inference_error(error)
+        now = time.monotonic()
+        if self._num_failures == 0:
+            self._fails_since = now
         self._num_failures += 1
-        exhausted = self._num_failures > self._max_retries
+        retry_s = self._retry_s if is_known else min(self._retry_s, UNKNOWN_S)
+        left_s = self._fails_since + retry_s - now
+        exhausted = left_s <= 0
         if self._num_answers == 1:
             failure.token_ids = tuple(self._token_ids)
         elif self._token_ids:
             exhausted = True
         if failure.code != grpc.StatusCode.UNAVAILABLE or exhausted:
-            raise failure from error
-        pause_s = min(self._backoff_s * 2 ** (self._num_failures - 1), MAX_PAUSE_S)
-        return pause_s * random.uniform(0.5, 1.0)
-
-
-def inference_error(error: grpc.RpcError) -> InferenceError:
-    """``error`` of either kind of channel, with the server's hint."""
-    hints = dict(tuple(error.trailing_metadata() or ()))
-    retry_after = hints.get(RETRY_AFTER_KEY)
-    return InferenceError(
-        error.code(), error.details() or "", None if retry_after is None else float(retry_after)
-    )
+            raise failure
+        pause_s = min(self._backoff_s * 2 ** min(self._num_failures - 1, 10), MAX_PAUSE_S)
+        return min(left_s, pause_s * random.uniform(0.5, 1.0))
 
 
 def completions_of(pieces: Iterable[Piece]) -> list[Completion]:

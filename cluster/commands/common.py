@@ -5,13 +5,13 @@ import inspect
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn
+from rich.text import Text
 
 from cluster.client.stream import InferenceError
 from cluster.door.server import Server
@@ -70,7 +70,8 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; errors go to stderr as ``error: CODE: details``, exit code 1.
 
-    SIGTERM and SIGINT cancel it, so that what it started is stopped too.
+    SIGTERM and SIGINT cancel it, so that what it started is stopped too. After SIGTERM an
+    alarm ends the process in time, whatever it waits for.
     """
     with errors_reported():
         asyncio.run(_cancelled_by_sigterm(main))
@@ -79,7 +80,12 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 async def _cancelled_by_sigterm(main: Coroutine[Any, Any, None]) -> None:
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def end() -> None:
+        signal.setitimer(signal.ITIMER_REAL, ServerConfig().end_s)
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     await main
 
 
@@ -107,37 +113,23 @@ def fail(code: str, details: str) -> NoReturn:
 
 
 @contextmanager
-def progress_shown() -> Iterator[Callable[..., None]]:
-    """Show what is going on, on stderr: ``shown(text, share)`` with the share of it that is done
-    where that is known; bars on a terminal, lines for each quarter elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    columns = (SpinnerColumn(), "{task.description}", BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+def progress_shown() -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is going on, and "SUBJECT: text" of many at once: the latest of each with
+    a spinner on a terminal, a line for each change elsewhere."""
+    console, latest = Console(stderr=True), dict[str, str]()
+    with console.status("") if console.is_terminal else nullcontext() as spinner:
 
-        def show(text: str, share: float | None = None) -> None:
-            bar = "" if share is None else text
-            if bar not in tasks:
-                tasks[bar] = bars.add_task(text, total=None if share is None else 1.0)
-            bars.update(tasks[bar], description=text, completed=share)
+        def show(text: str) -> None:
+            subject = text[: text.find(": ") + 1]
+            if latest.get(subject) == text:
+                return
+            latest[subject] = text
+            if spinner is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                spinner.update(Text("\n".join(latest.values())))
 
         yield show
-
-
-class _Lines:
-    """Each text once, each quarter of one with a share once."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, str] = {}
-
-    def __call__(self, text: str, share: float | None = None) -> None:
-        line = text if share is None else f"{text}: {int(share * 4) * 25} %"
-        if self._last.get(text) != line:
-            self._last[text] = line
-            print(line, file=sys.stderr, flush=True)
 
 
 @asynccontextmanager

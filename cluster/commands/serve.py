@@ -39,9 +39,11 @@ def serve(
 
 class _Signals:
     """SIGTERM and SIGINT: once ready the first asks to stop. Before, or as the second one, it
-    cancels the task; later ones change nothing, so that the end is not cut short."""
+    cancels the task; later ones change nothing, so that the end is not cut short. ``end_s`` after
+    the first an alarm ends the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_s: float) -> None:
+        self._end_s = end_s
         self.ready = False
         self.stop = asyncio.Event()
         self._is_cancelled = False
@@ -56,14 +58,17 @@ class _Signals:
             assert self._task is not None
             self._is_cancelled = True
             self._task.cancel()
+        if not self.stop.is_set():
+            signal.setitimer(signal.ITIMER_REAL, self._end_s)
         self.stop.set()
 
 
 async def _serve(config: Path | None, sets: list[str] | None, ray_address: str | None) -> None:
-    signals = _Signals()
+    loaded = load(config, sets)
+    signals = _Signals(loaded.server.end_s)
     signals.install()
     try:
-        async with running_server(load(config, sets), ray_address) as server:
+        async with running_server(loaded, ray_address) as server:
             signals.install()  # Ray may have put its own in their place
             signals.ready = True
             print(f"ready grpc={server.address}", flush=True)

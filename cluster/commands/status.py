@@ -10,13 +10,16 @@ from rich.table import Table
 
 from cluster.client.client import Client
 from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
-from core.info import PREFILL, STARTING, ModelInfo, ServerStatus
+from core.info import DEGRADED, PREFILL, SERVING, STARTING, ModelInfo, ServerStatus
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
 
 
 def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
     """Show the state of a server and of every node.
+
+    The exit code is 0 if it serves requests (SERVING, or DEGRADED: not by all
+    nodes that there should be), else 1.
 
     \b
     Examples:
@@ -31,49 +34,42 @@ def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
             print(json.dumps(fields, ensure_ascii=False))
         else:
             _show(address, state, model)
+    if state.state not in (SERVING, DEGRADED):
+        raise typer.Exit(1)
 
 
 def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
-    console = Console(highlight=False)
-    console.print(
-        f"{address}  {state.state}  mode {state.mode}  {state.num_running} running", markup=False
-    )
+    lines = [f"{address}  {state.state}  mode {state.mode}  {state.num_running} running"]
     if model is not None:
-        console.print(
-            f"{model.name}  {model.architecture}  {model.dtype}  "
+        lines += [
+            f"{model.name}  {model.architecture}  {model.dtype}",
             f"up to {model.max_model_len} tokens  up to {model.num_draft_tokens} drafts per step",
-            markup=False,
-        )
-    if state.nodes:
+        ]
+    told: dict[str, list[str]] = {}
+    for node in state.nodes:
+        is_well = f"kernels {node.kernels}" if node.alive else "no answer"
+        told.setdefault(node.cause or is_well, []).append(node.name)
+    lines += [f"{', '.join(names)}: {text}" for text, names in told.items()]
+    console = Console(highlight=False)
+    console.print("\n".join(lines), markup=False)
+    if any(node.alive for node in state.nodes):
         console.print(node_table(state))
 
 
 def node_table(state: ServerStatus) -> Table:
-    """A line for each rank."""
+    """A line for each rank that is there."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    names = [
-        "node",
-        "alive",
-        "epoch",
-        "rows",
-        "free pages",
-        "leases",
-        "channels",
-        "steps",
-        "kernels",
-    ]
+    names = ["node", "epoch", "rows", "free pages", "leases", "channels", "steps"]
     is_shared = any(node.balance_ratio for node in state.nodes)
     if is_shared:
         names.append("balance")
     for i, name in enumerate(names):
-        table.add_column(
-            name, no_wrap=i == 0, overflow="fold", justify="left" if i < 3 else "right"
-        )
-    for node in sorted(state.nodes, key=lambda node: (node.kind != PREFILL, node.name)):
+        table.add_column(name, no_wrap=True, justify="left" if i < 2 else "right")
+    alive = [node for node in state.nodes if node.alive]
+    for node in sorted(alive, key=lambda node: (node.kind != PREFILL, node.name)):
         pages = f"{node.num_free_pages}/{node.num_pages}"
-        alive = "yes" if node.alive else "NO"
-        counts = (node.num_open_leases, node.num_channels, node.num_steps, node.kernels)
-        cells = (node.name, alive, node.epoch, node.num_active_rows, pages, *counts)
+        counts = (node.num_open_leases, node.num_channels, node.num_steps)
+        cells = (node.name, node.epoch, node.num_active_rows, pages, *counts)
         balance = [f"{node.balance_ratio:.2f}" if node.balance_ratio else ""] if is_shared else []
         table.add_row(*map(str, cells), *balance)
     return table

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.control.verdict import LifeOver, check
+from cluster.control.verdict import LifeOver, check, doing, is_starting
 from core.errors import EpochEnded, NodeLost
 from core.membership import ExpertRows, RankState
 
@@ -22,15 +23,29 @@ log = logging.getLogger(__name__)
 class Company:
     """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
     missing. Who does not answer within ``silence_s`` is silent, and lost if there is a
-    ``suspicion``."""
+    ``suspicion``; who starts is lost when it has said nothing new for ``start_s``."""
 
-    def __init__(self, gang: str, num_ranks: int, silence_s: float) -> None:
+    def __init__(self, gang: str, num_ranks: int, silence_s: float, start_s: float) -> None:
         self.handles: dict[int, RayRank] = {}
         self.states: dict[int, RankState] = {}
         self.suspicion = ""
         self._gang = gang
         self._num_ranks = num_ranks
-        self._silence_s = silence_s
+        self._silence_s, self._start_s = silence_s, start_s
+        self._silent: list[int] = []
+        self._since: dict[object, float] = {}
+        """When a rank said first what it says of its start."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """What each does that is not ready."""
+        known = [(rank, self.states.get(rank)) for rank in sorted(self.handles)]
+        return tuple(self._start(*one) for one in known if one[1] is None or one[1].info is None)
+
+    def _start(self, rank: int, state: RankState | None) -> str:
+        name = self._gang if self._num_ranks == 1 else f"{self._gang}.{rank}"
+        silent = ", but it does not answer" if rank in self._silent else ""
+        return f"{name}: {doing(state)}{silent}"
 
     @property
     def missing(self) -> list[int]:
@@ -38,10 +53,15 @@ class Company:
 
     async def ask(self, seen: tuple[int, int]) -> Sequence[RankState]:
         """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
-        LifeOver if one is dead, or silent when there is."""
+        LifeOver if one is dead, silent when there is, or has not got on for too long."""
         suspicion, self.suspicion = self.suspicion, ""
+        self._stalled()
         told = await self._ask(self.handles, seen)
-        silent = [rank for rank, state in told.items() if state is None]
+        silent = self._silent = [rank for rank, state in told.items() if state is None]
+        if stalled := self._stalled():
+            lost = [rank for rank in stalled if rank in silent] or stalled
+            text = f"{self._start(lost[0], self.states.get(lost[0]))}: no progress"
+            raise LifeOver(NodeLost(f"{text} for {self._start_s:g} s (control.start_s)"), *lost)
         if not silent:
             return [self.states[rank] for rank in range(self._num_ranks)]
         suspicion = suspicion or self.suspicion
@@ -57,14 +77,21 @@ class Company:
             raise LifeOver(NodeLost(text), *silent)
         return ()
 
+    def _stalled(self) -> list[int]:
+        """Who starts and has said the same for too long, or nothing."""
+        now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
+        said = {r: (r, s and (s.doing, s.progress, s.is_joined)) for r, s in known.items()}
+        late = [r for r in said if now - self._since.setdefault(said[r], now) > self._start_s]
+        return [rank for rank in late if is_starting(known[rank])]
+
     async def join(self, states: Sequence[RankState], epoch: int, room: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were
         left so by an earlier controller."""
         joined = [state.is_joined for state in states]
         if all(joined):
             return
-        if any(joined):
-            raise LifeOver(EpochEnded("half of the gang has joined"))
+        if any(joined) or any(s.spec.born and s.spec.epoch == epoch for s in states):
+            raise LifeOver(EpochEnded("some of its ranks have left this life already"))
         if len({state.placement for state in states}) > 1:
             raise LifeOver(NodeLost("its ranks differ in where experts lie"), *self.handles)
         meeting = await self._call(self.handles[0].host)
@@ -102,8 +129,12 @@ class Company:
         self.kill(self.handles)
 
     def kill(self, ranks: Iterable[int]) -> None:
+        self._since.clear()
         for rank in list(ranks):
-            self.handles.pop(rank).kill()
+            try:
+                self.handles.pop(rank).kill()
+            except Exception as error:  # it goes with the room that it has
+                log.error("%s, rank %d cannot be killed: %r", self._gang, rank, error)
 
     async def _leave(self, rank: int) -> None:
         try:

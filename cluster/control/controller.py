@@ -14,11 +14,12 @@ import ray
 
 from cluster.control.gang import GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
+from cluster.control.next_life import History
 from cluster.control.plan import plan_gangs, whole_gangs
 from cluster.control.rebalance import rebalance_gang
 from core.config import TandemConfig, differences
 from core.errors import NodeLost, TandemError
-from core.membership import DOWN, READY, Membership, RankState
+from core.membership import READY, Membership, RankState
 from core.placement import Placement
 from core.schema import encode_failure, pack
 
@@ -118,9 +119,10 @@ class Controller:
         self._publish()
 
     def _has_failed(self) -> bool:
-        """Nothing serves, and the user's mistake is why: another config may be tried."""
-        states = [gang.state for gang in self._snapshot.gangs]
-        return DOWN in states and READY not in states
+        """Nothing serves, and who starts it gives up: another config may be tried."""
+        gangs, config = self._snapshot.gangs, self._config
+        is_over = config and any(gang.is_given_up(config.control.max_deaths) for gang in gangs)
+        return bool(is_over) and all(gang.state != READY for gang in gangs)
 
     def _configure(self, config: TandemConfig) -> None:
         self._config = config
@@ -151,7 +153,7 @@ class Controller:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))
         for gang, keeper in self._gangs.items():
             specs = [state.spec for state in whole.get(gang, [])]
-            keeper.placement = placements.get(gang)
+            keeper.placement, keeper.history = placements.get(gang), History(has_served=True)
             keeper.start([by_name[spec.process] for spec in specs], *specs[:1])
         self._publish()
 

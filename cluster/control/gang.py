@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
+from cluster.control.next_life import MISTAKE, NO_ROOM, History, blame, next_life
 from cluster.control.plan import Birth, GangPlan
 from cluster.control.verdict import LifeOver, cause, check, has_failed
 from core.config import TandemConfig
-from core.errors import Overloaded
 from core.membership import (
     DOWN,
     DRAINING,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
-BACK_OFF_S = 1.0
 TOLD_BYTES = 2000
 log = logging.getLogger(__name__)
 
@@ -65,25 +64,25 @@ class GangKeeper:
         self.placement: Placement | None = None
         """Of experts, in the lives to come; None is the plain order."""
         self._is_draining = False
-        self.ranks = Company(plan.name, plan.num_ranks, config.control.stuck_s)
+        control = config.control
+        self.ranks = Company(plan.name, plan.num_ranks, control.stuck_s, control.start_s)
+        self.history = History()
         self._room = 0
-        self._num_deaths = 0
         self._ready_at: float | None = None
-        self._has_served = False
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, ranks: "Sequence[RayRank]" = (), spec: RankSpec | None = None) -> None:
         """Keep it alive from now on: ``ranks`` of a life that was adopted, of which ``spec`` is
-        one, or a new life. A gang that is down gets as many tries as at first; a running one is
-        left alone."""
+        one, or a new life. One that is kept already only has its deaths forgotten."""
+        self.history = replace(self.history, num_deaths=0, num_faults=0)
         if self._task is not None and not self._task.done():
-            return
-        self.ranks.handles, self._num_deaths = dict(enumerate(ranks)), 0
+            return self._set(num_deaths=0)
+        self.ranks.handles = dict(enumerate(ranks))
         epoch = self.gang.epoch
         if spec is not None:
             epoch, self._room = spec.epoch, spec.room or spec.epoch
-        self._set(epoch=epoch, state=STARTING, failure=None)
+        self._set(epoch=epoch, state=STARTING, failure=None, num_deaths=0)
         self._task = asyncio.create_task(self._run(), name=f"keep-{self._plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
@@ -108,16 +107,16 @@ class GangKeeper:
         self._set(state=LOST, members=())
 
     async def _run(self) -> None:
-        while self.gang.state != DOWN:
+        pause_s: float | None = 0.0
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
             try:
                 await self._live()
             except Exception as error:
                 over = (
                     error if isinstance(error, LifeOver) else LifeOver(error, *self.ranks.handles)
                 )
-                await self._bury(over.cause, over.lost)
-                if self.gang.state != DOWN:
-                    await asyncio.sleep(BACK_OFF_S * 2**self._num_deaths)
+                pause_s = await self._bury(over.cause, over.lost)
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
@@ -126,13 +125,16 @@ class GangKeeper:
             epoch = self._controller.next_epoch()
             if not self.ranks.handles:
                 self._room = epoch
-            self._set(epoch=epoch, state=STARTING, progress=0.0, members=())
+            starts = (f"{self._plan.name}: waiting for room",)
+            self._set(epoch=epoch, state=STARTING, starts=starts, members=())
             birth = Birth(epoch, self._room, missing, self.placement)
             begun = await self._machines.begin(self._plan, birth, self._config)
             self.ranks.handles |= begun
         while True:
             self._look.clear()
-            if states := await self.ranks.ask(self._controller.seen):
+            states = await self.ranks.ask(self._controller.seen)
+            self._set(starts=self.ranks.starts)
+            if states:
                 if len(states) > 1 and all(state.is_loaded for state in states):
                     await self.ranks.join(states, self.gang.epoch, self._room)
                 self._note(states)
@@ -144,43 +146,39 @@ class GangKeeper:
         check(states)
         is_ready = all(state.info is not None for state in states)
         if is_ready and self._ready_at is None:
-            self._ready_at, self._has_served = time.monotonic(), True
+            self._ready_at = time.monotonic()
         self._set(
             state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
-            progress=min(state.progress for state in states),
             members=tuple(state.info for state in states if state.info is not None),
         )
 
-    async def _bury(self, error: Exception, lost: Collection[int]) -> None:
-        """The life is over: kill the ``lost``, have the others leave it, and decide whether another
-        one follows.
-
-        The user's mistake is final; so is want of room, unless the gang has served before.
-        """
-        served_s = time.monotonic() - self._ready_at if self._ready_at else 0.0
+    async def _bury(self, error: Exception, lost: Collection[int]) -> float | None:
+        """The life is over: kill the ``lost`` and have the others leave it. Returns the pause
+        before the next one, None if there is none."""
+        served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         self._ready_at, self.ranks.suspicion = None, ""
-        control, failure = self._config.control, failure_of(error)
-        is_full = isinstance(error, Overloaded)
-        is_final = isinstance(error, ValueError) or (is_full and not self._has_served)
-        if served_s >= control.min_service_s:
-            self._num_deaths = 0
-        self._num_deaths += not is_full
-        is_down = is_final or self._num_deaths >= control.max_deaths
         states, self.ranks.states = self.ranks.states, {}
-        self.ranks.kill(self.ranks.handles if is_down else lost)
+        self.ranks.kill(lost)
         guilty = [s for r, s in states.items() if r in lost or has_failed(s)]
         words = await asyncio.gather(*map(self._machines.last_words, guilty))
-        if not (is_final or is_full):
+        why, failure = blame(error, words), failure_of(error)
+        min_service_s = self._config.control.min_service_s
+        self.history, pause_s = next_life(self.history, why, served_s, min_service_s)
+        if why not in (MISTAKE, NO_ROOM):
             tails = "".join(f"\n{said.log[-TOLD_BYTES:].strip()}" for said in words if said.log)
             failure = replace(failure, text=f"{failure.text}{tails}")
-        log.error("%s, epoch %d: %s", self._plan.name, self.gang.epoch, failure.text)
+        log.error("%s, epoch %d, %s: %s", self._plan.name, self.gang.epoch, why, failure.text)
         ended = EndedLife(self.gang.epoch, cause(error, words))
-        self._set(state=LOST, members=(), failure=failure, ended=ended)
+        told = {"failure": failure, "ended": ended, "num_deaths": self.history.num_deaths}
+        self._set(state=LOST, members=(), starts=(), **told)
+        if pause_s is None:
+            self.ranks.kill(self.ranks.handles)
         await self.ranks.leave()
         if not self.ranks.handles:
             await self._clear()
-        if is_down:  # not before: from now on it may be started again
+        if pause_s is None:  # not before: from now on it may be started again
             self._set(state=DOWN)
+        return pause_s
 
     async def _clear(self) -> None:
         try:

@@ -9,20 +9,19 @@ from cluster.control.plan import plan_gangs
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TandemConfig
-from core.membership import DOWN, READY, STARTING, Membership, NodeInfo
+from core.membership import LOST, READY, STARTING, Membership, NodeInfo
 from core.schema import error_of
 from model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-OnProgress = Callable[..., None]
-"""Takes a text, and the share of it that is done where that is known."""
+OnProgress = Callable[[str], None]
 
 
 @asynccontextmanager
 async def launch(
     config: TandemConfig,
     ray_address: str | None = None,
-    on_progress: OnProgress = lambda text, share=None: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> AsyncIterator[ClusterGateway]:
     """Yield a gateway to the cluster of ``config``.
 
@@ -43,7 +42,7 @@ async def launch(
             stack.push_async_callback(stop_cluster, config.control.stop_s)
         members = await RayMembers.attach(config)
         stack.push_async_callback(members.close)
-        snapshot = await _started(members, on_progress)
+        snapshot = await _started(members, config.control.max_deaths, on_progress)
         _tell(snapshot.ready()[0])
         gateway = ClusterGateway(config, tokenizer, members)
         stack.push_async_callback(gateway.stop)
@@ -62,26 +61,28 @@ def _tell(info: NodeInfo) -> None:
         )
 
 
-async def _started(members: RayMembers, on_progress: OnProgress) -> Membership:
-    """The first snapshot that can be served: no gang starts, each kind has one that is ready.
+async def _started(members: RayMembers, max_deaths: int, on_progress: OnProgress) -> Membership:
+    """The first snapshot that can be served: no gang starts for the first time, each kind has one
+    that is ready.
 
-    Raises what keeps a gang down.
+    Raises what keeps a gang down, or has ended ``max_deaths`` lives of it in a row.
     """
     snapshot = members.membership
     while True:
         for gang in snapshot.gangs:
-            if gang.state == STARTING:
-                on_progress(f"{gang.name}: loading weights", gang.progress)
+            for text in [f"{gang.name}: {gang.cause}"] if gang.state == LOST else gang.starts:
+                on_progress(text)
         if _can_serve(snapshot):
             return snapshot
         for gang in snapshot.gangs:
-            if gang.state == DOWN and gang.failure is not None:
+            if gang.failure is not None and gang.is_given_up(max_deaths):
                 raise error_of(gang.failure)
         snapshot = await members.changed(snapshot.version)
 
 
 def _can_serve(snapshot: Membership) -> bool:
-    kinds = {gang.kind for gang in snapshot.gangs}
-    ready = {gang.kind for gang in snapshot.gangs if gang.state == READY}
-    starting = any(gang.state == STARTING for gang in snapshot.gangs)
+    gangs = snapshot.gangs
+    kinds = {gang.kind for gang in gangs}
+    ready = {gang.kind for gang in gangs if gang.state == READY}
+    starting = any(gang.state == STARTING and gang.failure is None for gang in gangs)
     return bool(kinds) and kinds == ready and not starting

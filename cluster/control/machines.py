@@ -25,6 +25,7 @@ from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
 from core.placement import Placement
 from core.schema import pack, unpack
+from core.tasks import in_thread
 from decode_node.actor import NAMESPACE, DecodeActor
 from prefill_node.actor import PrefillActor
 from runtime.black_box import read_box
@@ -90,7 +91,7 @@ class RayMachines:
 
     async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig) -> dict[int, RayRank]:
         """Ranks that load from now on. Raises Overloaded when there is no room for them."""
-        group = await asyncio.to_thread(_room, plan, birth)
+        group = await in_thread(lambda: _room(plan, birth))
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
         specs = plan.specs(birth.epoch, hosts)
         where = pack(birth.placement) if birth.placement is not None else b""

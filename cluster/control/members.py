@@ -15,7 +15,7 @@ from core.control import Control
 from core.errors import TandemError
 from core.membership import Gang, Membership, RankSpec
 from core.schema import decode
-from core.tasks import cancelled
+from core.tasks import cancelled, in_thread
 from decode_node.actor import NAMESPACE, RayControl
 
 WAIT_S = 30.0
@@ -41,7 +41,7 @@ class RayMembers:
 
         Raises ValueError naming every key in which the cluster's config differs.
         """
-        controller = await asyncio.to_thread(_create_controller)
+        controller = await in_thread(_create_controller)
         data = await controller.attach.remote(config.model_dump_json())
         return cls(config, controller, decode(Membership, data))
 
@@ -99,7 +99,7 @@ def _create_controller() -> Any:
 async def find_gangs() -> tuple[Gang, ...]:
     """Of the cluster of this Ray, none if there is no cluster."""
     try:
-        controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+        controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
     except ValueError:
         return ()
     return decode(Membership, await controller.membership.remote(0, 0, 0.0)).gangs
@@ -107,7 +107,7 @@ async def find_gangs() -> tuple[Gang, ...]:
 
 async def rebalance_gang(name: str, drain_s: float) -> Rebalanced:
     """See cluster/control/rebalance.py."""
-    controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+    controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
     return decode(Rebalanced, await controller.rebalance.remote(name, drain_s))
 
 
@@ -116,9 +116,9 @@ async def stop_cluster(deadline_s: float) -> list[str]:
 
     Ranks have ``deadline_s`` seconds to stop by themselves; what is left then is killed.
     """
-    ranks = await asyncio.to_thread(find_ranks)
+    ranks = await in_thread(find_ranks)
     try:
-        controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+        controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 await controller.stop.remote(deadline_s)
@@ -126,7 +126,7 @@ async def stop_cluster(deadline_s: float) -> list[str]:
             ray.kill(controller)
     except (ValueError, TimeoutError, RayError) as error:
         log.warning("no controller stops the ranks: %s", error)
-    for rank in await asyncio.to_thread(find_ranks):
+    for rank in await in_thread(find_ranks):
         rank.kill()
-    await asyncio.to_thread(remove_groups)
+    await in_thread(remove_groups)
     return [rank.name for rank in ranks]

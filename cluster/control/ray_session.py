@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -10,18 +11,21 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, worker
+from ray._private import node, ray_constants, services, worker
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
 from cluster.control import reaper
+from core.tasks import in_thread
 from decode_node.actor import NAMESPACE
 
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_S = 10.0
+PROBE_S, JOIN_S = 10.0, 60.0
+"""For a connection to a Ray, and for all of joining it: Ray itself tries for many minutes."""
 COMMON = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -38,15 +42,21 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
     watcher: subprocess.Popen[bytes] | None = None
     try:
         if address is not None:
-            await asyncio.to_thread(_join, address)
+            await _joined(address)
         else:
             before = reaper.children(os.getpid())
-            await asyncio.to_thread(_start, num_cpus)
+            # Not on a thread of its own: Ray's processes die with the one that began them.
+            starting = asyncio.create_task(asyncio.to_thread(_start, num_cpus))
+            try:
+                await asyncio.shield(starting)
+            finally:  # what it starts is ours to end
+                await asyncio.wait([starting])
             watcher = _watch(set(reaper.children(os.getpid())) - set(before))
         yield
     finally:
         try:
-            await asyncio.to_thread(ray.shutdown)
+            if ray.is_initialized():
+                await in_thread(ray.shutdown)
         finally:
             if watcher is not None:
                 watcher.communicate(timeout=REAPER_S)
@@ -58,16 +68,24 @@ def _watch(roots: set[int]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
 
+async def _joined(address: str) -> None:
+    try:
+        await asyncio.wait_for(in_thread(lambda: _join(address)), JOIN_S)
+    except (OSError, RuntimeError, ValueError) as error:
+        why = str(error) or f"no answer within {JOIN_S:g} s"
+        raise ValueError(
+            f"--ray-address={address!r}: cannot join Ray there ({why}); give the address that "
+            "`ray start --head` printed, and its token in ~/.ray/auth_token if it asks for one"
+        ) from error
+
+
 def _join(address: str) -> None:
     # Ray does this by itself only where it was given no address.
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    try:
-        ray.init(address=address, **COMMON)
-    except (ConnectionError, RuntimeError) as error:
-        raise ValueError(
-            f"--ray-address={address!r}: cannot join Ray there ({error}); give the address that "
-            "`ray start --head` printed, and its token in ~/.ray/auth_token if it asks for one"
-        ) from error
+    if found := services.canonicalize_bootstrap_address(address):
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    ray.init(address=address, **COMMON)
 
 
 def _start(num_cpus: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.control.gang import POLL_S, GangKeeper
 from core.balance import balance_ratio, rebalance
 from core.errors import NodeLost
-from core.membership import DOWN, READY, ExpertRows, Gang
+from core.membership import READY, ExpertRows, Gang
 from core.placement import Placement
 from core.schema import error_of
 
@@ -35,7 +35,7 @@ class Rebalanced:
 
 
 async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> Rebalanced:
-    """Raises NodeLost while the gang is not ready, and what keeps it down afterwards."""
+    """Raises NodeLost while the gang is not ready, and what ended its next life."""
     gang = keeper.gang
     if gang.state != READY:
         raise NodeLost(f"{gang.name} is {gang.state}: try again when it is ready")
@@ -68,10 +68,10 @@ async def _begin_anew(
     await keeper.stop(stop_s)
     keeper.placement = placement
     keeper.start()
-    while keeper.gang.state not in (READY, DOWN):
+    while keeper.gang.state != READY:
+        if keeper.gang.failure is not None:
+            raise error_of(keeper.gang.failure)
         await asyncio.sleep(POLL_S)
-    if keeper.gang.state == DOWN and keeper.gang.failure is not None:
-        raise error_of(keeper.gang.failure)
 
 
 def num_held(keeper: GangKeeper) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from core.errors import NodeLost, ProgramFailed, StepFailed
 from core.membership import InStep, RankState
+from core.pace import LOADING
 from core.schema import error_of
 
 FATAL = "Fatal Python error"
@@ -43,6 +44,21 @@ def check(states: Sequence[RankState]) -> None:
         if len(states) > 1 and late.pace is not None:
             text = f"{late.spec.name} holds up its gang at {late.pace.place}: {stuck[0]}"
         raise LifeOver(NodeLost(text), late.spec.rank)
+
+
+def is_starting(state: RankState | None) -> bool:
+    """Whether a rank that has said this last, or nothing yet, ought to get on by itself: it is
+    neither ready nor waits for the others of its gang to load."""
+    return state is None or (state.info is None and state.is_loaded == state.is_joined)
+
+
+def doing(state: RankState | None) -> str:
+    """With what a rank that is not ready is busy."""
+    if state is None:
+        return "starting its process"
+    if state.is_joined or state.is_loaded:
+        return "joining its gang" if state.is_joined else "waiting for its gang"
+    return f"{state.doing}, {state.progress:.0%}" if state.doing == LOADING else state.doing
 
 
 def laggard(states: Sequence[RankState]) -> RankState:

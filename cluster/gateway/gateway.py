@@ -24,7 +24,7 @@ from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import HandoverError, NodeLost, Overloaded, Preempted, StepFailed
 from core.identity import Identity
-from core.info import DECODE, SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request, SamplingParams
 from core.stopping import num_budget
 from model.tokenizer import TextStream, Tokenizer
@@ -103,8 +103,12 @@ class ClusterGateway:
         handles = list(self.fleet.ranks.values())
         nodes = await asyncio.gather(*map(_node_status, handles))
         nodes = with_balance(nodes, [handle.info.spec.gang for handle in handles])
-        nodes += [NodeStatus(g.name, g.kind, g.epoch, alive=False) for g in self.fleet.unready()]
-        return ServerStatus(SERVING, self.config.mode, len(self._running), tuple(nodes))
+        unready = self.fleet.unready()
+        nodes += [NodeStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
+        state = DEGRADED if any(node.cause for node in nodes) else SERVING
+        if not self.is_healthy():
+            state = NOT_SERVING
+        return ServerStatus(state, self.config.mode, len(self._running), tuple(nodes))
 
     async def stop(self) -> None:
         await self.fleet.stop()
@@ -183,7 +187,8 @@ class ClusterGateway:
 
 async def _node_status(handle: Handle) -> NodeStatus:
     try:
-        return await handle.status()
+        status = await handle.status()
+        return replace(status, cause="draining") if handle.is_draining else status
     except Exception as error:
         spec = handle.info.spec
         log.warning("%s gives no status: %r", spec.label, error)

@@ -253,9 +253,13 @@ class Status(_message.Message):
         STARTING: _ClassVar[Status.State]
         SERVING: _ClassVar[Status.State]
         DRAINING: _ClassVar[Status.State]
+        NOT_SERVING: _ClassVar[Status.State]
+        DEGRADED: _ClassVar[Status.State]
     STARTING: Status.State
     SERVING: Status.State
     DRAINING: Status.State
+    NOT_SERVING: Status.State
+    DEGRADED: Status.State
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -267,7 +271,7 @@ class Status(_message.Message):
     def __init__(self, state: _Optional[_Union[Status.State, str]] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_pages", "num_pages", "num_open_leases", "num_channels", "num_steps", "step_s", "program_s", "num_preempted", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined")
+    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_pages", "num_pages", "num_open_leases", "num_channels", "num_steps", "step_s", "program_s", "num_preempted", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined", "cause")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +289,7 @@ class NodeStatus(_message.Message):
     BALANCE_RATIO_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     epoch: int
@@ -302,4 +307,5 @@ class NodeStatus(_message.Message):
     balance_ratio: float
     kernels: str
     num_quarantined: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ...) -> None: ...
+    cause: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...

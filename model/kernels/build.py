@@ -7,13 +7,15 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from core.pace import on_start
 from core.user_cache import user_cache
 
 log = logging.getLogger(__name__)
@@ -30,11 +32,14 @@ FLAGS = (
     "-Wno-psabi",
 )
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
+NEWS_S = 1.0
+NOTE_BYTES = 64
 
 
 def built() -> Path:
     """The library, compiled now if this source, torch, compiler and processor never were; another
-    process that does the same is waited for.
+    process that does the same is waited for. ``core.pace.on_start`` is told how long
+    the compiler has computed, whoever began it.
 
     Raises ValueError saying what is missing, or what the compiler said.
     """
@@ -43,9 +48,10 @@ def built() -> Path:
         raise ValueError("no C++ compiler; install g++, or name one in CXX")
     library = _cache() / f"{_key(compiler)}.so"
     if not library.exists():
-        with _locked(library.with_suffix(".lock")):
+        with open(os.open(library.with_suffix(".lock"), os.O_RDWR | os.O_CREAT), "rb+") as lock:
+            _wait_for(lock)
             if not library.exists():
-                _compile(compiler, library)
+                _compile(compiler, library, lock)
     return library
 
 
@@ -70,24 +76,48 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _wait_for(lock: IO[bytes]) -> None:
+    """Whoever holds it notes in it who that is, and how long the compiler has computed."""
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid, seconds = os.pread(lock.fileno(), NOTE_BYTES, 0).decode().split() or ("?", 0)
+            on_start.get()(f"waiting for process {pid}, which compiles kernels", float(seconds))
+            time.sleep(NEWS_S)
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
     made = library.with_suffix(f".{os.getpid()}")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     given = [*map(str, SOURCES), *paths, *LIBRARIES]
     command = ["nice", compiler, *FLAGS, abi, *given, "-o", str(made)]
     log.warning("compiling kernels, once for this machine: half a minute or so")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ValueError(f"{compiler} cannot compile kernels: {done.stderr[:2000]}")
+    told: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, **told) as process:
+        said = None
+        while said is None:
+            seconds = _computed_s(process.pid)
+            note = f"{os.getpid()} {seconds}".ljust(NOTE_BYTES)
+            os.pwrite(lock.fileno(), note.encode(), 0)
+            on_start.get()("compiling kernels", seconds)
+            with suppress(subprocess.TimeoutExpired):
+                said = process.communicate(timeout=NEWS_S)[0]
+    if process.returncode != 0:
+        raise ValueError(f"{compiler} cannot compile kernels: {said[:2000]}")
     made.rename(library)
+
+
+def _computed_s(pid: int) -> float:
+    """By a process and all below it; where no kernel tells, the time of day."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return time.monotonic()
+    own_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own_s + sum(_computed_s(int(child)) for child in below)
 
 
 if __name__ == "__main__":

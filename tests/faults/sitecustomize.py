@@ -11,10 +11,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,6 +79,7 @@ def _tell_who(join: Any) -> None:
     inner = join.join
 
     def joining(spec: Any, *args: Any) -> Any:
+        _stop("joining")
         Path(os.environ["FAULTS"], f"{spec.seat}.pid").write_text(str(os.getpid()))
         return inner(spec, *args)
 
@@ -113,8 +116,38 @@ def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractE
         time.sleep(0.02)  # time: between two looks
 
 
+def _stop(phase: str) -> None:
+    """The first process that comes here while there is a file ``PHASE.stop`` stops itself."""
+    with suppress(FileNotFoundError):
+        Path(os.environ["FAULTS"], f"{phase}.stop").unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stop_as_it_loads(files: Any) -> None:
+    read = files.CheckpointFiles.read
+
+    def reading(self: Any, name: str) -> Any:
+        _stop("loading")
+        return read(self, name)
+
+    files.CheckpointFiles.read = reading
+
+
+def _stop_as_it_compiles(build: Any) -> None:
+    """While its compiler runs."""
+    computed_s = build._computed_s
+
+    def computed(pid: int) -> float:
+        _stop("compiling")
+        return float(computed_s(pid))
+
+    build._computed_s = computed
+
+
 PATCHES = {
     "decode_node.launcher": _poison_steps,
+    "model.checkpoint_files": _stop_as_it_loads,
+    "model.kernels.build": _stop_as_it_compiles,
     "prefill_node.engine": _poison_prefill,
     "runtime.engine_loop": _block_on_demand,
     "runtime.gang.collectives": _end_in_lockstep,

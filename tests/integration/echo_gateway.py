@@ -11,7 +11,7 @@ from cluster.door.server import Server
 from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.config import TandemConfig, load
 from core.errors import Overloaded
-from core.info import SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request
 from tandem import InferenceError
 
@@ -47,6 +47,7 @@ class EchoGateway:
         self.tokenizer = ByteTokenizer()
         self.hold_after: int | None = None
         self.max_streams = 1000
+        self.state = SERVING
         self.go_on = asyncio.Event()
         self.failures: list[tuple[int, BaseException]] = []
         self.requests: list[Request] = []
@@ -61,7 +62,7 @@ class EchoGateway:
 
     async def status(self) -> ServerStatus:
         node = NodeStatus("decode-0", "decode", 1, True, 1, 2, 3, 4, 5, 6)
-        return ServerStatus(SERVING, "split", 99, (node,))
+        return ServerStatus(self.state, "split", 99, (node,))
 
     async def abort(self, request_id: str) -> bool:
         event = self._aborted.get(request_id)
@@ -132,6 +133,7 @@ async def launch(
     gateway = EchoGateway()
     if config.model.max_model_len == 2:
         gateway.hold_after = 4
+    gateway.state = {1: DEGRADED, 2: NOT_SERVING}.get(config.decode.max_rows, SERVING)
     yield gateway
 
 

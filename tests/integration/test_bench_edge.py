@@ -56,7 +56,7 @@ async def gateway() -> CountingGateway:
 async def client(gateway: CountingGateway) -> AsyncIterator[AsyncClient]:
     async with (
         echo_server(gateway) as server,
-        AsyncClient(server.address, max_retries=0) as client,
+        AsyncClient(server.address, retry_s=0) as client,
     ):
         yield client
 

@@ -96,6 +96,16 @@ def test_status_shows_every_node(address: str) -> None:
     assert fields["model"]["vocab_size"] == 300
 
 
+@pytest.mark.parametrize(("max_rows", "code"), [(1, 0), (2, 1)])
+def test_the_exit_code_of_status_says_whether_it_serves(max_rows: int, code: int) -> None:
+    """DEGRADED does, NOT_SERVING does not; the echo gateway takes its state from the config."""
+    with serving("--set", f"decode.max_rows={max_rows}") as (_, address):
+        for args in ((), ("--json",)):
+            done = tandem("status", "--address", address, *args)
+            assert done.returncode == code
+            assert ("NOT_SERVING" if code else "DEGRADED") in done.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -145,7 +155,7 @@ def test_a_drain_ends_streams_that_hold_out() -> None:
         process,
         address,
     ):
-        with Client(address, max_retries=0) as client:
+        with Client(address, retry_s=0) as client:
             stream = client.generate("abc")
             assert next(stream).token_ids == expected("abc", 2)
             process.send_signal(signal.SIGTERM)
@@ -157,7 +167,7 @@ def test_a_drain_ends_streams_that_hold_out() -> None:
 
 def test_a_second_signal_does_not_wait() -> None:
     with serving("--set", "model.max_model_len=2") as (process, address):
-        with Client(address, max_retries=0) as client:
+        with Client(address, retry_s=0) as client:
             stream = client.generate("abc")
             next(stream)
             process.send_signal(signal.SIGTERM)

@@ -1,15 +1,17 @@
 """Both clients over real sockets: resuming, leaving, deadlines and aborts, with no seam."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
 import pytest
 
+from cluster.client import stream
 from cluster.door.server import Server
 from core.errors import Draining, NodeLost
-from tandem import AsyncClient, Client
+from tandem import AsyncClient, Client, InferenceError
 from tests.integration.echo_gateway import (
     EchoGateway,
     answer_to,
@@ -72,13 +74,44 @@ async def test_the_sync_client_resumes_too(server: Server, gateway: EchoGateway)
     assert [len(request.output_ids) for request in gateway.requests] == [0, 4, 30]
 
 
-async def test_retries_are_bounded(server: Server, gateway: EchoGateway) -> None:
-    gateway.failures = [(n, NodeLost("gone")) for n in (4, 0, 0, 0, 0)]
-    async with AsyncClient(server.address, max_retries=2, backoff_s=0.01) as client:
+async def test_a_stream_is_tried_again_for_a_time_and_not_a_number_of_times(
+    server: Server, gateway: EchoGateway
+) -> None:
+    gateway.failures = [(4, NodeLost("gone")), *[(0, NodeLost("gone"))] * 1000]
+    began = time.monotonic()
+    async with AsyncClient(server.address, retry_s=1.0, backoff_s=0.001) as client:
         error = await failure_of(client.complete("abc", max_tokens=30))
+    # time: how often it is tried within it says nothing
+    assert time.monotonic() - began >= 1.0
     assert error.code == grpc.StatusCode.UNAVAILABLE
     assert error.token_ids == answer_to(gateway.requests[0].prompt_ids, 4)
-    assert len(gateway.requests) == 3
+    assert len(gateway.requests) > 7
+    gateway.failures = [(0, NodeLost("gone"))]
+    async with AsyncClient(server.address, retry_s=0) as client:
+        assert (await failure_of(client.complete("abc"))).code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_whoever_answers_that_it_is_not_ready_is_no_stranger(
+    monkeypatch: pytest.MonkeyPatch, server: Server, gateway: EchoGateway
+) -> None:
+    monkeypatch.setattr(stream, "UNKNOWN_S", 0.0)
+    gateway.failures = [(0, NodeLost("no rank"))] * 6
+    async with AsyncClient(server.address, backoff_s=0.01) as client:
+        assert len((await client.complete("abc", max_tokens=9)).token_ids) == 9
+    assert len(gateway.requests) == 7
+
+
+async def test_where_nobody_ever_answered_it_is_soon_told_how_to_start_a_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "UNKNOWN_S", 0.3)
+    hint = "nobody answers at 127.0.0.1:1; start a server there with `tandem serve --set "
+    async with AsyncClient("127.0.0.1:1") as client:
+        for call in (client.complete("abc"), client.status()):
+            error = await failure_of(call)
+            assert error.code == grpc.StatusCode.UNAVAILABLE and hint in error.details
+    with Client("127.0.0.1:1") as sync, pytest.raises(InferenceError, match=hint):
+        await asyncio.to_thread(sync.complete, "abc")
 
 
 async def test_several_answers_come_whole_or_not_at_all(

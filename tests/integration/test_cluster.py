@@ -69,7 +69,7 @@ def rank_pids(head: RayHead) -> list[int]:
 
 
 def check_answer(server: Serving, num_tokens: int = 12) -> None:
-    with Client(server.address, max_retries=0) as client:
+    with Client(server.address, retry_s=0) as client:
         answer = client.complete(PROMPT, max_tokens=num_tokens, ignore_eos=True)
     assert len(answer.token_ids) == num_tokens
     assert not near_ties(TINY_MODEL, PROMPT, list(answer.token_ids))
@@ -85,7 +85,7 @@ class Follower(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with Client(self._address, max_retries=0) as client:
+        with Client(self._address, retry_s=0) as client:
             try:
                 for piece in client.generate(
                     LONG_PROMPT, max_tokens=self._num_tokens, ignore_eos=True, timeout_s=60
@@ -208,7 +208,7 @@ def test_large_requests_dropped_at_once_leave_nothing(servers: list[Serving]) ->
     sampling = SamplingParams(logit_bias=tuple(TokenBias(*item) for item in biases.items()))
     assert len(pack(Request("large", tuple(LONG_PROMPT), sampling=sampling))) > MAX_INLINE_BYTES
     wait_until(lambda: is_empty(survivor))
-    with Client(survivor.address, max_retries=0) as client:
+    with Client(survivor.address, retry_s=0) as client:
         for i in range(20):
             options = {"logit_bias": biases, "request_id": f"large-{i}"}
             stream = client.generate(LONG_PROMPT[: 5 + i], max_tokens=NUM_TOKENS, **options)
@@ -228,7 +228,7 @@ def test_large_requests_dropped_at_once_leave_nothing(servers: list[Serving]) ->
 def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[Serving]) -> None:
     pids, before = rank_pids(head), lives(servers[0])
     [controller] = actors(head.pid, "Controller")
-    with Client(servers[0].address, max_retries=0) as client:
+    with Client(servers[0].address, retry_s=0) as client:
         stream = client.generate(PROMPT, max_tokens=150, ignore_eos=True)
         next(stream)
         os.kill(controller, signal.SIGKILL)
@@ -306,7 +306,7 @@ def near_half_of_the_pool(server: Serving) -> None:
 
     def ask(first: int) -> tuple[list[int], list[int]]:
         prompt = [0, *range(first, first + 180)]
-        with Client(server.address, max_retries=0) as client:
+        with Client(server.address, retry_s=0) as client:
             answer = client.complete(prompt, max_tokens=200, ignore_eos=True, timeout_s=120)
         return prompt, list(answer.token_ids)
 

@@ -55,9 +55,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def ask(
-    server: Serving, prompt: list[int], num_tokens: int, told: list[int], max_retries: int = 0
+    server: Serving, prompt: list[int], num_tokens: int, told: list[int], retry_s: float = 0
 ) -> list[int]:
-    with Client(server.address, max_retries=max_retries) as client:
+    with Client(server.address, retry_s=retry_s) as client:
         for piece in client.generate(prompt, max_tokens=num_tokens, ignore_eos=True):
             told += getattr(piece, "token_ids", ())
     return told
@@ -153,7 +153,7 @@ def test_poison_in_prefill_takes_two_nodes_and_no_answer(
     with faulty(faults, NUM_ROWS, "prefill.replicas=2") as server:
         before = epochs(server)
         asked = [*prompts(8, seed=37), [*PREFILL_POISON, 9]]
-        answers = [pool.submit(ask, server, prompt, 30, [], 20) for prompt in asked]
+        answers = [pool.submit(ask, server, prompt, 30, [], 60) for prompt in asked]
         with pytest.raises(InferenceError) as refused:
             answers[-1].result(PATIENCE_S)
         assert refused.value.code == grpc.StatusCode.INTERNAL

@@ -54,7 +54,7 @@ def pids(faults: Path, gang: str) -> list[int]:
 
 def first_token_s(server: Serving, prompt: list[int], since: float) -> float:
     """From then to the first token of a request that is asked again and again."""
-    with Client(server.address, max_retries=0) as client:
+    with Client(server.address, retry_s=0) as client:
 
         def is_answered() -> bool:
             try:

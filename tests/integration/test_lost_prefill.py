@@ -112,7 +112,7 @@ def is_idle(node: NodeStatus) -> bool:
 async def test_a_killed_prefill_process_costs_no_answer() -> None:
     """Real processes: of two prefill nodes one is killed while both work."""
     with serving(*TWO_PREFILLS) as server:
-        async with AsyncClient(server.address, max_retries=0) as client:
+        async with AsyncClient(server.address, retry_s=0) as client:
             gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)
             victim = actors(server.process.pid, "PrefillActor")[0]
             epochs = {node.epoch for node in await all_idle(client)}

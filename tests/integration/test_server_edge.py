@@ -175,7 +175,7 @@ async def test_many_streams_at_once_do_not_mix(client: AsyncClient) -> None:
 async def test_nothing_is_served_before_a_gateway_is_attached(gateway: EchoGateway) -> None:
     async with (
         Server(load(None, ["server.address=127.0.0.1:0"])) as server,
-        AsyncClient(server.address, max_retries=0) as client,
+        AsyncClient(server.address, retry_s=0) as client,
     ):
         assert await health(server.address) == NOT_SERVING
         assert (await client.status()).state == "STARTING"
@@ -201,7 +201,7 @@ async def test_a_drain_lets_running_streams_finish(
 
     await until(is_told)
     assert (await client.status()).state == "DRAINING"
-    async with AsyncClient(server.address, max_retries=0) as late:
+    async with AsyncClient(server.address, retry_s=0) as late:
         error = await failure_of(late.complete("x"))
         assert error.code == grpc.StatusCode.UNAVAILABLE
     gateway.go_on.set()
@@ -211,7 +211,7 @@ async def test_a_drain_lets_running_streams_finish(
 
 async def test_a_drain_ends_what_does_not_finish(server: Server, gateway: EchoGateway) -> None:
     gateway.hold_after = 4
-    async with AsyncClient(server.address, max_retries=0) as client:
+    async with AsyncClient(server.address, retry_s=0) as client:
         running = asyncio.create_task(client.complete("abc"))
         await until(lambda: len(gateway.requests) == 1)
         await server.drain()

@@ -17,11 +17,11 @@ from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
 from core.identity import Identity
-from core.info import DECODE, NodeStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, NodeStatus
 from core.membership import DOWN, Gang
 from core.request import Request
+from core.schema import Failure, pack
 from core.schema import decode as decode_reply
-from core.schema import pack
 from decode_node.messages import Abort, Grant, Size, Start
 from decode_node.node import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
@@ -235,10 +235,18 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [d.name for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.name]
         assert second.engine.num_steps > 0
-        cluster.members.tell(*cluster.members.membership.gangs, Gang("decode-9", DECODE, 3, DOWN))
-        nodes = {node.name: node.alive for node in (await cluster.gateway.status()).nodes}
-        assert nodes == {"prefill-0": True, "decode-1": True, "decode-9": False}
+        assert (await cluster.gateway.status()).state == SERVING
+        down = Gang("decode-9", DECODE, 3, DOWN, failure=Failure("ValueError", "it is gone\nlog"))
+        cluster.members.tell(*cluster.members.membership.gangs, down)
+        status = await cluster.gateway.status()
+        nodes = {node.name: (node.alive, node.cause) for node in status.nodes}
+        assert nodes.pop("decode-9") == (False, "down; it ended: it is gone")
+        assert nodes == {"prefill-0": (True, ""), "decode-1": (True, "")}
+        assert status.state == DEGRADED and cluster.gateway.is_healthy()
         await cluster.check_empty()
+        cluster.members.tell(*(g for g in cluster.members.membership.gangs if g.kind == PREFILL))
+        await until(lambda: not cluster.gateway.is_healthy())
+        assert (await cluster.gateway.status()).state == NOT_SERVING
         await cluster.gateway.stop()
         await second.stop()
 
@@ -287,8 +295,8 @@ async def test_requests_that_can_never_fit_are_refused_and_nothing_is_lost(
 async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> None:
     """A decode node without the draft layer refuses an offer that carries one, by name."""
     async with (
-        rig(small_model, *SMALL) as mtp,
         rig(small_model, *SMALL, "speculation.drafter=none") as plain,
+        rig(small_model, *SMALL) as mtp,
     ):
         [ids] = prompts(1)
         own, other = mtp.decodes[0], plain.decodes[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.control import gang as gang_module
+from cluster.control import next_life
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import Birth, GangPlan, plan_gangs
 from cluster.control.verdict import LastWords
@@ -28,7 +29,7 @@ from core.membership import (
     RankSpec,
     RankState,
 )
-from core.pace import Pace
+from core.pace import LOADING, Pace
 from core.schema import Failure
 from tests.waiting import PATIENCE_S, for_ever, until
 
@@ -69,7 +70,8 @@ class FakeRank:
         """Loaded so far; whole is ready."""
         spec, path = self.state.spec, self.state.log_path
         info = NodeInfo(spec, "f", MODEL, 1, 9, 9, 9) if progress == 1.0 else None
-        self.state = RankState(spec, "{}", 1, path, (0, 0), progress, info)
+        said = {"progress": progress, "info": info, "doing": LOADING}
+        self.state = RankState(spec, "{}", 1, path, (0, 0), **said)
 
 
 class FakeMachines:
@@ -113,8 +115,9 @@ class FakeMachines:
 
 @pytest.fixture(autouse=True)
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
+    for name in ("POLL_S", "STARTING_POLL_S"):
         monkeypatch.setattr(gang_module, name, 0.005)
+    monkeypatch.setattr(next_life, "PAUSE_S", 0.005)
 
 
 @asynccontextmanager
@@ -141,7 +144,7 @@ async def test_a_start_is_told_until_it_is_ready() -> None:
         await until(lambda: machines.lives)
         rank = machines.lives[101]
         rank.become(0.5)
-        await until(lambda: keeper.gang.progress == 0.5)
+        await until(lambda: keeper.gang.starts == ("prefill-0: loading weights, 50%",))
         assert keeper.gang.state == STARTING and not note(keeper.gang)
         rank.become()
         await until(lambda: keeper.gang.state == READY)
@@ -180,8 +183,10 @@ async def test_room_that_cannot_be_given_back_does_not_end_the_keeping(
     assert machines.cleared == [keeper.gang.name]
 
 
-@pytest.mark.parametrize(("service_s", "num_lives"), [(60, 3), (0, None)])
-async def test_who_keeps_dying_early_is_left_down(service_s: int, num_lives: int | None) -> None:
+@pytest.mark.parametrize("service_s", [60, 0])
+async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
+    """And it is told how often in a row, until a life serves for long or somebody attaches."""
+
     def doomed(rank: FakeRank) -> None:
         rank.become()
         asyncio.get_running_loop().call_later(
@@ -189,18 +194,12 @@ async def test_who_keeps_dying_early_is_left_down(service_s: int, num_lives: int
         )
 
     machines = FakeMachines(doomed)
-    async with kept(machines, f"control.min_service_s={service_s}") as (keeper, _):
-        if num_lives is None:
-            await until(lambda: len(machines.lives) > 4)
-            return
-        await until(lambda: keeper.gang.state == DOWN)
-        assert len(machines.lives) == num_lives and "again" in note(keeper.gang)
-        assert keeper._task is not None
-        await keeper._task
-        assert len(machines.lives) == num_lives
+    async with kept(machines, f"control.min_service_s={service_s}") as (keeper, seen):
+        await until(lambda: len(machines.lives) > 6)
+        assert DOWN not in {gang.state for gang in seen} and "again" in note(keeper.gang)
+        assert max(gang.num_deaths for gang in seen) == (1 if service_s == 0 else 6)
         keeper.start()
-        await until(lambda: keeper.gang.state == DOWN)
-        assert len(machines.lives) == 2 * num_lives, "whoever attaches has it tried again"
+        assert keeper.gang.num_deaths == 0
 
 
 async def test_the_users_mistake_leaves_it_down_at_once() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.control import company
+from cluster.control import company, next_life
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
@@ -45,6 +45,7 @@ class FakeRank:
         self.num_asked, self.may_answer = 0, asyncio.Event()
         self.may_answer.set()
         self.death: Exception | None = None
+        self.kill_error: Exception | None = None
         self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
 
@@ -86,6 +87,8 @@ class FakeRank:
 
     def kill(self) -> None:
         self.is_killed = True
+        if self.kill_error is not None:
+            raise self.kill_error
 
     def says(self, **fields: object) -> None:
         self.state = replace(self.state, **fields)  # type: ignore[arg-type]
@@ -127,8 +130,9 @@ class FakeMachines:
 
 @pytest.fixture(autouse=True)
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_S", "STARTING_POLL_S", "BACK_OFF_S"):
+    for name in ("POLL_S", "STARTING_POLL_S"):
         monkeypatch.setattr(gang_module, name, 0.005)
+    monkeypatch.setattr(next_life, "PAUSE_S", 0.005)
     monkeypatch.setattr(company, "LEAVE_S", 0.1)
 
 
@@ -255,31 +259,40 @@ async def test_who_is_silent_while_others_wait_is_ended_and_not_they() -> None:
         assert machines.begun[1:] == [(102, 101, [1])] and before[1].is_killed
 
 
-async def test_a_gang_that_keeps_dying_is_left_down_as_a_whole() -> None:
+async def test_the_mistake_of_one_rank_leaves_the_gang_down_as_a_whole() -> None:
     async with ready_gang() as (machines, keeper, _):
-
-        def die() -> None:
-            machines.ranks[1].death = NodeLost("again")
-
-        await until(lambda: keeper.gang.state == DOWN, die)
+        machines.ranks[1].says(failure=failure_of(ValueError("model.path: it is gone")))
+        await until(lambda: keeper.gang.state == DOWN)
         assert all(rank.is_killed for rank in machines.ranks.values())
         assert machines.num_cleared == 1
         keeper.start()
         await until(lambda: keeper.gang.state == READY)
 
 
-@pytest.mark.parametrize("num_joined", [0, 1, NUM_RANKS])
-async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int) -> None:
-    """Loaded, half joined, or ready ranks: no process is ended."""
+async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
+    """As while Ray's head is away: its room, which is given back later, takes it along."""
+    async with ready_gang() as (machines, keeper, _):
+        machines.ranks[1].kill_error = ConnectionError("no head node")
+        machines.ranks[1].death = NodeLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+
+
+@pytest.mark.parametrize(
+    ("num_joined", "has_left"), [(0, False), (0, True), (1, False), (NUM_RANKS, False)]
+)
+async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_left: bool) -> None:
+    """Loaded, half joined, ready or departed ranks: no process is ended, no epoch joined twice."""
     machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     ranks = [FakeRank(spec) for spec in plan.specs(55, ["127.0.0.1"] * NUM_RANKS)]
     for rank in ranks[:num_joined]:
         await rank.join(rank.state.spec, await ranks[0].host())
+    for rank in ranks if has_left else []:
+        rank.says(spec=replace(rank.state.spec, born=50))
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
     keeper.start(ranks, ranks[0].state.spec)  # type: ignore[arg-type]
     await until(lambda: keeper.gang.state == READY)
-    assert keeper.gang.epoch == (101 if num_joined == 1 else 55)
+    assert keeper.gang.epoch == (101 if num_joined == 1 or has_left else 55)
     assert not any(rank.is_killed for rank in ranks) and not any(m for _, _, m in machines.begun)
     await keeper.stop(0.05)
 

@@ -14,6 +14,7 @@ from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import load as load_config
 from core.info import DECODE, PREFILL
+from core.pace import LOADING, on_start
 from model.batch import Segment, pack
 from model.cache import MTP
 from model.checkpoint_files import CheckpointFiles, dequantise
@@ -297,7 +298,8 @@ def test_without_a_drafter_its_weights_are_not_read(
 def test_loading_tells_how_far_it_is(folder: Path, drafter: str) -> None:
     shares: list[float] = []
     config = load_config(None, [f"model.path={folder}", f"speculation.drafter={drafter}"])
-    load_model(config, DECODE, on_loaded=shares.append)
+    on_start.set(lambda doing, share: shares.append(share) if doing == LOADING else None)
+    load_model(config, DECODE)
     assert shares == sorted(shares) and 0 < shares[0] < 0.1 and shares[-1] == 1
     stored = tensors(folder)
     of_layer = sum(t.nbytes for n, t in stored.items() if n.startswith("model.layers.3."))

@@ -76,7 +76,7 @@ async def run_batch(client: AsyncClient, trial: Trial, prompts: list[list[int]])
 
 
 async def run_trials(job: Job, address: str) -> None:
-    async with AsyncClient(address, max_retries=0) as client:
+    async with AsyncClient(address, retry_s=0) as client:
         for trial in job.trials:
             await run_batch(client, trial.warming(), trial.warm_up)
             for prompts in trial.batches:

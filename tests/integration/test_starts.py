@@ -1,0 +1,141 @@
+"""Starts that do not get on: ranks that stop as they load, compile or join are begun anew, a Ray
+where nobody is is told, and a signal ends every command in every phase."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.driven.procs import (
+    COMMAND,
+    ROOT,
+    actors,
+    descendants,
+    free_port,
+    serving,
+    tandem,
+    wait_gone,
+)
+
+START_S, STUCK_S = 8, 2
+BOUNDED = (f"control.start_s={START_S}", f"control.stuck_s={STUCK_S}", "kv.num_pages=200")
+DRAIN_S = 3
+SLOW_S = 60
+"""Only a hang takes this long, on the slowest machine."""
+GANG = ("prefill.dp_size=2", "decode.dp_size=2")
+
+
+@pytest.mark.parametrize(
+    ("phase", "sets"),
+    [
+        ("loading", ("mode=colocated",)),
+        pytest.param("compiling", ("mode=colocated",), marks=pytest.mark.slow),
+        pytest.param("joining", GANG, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stops_as_it_starts_is_begun_anew(
+    tmp_path: Path, phase: str, sets: tuple[str, ...]
+) -> None:
+    """And `serve` tells it while it waits."""
+    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    env = os.environ | {"FAULTS": str(tmp_path), "PYTHONPATH": path}
+    if phase == "compiling":
+        env["XDG_CACHE_HOME"] = str(tmp_path)
+    (tmp_path / f"{phase}.stop").touch()
+    with serving(*BOUNDED, *sets, env=env) as server:
+        assert not (tmp_path / f"{phase}.stop").exists(), "nobody came there"
+        [told] = [line for line in server.log if "lost; it ended: " in line]
+        assert "but it does not answer: no progress for 8 s (control.start_s)" in told
+        kinds = ("PrefillActor", "DecodeActor") if sets == GANG else ("ColocatedActor",)
+        num = sum(len(actors(server.process.pid, kind)) for kind in kinds)
+        assert num == (4 if sets == GANG else 1)
+
+
+def test_where_no_ray_is_it_is_soon_told() -> None:
+    began = time.monotonic()
+    ran = tandem("serve", "--ray-address", f"127.0.0.1:{free_port()}", timeout_s=SLOW_S)
+    # time: Ray itself tries for more than ten minutes
+    assert time.monotonic() - began < 20
+    assert ran.returncode == 1 and "cannot join Ray there" in ran.stderr
+    assert "Connection refused" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@contextmanager
+def begun(*args: str) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [*COMMAND, *args], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends_in_time(process: "subprocess.Popen[str]", within_s: float) -> None:
+    """After SIGTERM, with all that it began. Time is the subject."""
+    tree = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    process.stderr.read()
+    process.wait(within_s + 1.0)
+    wait_gone(tree)
+
+
+@pytest.fixture
+def mute() -> Iterator[socket.socket]:
+    """Who takes connections, also at the outer address that Ray makes of a loopback one, and never
+    says anything."""
+    with socket.create_server(("", 0)) as listener:
+        listener.settimeout(SLOW_S)
+        yield listener
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", ["serve", "stop"])
+def test_a_signal_ends_who_waits_for_a_ray_that_says_nothing(
+    mute: socket.socket, command: str
+) -> None:
+    with begun(command, "--ray-address", address_of(mute)) as process:
+        probe, _ = mute.accept()
+        ray, _ = mute.accept()
+        with probe, ray:
+            ends_in_time(process, DRAIN_S + 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "args", [("generate", "a"), ("bench", "--num-requests", "1")], ids=["generate", "bench"]
+)
+def test_a_signal_ends_who_waits_for_a_server_that_says_nothing(
+    mute: socket.socket, args: tuple[str, ...]
+) -> None:
+    with begun(*args, "--address", address_of(mute)) as process, mute.accept()[0]:
+        ends_in_time(process, DRAIN_S + 5.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("importing torch and Ray", marks=pytest.mark.slow),
+        pytest.param("starting Ray", marks=pytest.mark.slow),
+        "loading weights",
+        pytest.param("warming up", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_serve_in_every_phase_of_its_start(line: str) -> None:
+    sets = ("server.address=127.0.0.1:0", f"server.drain_s={DRAIN_S}", "mode=colocated")
+    with begun("serve", *(arg for one in sets for arg in ("--set", one))) as process:
+        assert process.stderr is not None
+        while line not in (said := process.stderr.readline()):
+            assert said, "it ended before"
+        ends_in_time(process, DRAIN_S + 5.0)

@@ -1,0 +1,109 @@
+"""The kernels' compiler, which is waited for as long as it computes: a script stands in for it."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+
+import pytest
+
+from core.pace import on_start
+from model.kernels import build
+from tests.waiting import wait_until
+
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo 1 && exit
+for last; do :; done
+echo $$ > {folder}/pid
+while [ -e {folder} ] && [ ! -e {folder}/end ]; do :; done
+echo made > "$last"
+"""
+BUILD = """
+from pathlib import Path
+from model.kernels import build
+print(build.built())
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    compiler = tmp_path / "cxx"
+    compiler.write_text(COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "NEWS_S", 0.02)
+    return tmp_path
+
+
+class Building:
+    """Kernels being built on a thread; ``told`` is what was heard of it."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.told: list[tuple[str, float]] = []
+        context = copy_context()
+        context.run(on_start.set, lambda *news: self.told.append(news))
+        self.done = pool.submit(context.run, build.built)
+
+    def moves(self) -> None:
+        """Returns when it has got on."""
+        last = self.told[-1]
+        wait_until(lambda: self.told[-1] != last)
+
+    def stands(self, num: int) -> None:
+        """Asserts that it is said so often that it has not got on."""
+        wait_until(lambda: len(self.told) > 1 and self.told[-1] == self.told[-2])
+        at = len(self.told)
+        wait_until(lambda: len(self.told) >= at + num)
+        assert len(set(self.told[at - 1 :])) == 1
+
+
+def test_a_compiler_gets_on_as_long_as_it_computes(folder: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        one = Building(pool)
+        wait_until((folder / "pid").exists)
+        pid = int((folder / "pid").read_text())
+        for _ in range(2):
+            one.moves()
+            os.kill(pid, signal.SIGSTOP)
+            one.stands(10)
+            os.kill(pid, signal.SIGCONT)
+        one.moves()
+        assert {doing for doing, _ in one.told} == {"compiling kernels"}
+        (folder / "end").touch()
+        assert one.done.result(60).read_text() == "made\n"
+
+
+def test_who_waits_for_the_lock_tells_who_has_it_and_gets_on_with_it(folder: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
+    wait_until((folder / "pid").exists)
+    with ThreadPoolExecutor() as pool:
+        one = Building(pool)
+        wait_until(lambda: one.told)
+        one.moves()
+        os.kill(other.pid, signal.SIGSTOP)
+        one.stands(10)
+        os.kill(other.pid, signal.SIGCONT)
+        one.moves()
+        waiting = f"waiting for process {other.pid}, which compiles kernels"
+        assert {doing for doing, _ in one.told} == {waiting}
+        (folder / "end").touch()
+        told, _ = other.communicate(timeout=60)
+        assert one.done.result(60) == Path(told.strip())
+
+
+def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
+    """Its compiler goes on for nobody; the next one begins its own."""
+    other = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE)
+    wait_until((folder / "pid").exists)
+    with ThreadPoolExecutor() as pool:
+        one = Building(pool)
+        wait_until(lambda: one.told)
+        other.kill()
+        other.communicate()
+        wait_until(lambda: one.told[-1][0] == "compiling kernels")
+        (folder / "end").touch()  # for both compilers
+        assert one.done.result(60).exists()

@@ -1,0 +1,201 @@
+"""Ranks that start are bounded from what they said or did last; what they do is told."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.control.company import Company
+from cluster.control.launch import _started
+from cluster.control.verdict import LifeOver
+from core.errors import NodeLost
+from core.info import ModelInfo
+from core.membership import (
+    DOWN,
+    LOST,
+    READY,
+    STARTING,
+    Gang,
+    Membership,
+    NodeInfo,
+    RankSpec,
+    RankState,
+)
+from core.pace import LOADING
+from core.schema import Failure
+from tests.waiting import for_ever
+
+START_S = 0.3
+"""Of the clock of these tests, which each question takes on by TICK_S."""
+TICK_S = 0.02
+SEEN = (7, 100)
+INFO = NodeInfo(
+    RankSpec("d", "decode", 5),
+    "f",
+    ModelInfo("t", "v3", 9, 9, (1,), 3, True, "float32"),
+    1,
+    9,
+    9,
+    9,
+)
+
+
+class FakeRank:
+    """Says what ``says`` makes of the number of its answers; None is silence."""
+
+    def __init__(self, rank: int, says: Callable[[int], dict[str, object] | None]) -> None:
+        self.spec, self.says, self.num_asked = RankSpec("d", "decode", 5, rank, 2), says, 0
+
+    async def who(self, incarnation: int, epoch: int) -> RankState:
+        self.num_asked += 1
+        said = self.says(self.num_asked)
+        if said is None:
+            await for_ever()
+        return RankState(self.spec, "{}", 1, "", (0, 0), **(said or {}))  # type: ignore[arg-type]
+
+
+def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
+    made = Company("d", len(says), 0.05, START_S)
+    made.handles = {rank: FakeRank(rank, one) for rank, one in enumerate(says)}  # type: ignore[misc]
+    return made
+
+
+async def asked(ranks: Company, for_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tick in range(round(for_s / TICK_S)):
+        clock = SimpleNamespace(monotonic=lambda now=tick * TICK_S: now)
+        monkeypatch.setattr("cluster.control.company.time", clock)
+        await ranks.ask(SEEN)
+
+
+def moves(n: int) -> dict[str, object]:
+    return {"doing": LOADING, "progress": n / 10_000}
+
+
+def hangs(n: int) -> dict[str, object]:
+    return {"doing": "waiting for process 4711, which compiles kernels", "progress": 0.5}
+
+
+def silent(n: int) -> None:
+    return None
+
+
+def stopped(n: int) -> dict[str, object] | None:
+    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True} if n < 5 else None
+
+
+def joins(n: int) -> dict[str, object]:
+    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True}
+
+
+def waits(n: int) -> dict[str, object]:
+    return {"doing": "waiting for its gang", "is_loaded": True}
+
+
+def serves(n: int) -> dict[str, object]:
+    return {"is_loaded": True, "is_joined": True, "info": INFO}
+
+
+def falls_silent(n: int) -> dict[str, object] | None:
+    return serves(n) if n < 3 else None
+
+
+@pytest.mark.parametrize(
+    ("says", "lost", "text"),
+    [
+        ((hangs,), {0}, "d: waiting for process 4711, which compiles kernels: no progress"),
+        ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
+        ((moves, hangs), {1}, "d.1: waiting for process 4711"),
+        ((waits, silent), {1}, "d.1: starting its process"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: no progress"),
+        ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
+    ],
+)
+async def test_who_does_not_get_on_is_lost(
+    says: tuple[Callable[[int], dict[str, object] | None], ...],
+    lost: set[int],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(LifeOver, match=text) as over:
+        await asked(company(*says), 10, monkeypatch)
+    assert over.value.lost == lost and isinstance(over.value.cause, NodeLost)
+
+
+@pytest.mark.parametrize(
+    "says", [(moves,), (moves, waits), (serves, serves), (serves, falls_silent)]
+)
+async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
+    says: tuple[Callable[[int], dict[str, object] | None], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that is ready silence means nothing by itself."""
+    await asked(company(*says), 4 * START_S, monkeypatch)
+
+
+async def test_each_rank_tells_what_it_does() -> None:
+    ranks = company(lambda n: {"doing": LOADING, "progress": 0.4}, silent)
+    assert ranks.starts == ("d.0: starting its process", "d.1: starting its process")
+    await ranks.ask(SEEN)
+    assert ranks.starts[0] == "d.0: loading weights, 40%"
+    assert ranks.starts[1] == "d.1: starting its process, but it does not answer"
+    ready = company(serves)
+    await ready.ask(SEEN)
+    assert ready.starts == ()
+
+
+class FakeMembers:
+    """Tells one snapshot after the other."""
+
+    def __init__(self, *snapshots: tuple[Gang, ...]) -> None:
+        self.membership, *self._left = [
+            Membership((1, i), gangs) for i, gangs in enumerate(snapshots)
+        ]
+
+    async def changed(self, after: tuple[int, int]) -> Membership:
+        return self._left.pop(0)
+
+
+READY_P = Gang("prefill-0", "prefill", 5, READY)
+DIED = {"failure": Failure("NodeLost", "it died\nlog"), "num_deaths": 1}
+
+
+async def waited(*lives: Gang) -> list[str]:
+    """What is told until it can be served."""
+    told: list[str] = []
+    members: Any = FakeMembers(*((READY_P, life) for life in lives))
+    await _started(members, 3, told.append)
+    return told
+
+
+def of_decode(state: str, **fields: Any) -> Gang:
+    return Gang("decode-0", "decode", 6, state, **fields)
+
+
+async def test_serve_tells_what_it_waits_for() -> None:
+    told = await waited(
+        of_decode(STARTING, starts=("decode-0: waiting for room",)),
+        of_decode(LOST, **DIED),
+        of_decode(STARTING, starts=("decode-0: loading weights, 40%",), **DIED),
+        of_decode(READY, **DIED),
+    )
+    assert told == [
+        "decode-0: waiting for room",
+        "decode-0: lost; it ended: it died",
+        "decode-0: loading weights, 40%",
+    ]
+
+
+@pytest.mark.parametrize(
+    "last", [of_decode(LOST, **(DIED | {"num_deaths": 3})), of_decode(DOWN, **DIED)]
+)
+async def test_serve_ends_with_what_keeps_a_gang_from_starting(last: Gang) -> None:
+    with pytest.raises(NodeLost, match="it died\nlog"):
+        await waited(of_decode(STARTING), of_decode(LOST, **DIED), last)
+
+
+async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
+    """It was lost, and may find no room for long."""
+    other = Gang("decode-1", "decode", 7, STARTING, starts=("decode-1: waiting for room",), **DIED)
+    members: Any = FakeMembers((READY_P, of_decode(READY), other))
+    snapshot = await _started(members, 3, lambda text: None)
+    assert snapshot.gangs[2] == other
