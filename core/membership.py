@@ -81,7 +81,8 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A rank that is ready; fixed for its life. ``fingerprint`` is that of its cache layout."""
+    """A rank that is ready; fixed for its life. ``fingerprint`` is that of its cache layout,
+    ``why_plain`` what keeps it from faster kernels."""
 
     spec: RankSpec
     fingerprint: str
@@ -91,6 +92,7 @@ class NodeInfo:
     page_size: int
     max_rows: int
     frames: FrameAddress | None = None
+    why_plain: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ObjectStoreFullError,
-    OutOfDiskError,
-    RayError,
-)
+from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayError
 
 from core.errors import NodeLost, Overloaded, RankDied
 from runtime.shell import RankShell

@@ -19,15 +19,7 @@ from decode_node.clock import settle
 from decode_node.draft_length import FIXED
 from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
-from decode_node.plan import (
-    MAKE,
-    Proposal,
-    Report,
-    StepKey,
-    propose,
-    row_width,
-    usual_programs,
-)
+from decode_node.plan import MAKE, Proposal, Report, StepKey, propose, row_width, usual_programs
 from decode_node.planner import StepPlanner
 from decode_node.program import StepProgram
 from decode_node.rows import Rows
@@ -120,10 +112,6 @@ class DecodeEngine:
         active = (one.active for one in self.scheduler.sequences.values())
         is_wanted = self._planner.is_asked or self._may_prepare
         return bool(self._in_flight) or any(active) or is_wanted
-
-    @property
-    def num_programs(self) -> int:
-        return len(self._launcher.program.kept)
 
     def close(self) -> None:
         """On the engine thread, when no step will follow."""

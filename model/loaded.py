@@ -79,10 +79,7 @@ class LoadedModel:
 
 
 def load_model(
-    config: TandemConfig,
-    kind: str,
-    rank: int = 0,
-    placement: Placement | None = None,
+    config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
 ) -> LoadedModel:
     """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
     the experts that it holds by ``placement``, None for those of the plain order.

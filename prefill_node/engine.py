@@ -113,8 +113,6 @@ class PrefillEngine:
             self._on_failed(sequence.identity, failed(text))
         self._note([])
 
-    num_programs = 0
-
     def close(self) -> None:
         """It keeps no programs."""
 

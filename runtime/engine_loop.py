@@ -26,10 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Stepper(Protocol):
-    """An engine as its loop sees it; ``num_programs`` it keeps that may hold collectives."""
-
-    @property
-    def num_programs(self) -> int: ...
+    """An engine as its loop sees it."""
 
     def has_work(self) -> bool: ...
 
@@ -85,8 +82,9 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def num_programs(self) -> int:
-        return sum(engine.num_programs for engine in self._engines)
+    def has_engines(self) -> bool:
+        """That have not ended."""
+        return bool(self._engines)
 
     @property
     def is_running(self) -> bool:
@@ -144,7 +142,9 @@ class EngineLoop:
             for callback in self._on_failure:
                 callback(error)
         finally:
-            for end in [*(engine.close for engine in self._engines), *self._on_end]:
+            while self._engines:
+                self._end(self._engines.pop().close)
+            for end in self._on_end:
                 self._end(end)
             self._drain()
 

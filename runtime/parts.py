@@ -74,6 +74,7 @@ class RankParts:
             num_pages=self.pool.num_pages,
             page_size=config.kv.page_size,
             max_rows=config.decode.max_rows,
+            why_plain=loaded.kernels.why_plain,
         )
 
     async def status(self) -> NodeStatus:
@@ -105,11 +106,7 @@ class Memory:
     caches: Caches
 
 
-def load_memory(
-    spec: RankSpec,
-    config: TandemConfig,
-    placement: Placement | None = None,
-) -> Memory:
+def load_memory(spec: RankSpec, config: TandemConfig, placement: Placement | None = None) -> Memory:
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
     the user's mistakes."""
     loaded = load_model(config, spec.kind, spec.rank, placement)
@@ -157,6 +154,6 @@ async def start_rank(
 def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
     """A graph that holds collectives may not outlive their group."""
     try:
-        assert loop.num_programs == 0, f"{loop.num_programs} programs outlive their gang's life"
+        assert not loop.has_engines, "programs may outlive their gang's life"
     finally:
         lockstep.close()

@@ -1,6 +1,7 @@
 """Holds a cluster's parts in the middle of their work, so that a test can say what comes next."""
 
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -82,15 +83,18 @@ def begin_together(rank: DecodeNode, num: int) -> None:
 class Wire:
     """A node's control as Ray has it: a call runs to its end, whether its caller waits or not.
 
-    ``refused`` lists methods and the kinds of failure they were answered with.
+    ``refused`` lists methods and the kinds of failure they were answered with, ``told`` counts
+    calls.
     """
 
     def __init__(self, control: Control) -> None:
         self.refused: list[tuple[str, str]] = []
+        self.told = Counter[str]()
         self._control = control
         self._tasks = Tasks()
 
     async def call(self, method: str, payload: bytes) -> bytes:
+        self.told[method] += 1
         data = await self._tasks.detached(self._control.call(method, payload))
         name, fields = msgpack.unpackb(data)
         if name == "Failure":

@@ -64,11 +64,7 @@ class StreamPlan:
     """
 
     def __init__(
-        self,
-        prompt: Prompt,
-        options: GenerateOptions,
-        retry_s: float,
-        backoff_s: float,
+        self, prompt: Prompt, options: GenerateOptions, retry_s: float, backoff_s: float
     ) -> None:
         timeout_s = options.get("timeout_s")
         self.metadata = ((STREAM_KEY, secrets.token_hex(8)),)

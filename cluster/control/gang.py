@@ -127,6 +127,7 @@ class GangKeeper:
                 self._room = epoch
             starts = (f"{self._plan.name}: waiting for room",)
             self._set(epoch=epoch, state=STARTING, starts=starts, members=())
+            self.ranks.suspicion = ""  # of the life before
             birth = Birth(epoch, self._room, missing, self.placement)
             begun = await self._machines.begin(self._plan, birth, self._config)
             self.ranks.handles |= begun
@@ -156,7 +157,7 @@ class GangKeeper:
         """The life is over: kill the ``lost`` and have the others leave it. Returns the pause
         before the next one, None if there is none."""
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        self._ready_at, self.ranks.suspicion = None, ""
+        self._ready_at = None
         states, self.ranks.states = self.ranks.states, {}
         self.ranks.kill(lost)
         guilty = [s for r, s in states.items() if r in lost or has_failed(s)]

@@ -1,7 +1,7 @@
 """Ray up, cluster up or joined, gateway ready; and left or ended again."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from cluster.control.members import RayMembers, stop_cluster
@@ -43,7 +43,7 @@ async def launch(
         members = await RayMembers.attach(config)
         stack.push_async_callback(members.close)
         snapshot = await _started(members, config.control.max_deaths, on_progress)
-        _tell(snapshot.ready()[0])
+        _tell(snapshot.ready())
         gateway = ClusterGateway(config, tokenizer, members)
         stack.push_async_callback(gateway.stop)
         on_progress("warming up")
@@ -51,8 +51,11 @@ async def launch(
         yield gateway
 
 
-def _tell(info: NodeInfo) -> None:
-    """What users should know of the checkpoint that the nodes loaded."""
+def _tell(infos: Sequence[NodeInfo]) -> None:
+    """What users should know of the nodes, and of the checkpoint that they loaded."""
+    info = infos[0]
+    for why in {info.why_plain for info in infos} - {""}:
+        log.warning("steps are slower than they could be, %s", why)
     if not info.model.has_mtp:
         log.warning("this checkpoint has no MTP layer: it is served without drafts")
     if info.num_mtp_layers > 1:

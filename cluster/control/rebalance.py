@@ -42,11 +42,7 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> R
     told = await keeper.ranks.expert_rows()
     counts_LE, placement = sum_rows(told), told[0].placement
     best = rebalance(
-        counts_LE,
-        placement.num_slots,
-        told[0].num_groups,
-        num_machines(gang),
-        placement.num_ranks,
+        counts_LE, placement.num_slots, told[0].num_groups, num_machines(gang), placement.num_ranks
     )
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN

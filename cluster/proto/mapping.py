@@ -38,8 +38,7 @@ def piece_to_proto(piece: Piece) -> pb.GenerateResponse:
         return pb.GenerateResponse(finished=to_proto(pb.Finished, piece))
     logprobs = [
         pb.TokenLogprobs(
-            logprob=token.logprob,
-            top=dict(zip(token.top_ids, token.top_logprobs, strict=True)),
+            logprob=token.logprob, top=dict(zip(token.top_ids, token.top_logprobs, strict=True))
         )
         for token in piece.logprobs
     ]

@@ -14,15 +14,7 @@ from torch import Tensor
 
 from model.acceptance import strict
 from model.acceptance.base import Evidence, Kind, Verdict
-from model.sampling import (
-    COIN,
-    DRAFT,
-    RESIDUAL,
-    SamplingRows,
-    log_probs,
-    sample,
-    uniform,
-)
+from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, log_probs, sample, uniform
 
 
 def judge(evidence: Evidence) -> Verdict:

@@ -31,8 +31,10 @@ def create_kernels(
             raise ValueError(
                 f"model.kernels: {name!r} cannot be had: {error}; use auto or plain"
             ) from error
-        log.warning("steps are slower than they could be, without %s kernels: %s", own, error)
-    return PLAIN
+        plain = Kernels()
+        plain.why_plain = f"without {own} kernels: {error}"
+        log.warning("steps are slower than they could be, %s", plain.why_plain)
+        return plain
 
 
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:

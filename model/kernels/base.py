@@ -63,6 +63,9 @@ class Kernels:
     makes_ahead = False
     """A repeated function takes so long to get ready that nobody shall wait for it."""
 
+    why_plain = ""
+    """Why these were taken where faster ones ought to be had."""
+
     why_eager = ""
     """Why functions are called in Python each time although the kernels could do better."""
 

@@ -207,7 +207,9 @@ async def is_ended_in(
             await go_on(at)
             return False
         before = at.prefill.num_given, at.decode.num_given
+        num_told = at.to_decode.told["abort"]
         await at.end(VICTIM, way)
+        await until(lambda: at.to_decode.told["abort"] > num_told)
         await until(lambda: not at.is_held(VICTIM), at.answer)
         assert at.prefill.num_given - before[0] <= MAX_STEPS
         assert at.decode.num_given - before[1] <= MAX_STEPS

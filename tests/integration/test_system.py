@@ -167,7 +167,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(server: Serving) -> None
         (["model.path=/nonexistent"], "/nonexistent"),
         (["decode.max_row=3"], "max_rows"),
         (["speculation.num_tokens=99"], "num_tokens"),
-        (["decode.dp_size=3"], "dp_size=3 has to divide"),
+        pytest.param(["decode.dp_size=3"], "dp_size=3 has to divide", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_in_the_configuration_are_explained(sets: list[str], expected: str) -> None:

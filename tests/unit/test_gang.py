@@ -262,6 +262,25 @@ async def test_a_silent_rank_is_ended_only_when_somebody_suspects_it() -> None:
         assert "its frames have stopped" in note(keeper.gang) and machines.lives[101].is_killed
 
 
+async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_next() -> None:
+    """Its frames end then: who begins next and does not answer yet is not to blame."""
+
+    def starts(rank: FakeRank) -> None:
+        rank.is_frozen = rank.state.spec.epoch == 102
+
+    async with kept(FakeMachines(starts), "control.stuck_s=0.05") as (keeper, _):
+        machines = keeper._machines
+        await until(lambda: machines.lives)
+        machines.lives[101].become()
+        await until(lambda: keeper.gang.state == READY)
+        await keeper.stop(0.05)
+        keeper.report(101, "its frames ended")
+        keeper.start()
+        await until(lambda: 102 in machines.lives)
+        await machines.lives[102].asked(3)
+        assert keeper.gang.epoch == 102 and keeper.gang.failure is None
+
+
 async def test_a_suspect_that_answers_is_left_alone() -> None:
     machines = FakeMachines(lambda rank: rank.become())
     async with kept(machines) as (keeper, _):

@@ -109,8 +109,6 @@ class Engine:
     def fail(self, error: Exception) -> None:
         self.failed.append(error)
 
-    num_programs = 0
-
     def close(self) -> None:
         return
 

@@ -1,13 +1,14 @@
 """Ranks that start are bounded from what they said or did last; what they do is told."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.control.company import Company
-from cluster.control.launch import _started
+from cluster.control.launch import _started, _tell
 from cluster.control.verdict import LifeOver
 from core.errors import NodeLost
 from core.info import ModelInfo
@@ -191,6 +192,15 @@ async def test_serve_tells_what_it_waits_for() -> None:
 async def test_serve_ends_with_what_keeps_a_gang_from_starting(last: Gang) -> None:
     with pytest.raises(NodeLost, match="it died\nlog"):
         await waited(of_decode(STARTING), of_decode(LOST, **DIED), last)
+
+
+def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain = replace(INFO, why_plain="without native kernels: no C++ compiler")
+    _tell([INFO, plain, plain])
+    [told] = caplog.messages
+    assert told.startswith("steps are slower") and told.endswith("no C++ compiler")
+    _tell([INFO])
+    assert len(caplog.messages) == 1
 
 
 async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:

@@ -214,16 +214,7 @@ def _draw(
 
 
 @triton.jit
-def _filter(
-    logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    out,
-    num_tokens,
-    BLOCK: tl.constexpr,
-):
+def _filter(logits, temperatures, top_ks, top_ps, min_ps, out, num_tokens, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + b)
     row = logits + b * num_tokens, num_tokens, tl.where(temperature > 0, temperature, 1.0)
