@@ -9,6 +9,9 @@
 # TORCH_CPU_INDEX   where torch's CPU build comes from on machines without a GPU, instead of the CUDA
 #                   build of several gigabytes; nothing: whatever pip finds
 
+# A cluster is many processes, which all import the same: their bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready

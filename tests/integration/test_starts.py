@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,21 @@ from benchmarks.driven.procs import (
     tandem,
     wait_gone,
 )
+from tests.waiting import wait_until
 
-START_S, STUCK_S = 30, 2
+START_S, STUCK_S = 20, 2
 BOUNDED = (f"control.start_s={START_S}", f"control.stuck_s={STUCK_S}", "kv.num_pages=200")
 DRAIN_S = 3
 SLOW_S = 60
 """Only a hang takes this long, on the slowest machine."""
 GANG = ("prefill.dp_size=2", "decode.dp_size=2")
+
+
+def stopping(faults: Path, phase: str) -> dict[str, str]:
+    """The environment in which the first rank that comes to this phase stops itself."""
+    (faults / f"{phase}.stop").touch()
+    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    return os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
 
 
 @pytest.mark.parametrize(
@@ -44,15 +53,13 @@ def test_a_rank_that_stops_as_it_starts_is_begun_anew(
     tmp_path: Path, phase: str, sets: tuple[str, ...]
 ) -> None:
     """And `serve` tells it while it waits."""
-    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
-    env = os.environ | {"FAULTS": str(tmp_path), "PYTHONPATH": path}
+    env = stopping(tmp_path, phase)
     if phase == "compiling":
         env["XDG_CACHE_HOME"] = str(tmp_path)
-    (tmp_path / f"{phase}.stop").touch()
     with serving(*BOUNDED, *sets, env=env) as server:
         assert not (tmp_path / f"{phase}.stop").exists(), "nobody came there"
         [told] = [line for line in server.log if "lost; it ended: " in line]
-        assert "but it does not answer: no progress for 30 s (control.start_s)" in told
+        assert "but it does not answer: no progress for 20 s (control.start_s)" in told
         kinds = ("PrefillActor", "DecodeActor") if sets == GANG else ("ColocatedActor",)
         num = sum(len(actors(server.process.pid, kind)) for kind in kinds)
         assert num == (4 if sets == GANG else 1)
@@ -68,10 +75,9 @@ def test_where_no_ray_is_it_is_soon_told() -> None:
 
 
 @contextmanager
-def begun(*args: str) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        [*COMMAND, *args], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def begun(*args: str, env: dict[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
+    quiet: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "env": env}
+    process = subprocess.Popen([*COMMAND, *args], cwd=ROOT, text=True, **quiet)
     try:
         yield process
     finally:
@@ -124,18 +130,22 @@ def test_a_signal_ends_who_waits_for_a_server_that_says_nothing(
         ends_in_time(process, DRAIN_S + 5.0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("importing torch and Ray", marks=pytest.mark.slow),
-        pytest.param("starting Ray", marks=pytest.mark.slow),
-        "loading weights",
-        pytest.param("warming up", marks=pytest.mark.slow),
-    ],
+SERVE = (
+    *("serve", "--set", "server.address=127.0.0.1:0", "--set", f"server.drain_s={DRAIN_S}"),
+    *("--set", "mode=colocated"),
 )
+
+
+def test_a_signal_ends_a_serve_whose_rank_stands_still_as_it_loads(tmp_path: Path) -> None:
+    with begun(*SERVE, env=stopping(tmp_path, "loading")) as process:
+        wait_until(lambda: not (tmp_path / "loading.stop").exists())
+        ends_in_time(process, DRAIN_S + 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["importing torch and Ray", "starting Ray", "warming up"])
 def test_a_signal_ends_a_serve_in_every_phase_of_its_start(line: str) -> None:
-    sets = ("server.address=127.0.0.1:0", f"server.drain_s={DRAIN_S}", "mode=colocated")
-    with begun("serve", *(arg for one in sets for arg in ("--set", one))) as process:
+    with begun(*SERVE) as process:
         assert process.stderr is not None
         while line not in (said := process.stderr.readline()):
             assert said, "it ended before"
