@@ -64,6 +64,10 @@ class StalePages(HandoverError):
     """Pages changed hands while a transfer still named them."""
 
 
+class CannotCapture(RuntimeError):
+    """A function cannot be had as a graph of the device, which goes on answering."""
+
+
 def is_out_of_resources(error: BaseException) -> bool:
     """Whether a process has no memory, threads, open files or disk left; all may come back."""
     no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from core.config import ControlConfig
-from core.errors import EpochEnded, NodeLost
-from model.kernels.repeated import CannotCapture
+from core.errors import CannotCapture, EpochEnded, NodeLost
 from runtime.black_box import BlackBox
 from runtime.watch import Watch
 

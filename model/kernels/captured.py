@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.kernels.repeated import CannotCapture, Function
+from core.errors import CannotCapture
+from model.kernels.repeated import Function
 
 
 class Captured:

@@ -10,10 +10,6 @@ Function = Callable[..., tuple[Tensor, ...]]
 EAGER = "eager"
 
 
-class CannotCapture(RuntimeError):
-    """A function cannot be had in this form; the device goes on answering."""
-
-
 class Repeated(Protocol):
     """A Function that is called again and again. Before it ``is_ready``, calls take longer."""
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
+from core.errors import CannotCapture
 from model.kernels.captured import Captured
-from model.kernels.repeated import CannotCapture
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop, is_fatal
 

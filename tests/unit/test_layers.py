@@ -86,6 +86,8 @@ def test_torch_distributed_only_where_a_group_is_owned() -> None:
         ("decode_node.engine", ("ray", "grpc")),
         ("tandem", ("torch", "ray")),
         ("core.config", ("torch", "ray")),
+        ("runtime.shell", ("torch", "ray")),
+        ("cluster.control.controller", ("torch",)),
     ],
 )
 def test_light_modules_stay_light(module: str, banned: tuple[str, ...]) -> None:
