@@ -22,6 +22,8 @@ FAILED = 1
 """pytest's exit code when tests have run and one of them has failed."""
 TIMEOUT_S = 120
 """Of one test: what hangs is caught too."""
+PATIENCE_S = 30
+"""Of what a test waits for: it runs alone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def copy_tree(target: Path) -> None:
 def run(tree: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     """The tree's own modules, in every process: they go before an installed tandem's."""
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PATIENCE_S"] = str(PATIENCE_S)
     options = ("-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}")
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
@@ -93,9 +96,10 @@ def failure_of(mutant: Mutant, tree: Path) -> str:
         (tree / mutant.file).write_text(before)
     if ran.returncode not in (0, FAILED):
         raise ValueError(f"{mutant.name}: pytest ended with {ran.returncode}\n{ran.stdout}")
-    lines = ran.stdout.splitlines()
-    told = [line.partition(" - ")[2] for line in lines if line.startswith("FAILED")]
-    return next(iter(told), "it hangs") if ran.returncode else ""
+    if ran.returncode == 0:
+        return ""
+    told = [line[1:].strip() for line in ran.stdout.splitlines() if line.startswith("E  ")]
+    return next(iter(told), "it hangs")
 
 
 def try_all(mutants: Sequence[Mutant], tree: Path) -> list[Mutant]:
