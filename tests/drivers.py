@@ -56,7 +56,7 @@ asyncio.run(main())
 ROOMS = """
 import asyncio, sys
 import ray
-from cluster.control.machines import remove_groups
+from cluster.control.machines import RayMachines, remove_groups
 from cluster.control.ray_session import ray_session
 from core.membership import RankSpec
 
@@ -67,17 +67,19 @@ def rooms():
 
 async def main():
     async with ray_session(sys.argv[1]):
-        for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8"):
+        for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8", "other-10.7"):
             ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
         kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
-        remove_groups(kept, "other-")
+        remove_groups([*kept, RankSpec("other-10", "decode", 7)], "other-")
+        print(*rooms())
+        await RayMachines().clear("other-1")
         print(*rooms())
         remove_groups((), "other-")
         print(*rooms())
 
 asyncio.run(main())
 """
-"""What is left of the rooms of two gangs, of which one is in its second life."""
+"""What is left of the rooms of three gangs, of which one is in its second life and one ends."""
 
 LEFT = """
 import asyncio, json, sys

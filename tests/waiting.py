@@ -3,11 +3,10 @@ fastest one needs. sleeps.py tells of tests that wait in another way."""
 
 import asyncio
 import inspect
-import os
 import time
 from collections.abc import Awaitable, Callable
 
-PATIENCE_S = float(os.environ.get("PATIENCE_S", "150"))
+PATIENCE_S = 150.0
 """Only a hang takes this long."""
 PAUSE_S = 0.001
 SYNC_PAUSE_S = 0.02

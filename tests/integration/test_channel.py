@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from core.errors import HandoverError
-from kv_transfer.base import Channel
+from kv_transfer.base import Channel, Direction
 from kv_transfer.channel import make_channels
 from kv_transfer.staging import StagingPool
 from tests.waiting import PATIENCE_S
@@ -180,6 +180,39 @@ def test_a_frozen_peer_is_given_up_at_the_deadline(mortal: Peer) -> None:
         transfer.done.result(PATIENCE_S)
     ended(channel)
     os.kill(mortal.process.pid, signal.SIGCONT)
+
+
+class Deaf:
+    """A wire whose transfer ends well, though it was told to end before."""
+
+    def __init__(self) -> None:
+        self.has_arrived = threading.Event()
+        self.is_destroyed = False
+
+    def post(self, direction: Direction, tensor: torch.Tensor, transfer_id: int) -> None:
+        pass
+
+    def wait(self, posted: None, timeout_s: float) -> None:
+        assert self.has_arrived.wait(timeout_s)
+
+    def abort(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+def test_memory_comes_free_also_when_a_transfer_ends_well_after_its_channel() -> None:
+    wire = Deaf()
+    channel = Channel(wire, "p", "gloo", PATIENCE_S)
+    transfer = channel.recv(torch.zeros(1))
+    transfer.launched.result(PATIENCE_S)
+    channel.abort("its hand-over was cancelled")
+    wire.has_arrived.set()
+    channel.terminal.result(PATIENCE_S)
+    with pytest.raises(HandoverError, match="cancelled"):
+        transfer.done.result()
+    assert wire.is_destroyed and threads() == []
 
 
 def test_nobody_at_the_rendezvous_is_a_named_error() -> None:

@@ -161,8 +161,10 @@ def test_what_ray_says_goes_to_the_log(head: RayHead, servers: list[Serving]) ->
 
 
 def test_the_room_of_a_gang_in_its_second_life_is_kept(head: RayHead) -> None:
-    """That of its first life, as a controller that comes back finds it."""
-    assert script(head, ROOMS) == ["tandem:other-0.4 tandem:other-1.9", ""]
+    """That of its first life, as a controller that comes back finds it. A gang that ends gives back
+    its own, not that of another whose name begins with its name."""
+    kept, tenth = "tandem:other-0.4 tandem:other-1.9", "tandem:other-10.7"
+    assert script(head, ROOMS) == [f"{kept} {tenth}", f"tandem:other-0.4 {tenth}", ""]
 
 
 def test_a_gateway_that_leaves_takes_nothing_along(head: RayHead, servers: list[Serving]) -> None:

@@ -172,6 +172,14 @@ def test_a_rank_that_enters_early_is_remembered() -> None:
         assert ranks.plan(0, 2).result(PATIENCE_S) == again.result(PATIENCE_S) == (2, 5)
 
 
+def test_a_life_that_ends_before_rank_0_is_built_leaves_no_planner() -> None:
+    """All have joined, and nobody has begun."""
+    with ranks_of(2) as ranks:
+        connections = ranks.hub._connections
+        wait_until(lambda: len(connections) == 2)
+    assert all(one.fileno() == -1 for one in connections.values())
+
+
 def test_a_slow_planner_is_waited_for_and_one_that_never_answers_is_not() -> None:
     entered, go_on = threading.Event(), threading.Event()
 

@@ -112,6 +112,24 @@ def break_calls(cluster: Rig, num_grants: int, num_aborts: int) -> Broken:
     return broken
 
 
+async def test_a_pull_of_a_gateway_that_is_gone_ends_before_its_pages_come_free(
+    small_model: Path,
+) -> None:
+    """It waits for a prompt whose prefill is held."""
+    async with rig(small_model, *SETS) as cluster:
+        [prefill], [decode] = cluster.prefills, cluster.decodes
+        gate, session = Gate(prefill), cluster.gateway.fleet.session
+        running = asyncio.create_task(cluster.complete(greedy("r", prompts(1, 9)[0], 8)))
+        await until(lambda: decode.intake.counts()["pulls"])
+        decode.sessions._renewed_at[session] -= 60
+        await decode._sweep()
+        assert not decode.intake.counts()["pulls"], "it writes to pages that are free"
+        gate.open()
+        ids, _, _ = await running
+        assert len(ids) == 8
+        await cluster.check_empty()
+
+
 async def test_rows_whose_grant_and_abort_were_lost_come_free(small_model: Path) -> None:
     """All that there are; those who ask again wait for them. Heartbeats renew them all the time."""
     async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=2") as cluster:

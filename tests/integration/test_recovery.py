@@ -17,6 +17,7 @@ from core.membership import EndedLife, InStep, RankSpec
 from core.schema import encode_failure, unpack
 from decode_node.messages import Start
 from prefill_node.messages import Prefill
+from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
 from tests.waiting import until
@@ -93,6 +94,25 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [asked.is_suspect for asked in dying.asked] == [False, is_in_step]
+        await cluster.check_empty()
+
+
+async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_model: Path) -> None:
+    """Its life is known to be over; what ran there goes on elsewhere."""
+    async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
+        gates = [Gate(decode) for decode in cluster.decodes]
+        request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
+        running = asyncio.create_task(cluster.complete(request))
+        await until(lambda: any(are_active(decode, 1) for decode in cluster.decodes))
+        [busy] = [decode for decode in cluster.decodes if are_active(decode, 1)]
+        cluster.members.remove(busy.spec.name)
+        await until(lambda: busy.spec.name not in cluster.gateway.fleet.ranks)
+        for gate in gates:
+            gate.open()
+        ids, _, _ = await running
+        assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
+        assert not cluster.members.reports
+        assert not [key for key in cluster.gateway.fleet._tasks if busy.spec.name in key]
         await cluster.check_empty()
 
 

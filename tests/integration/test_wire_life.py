@@ -11,12 +11,13 @@ import pytest
 
 from core.control import Done, InProcessControl, ask
 from core.errors import HandoverError, NodeLost
+from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
 from kv_transfer.side import Deadlines
 from tests.integration.handover_peer import DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, turns, until
 
 WIRE_S = 0.5
 """The channel's own deadline here: shorter than what must not fail a pull."""
@@ -133,6 +134,19 @@ async def test_cancelling_a_pull_during_its_gather_frees_everything() -> None:
             await pulling
         await world.check_clean(channels=1)
         await pull_and_check(world)
+
+
+async def test_who_gives_up_while_a_channel_is_built_takes_it_from_nobody() -> None:
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        link = world.sink._link("p0", "p0", EPOCH, world.control())
+        first, second = (asyncio.create_task(link.ready()) for _ in range(2))
+        await turns(1)
+        assert link.has_channel and not first.done()
+        await cancelled(first)
+        _, channel = await second
+        assert channel.failure is None
+        await pull_and_check(world)
+        await world.check_clean(channels=1)
 
 
 async def test_idle_channels_are_dropped_at_both_ends_and_built_again() -> None:

@@ -65,6 +65,19 @@ def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
     bench.check_empty()
 
 
+def test_nothing_is_left_of_the_rules_that_a_rows_former_owner_had(loaded: LoadedModel) -> None:
+    """Also where another row of the same step has some of its own."""
+    bench = Bench(loaded, max_rows=2, num_pages=400)
+    plain, ruled = request_of(4, 1, 12, ignore_eos=True), request_of(1, 1, 12, ignore_eos=True)
+    [(wanted, _)] = bench.generate(plain)
+    forced = SamplingParams(logit_bias=(TokenBias(40, 100.0),), max_tokens=4, seed=7)
+    former = [Request(f"former {i}", (9, 8), (), forced, Speculation(1)) for i in range(2)]
+    assert [tokens for tokens, _ in bench.generate(*former)] == [[40] * 4] * 2
+    answers = bench.generate(replace(plain, request_id="again"), ruled)
+    assert answers[0][0] == wanted
+    bench.check_empty()
+
+
 def test_sampled_output_is_the_same_for_every_number_of_drafts_and_every_resume(
     loaded: LoadedModel,
 ) -> None:

@@ -55,6 +55,9 @@ class FakeRank:
             await for_ever()
         return RankState(self.spec, "{}", 1, "", (0, 0), **(said or {}))  # type: ignore[arg-type]
 
+    def kill(self) -> None:
+        pass
+
 
 def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
     made = Company("d", len(says), 0.05, START_S)
@@ -62,8 +65,10 @@ def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
     return made
 
 
-async def asked(ranks: Company, for_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tick in range(round(for_s / TICK_S)):
+async def asked(
+    ranks: Company, for_s: float, monkeypatch: pytest.MonkeyPatch, from_s: float = 0.0
+) -> None:
+    for tick in range(round(from_s / TICK_S), round((from_s + for_s) / TICK_S)):
         clock = SimpleNamespace(monotonic=lambda now=tick * TICK_S: now)
         monkeypatch.setattr("cluster.control.company.time", clock)
         await ranks.ask(SEEN)
@@ -131,6 +136,20 @@ async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
 ) -> None:
     """Of one that is ready silence means nothing by itself."""
     await asked(company(*says), 4 * START_S, monkeypatch)
+
+
+async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long after its predecessor said the same, and served."""
+    ranks = company(lambda n: hangs(n) if n < 3 else serves(n))
+    await asked(ranks, 2 * START_S, monkeypatch)
+    ranks.kill([0])
+    ranks.states.clear()
+    ranks.handles = company(hangs).handles
+    await asked(ranks, START_S / 2, monkeypatch, from_s=2 * START_S)
+    with pytest.raises(LifeOver):
+        await asked(ranks, 2 * START_S, monkeypatch, from_s=2.5 * START_S)
 
 
 async def test_each_rank_tells_what_it_does() -> None:

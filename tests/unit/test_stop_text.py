@@ -161,6 +161,19 @@ def test_answers_and_their_resumption_stop_alike(
         assert answer.finish_reason == ("stop" if whole.stopped else "length")
 
 
+def test_an_answer_that_goes_on_elsewhere_for_its_last_token_ends_with_it() -> None:
+    ids = tuple(TOKENIZER.encode(char)[1] for char in "abc")
+    sampling = SamplingParams(seed=0, max_tokens=len(ids))
+    answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
+    answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
+    answer.delta(ids[:1])
+    answer.update(SequenceUpdate("r", ids[1:-1], None))
+    answer.delta(ids[1:-1])
+    assert not answer.is_finished and answer.rest().output_ids == ids[:-1]
+    answer.prefilled(Prefilled(ids[-1], 0, 0.0, 0.0))
+    assert answer.finish_reason == "length"
+
+
 def test_a_cut_run_counts_what_was_kept() -> None:
     """Two steps of three accepted drafts; the stop string ends at the second token of the last."""
     ids = tuple(TOKENIZER.encode(char)[1] for char in "abcdefghi")
