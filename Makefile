@@ -35,7 +35,7 @@ $(READY): pyproject.toml
 
 torch-for-cpu:
 	@if [ -z "$(TORCH_CPU_INDEX)" ] || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then exit 0; fi; \
-	if $(VENV)/bin/pip index versions -q torch --index-url $(TORCH_CPU_INDEX) --retries 0 --timeout 10 \
+	if $(PY) -c "from urllib.request import urlopen; urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=10)" \
 		>/dev/null 2>&1; \
 	then $(VENV)/bin/pip install -q $(TORCH) --index-url $(TORCH_CPU_INDEX); \
 	else echo "$(TORCH_CPU_INDEX) cannot be reached: torch comes from where pip finds it"; fi

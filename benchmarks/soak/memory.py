@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import Progress
@@ -33,7 +34,7 @@ from model.config import ModelConfig
 LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 8, 400, 160
 MOST_GROWN_MB = 100
 MOST_LATE_MB = 16
-"""Growth after half of the requests that still counts as none: malloc's own ups and downs."""
+"""Growth after half of the requests that still counts as none."""
 NUM_SAMPLES = 100
 
 
@@ -59,9 +60,9 @@ class Memory:
 
     @property
     def grown_late_mb(self) -> float:
-        """From the first tenth of the second half to the last."""
-        half, tenth = len(self.samples_mb) // 2, max(1, len(self.samples_mb) // 20)
-        return max(self.samples_mb[-tenth:]) - max(self.samples_mb[half : half + tenth])
+        """From the third quarter to the last, both in the middle of their ups and downs."""
+        half, quarter = len(self.samples_mb) // 2, max(1, len(self.samples_mb) // 4)
+        return median(self.samples_mb[-quarter:]) - median(self.samples_mb[half : half + quarter])
 
 
 def pages_mb(path: Path, info: NodeInfo) -> float:

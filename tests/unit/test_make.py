@@ -1,8 +1,15 @@
-"""``make test`` runs both of its parts and fails if either does."""
+"""``make test`` runs both of its parts and fails if either does; the set-up takes torch from its
+index for CPUs where there is one."""
 
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -32,3 +39,39 @@ def test_both_runs_happen_and_are_told(tmp_path: Path, first: int, second: int) 
     assert (ran.returncode == 0) == (first == second == 0), ran.stdout + ran.stderr
     told = f"exit codes: {first}, interpreted kernels: {second}"
     assert told in ran.stdout
+
+
+@contextmanager
+def index(folder: Path) -> Iterator[str]:
+    """Serves a folder; nobody listens there afterwards."""
+    (folder / "torch").mkdir(parents=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="has a GPU: CUDA's is taken")
+def test_torch_comes_from_its_index_for_cpus_where_that_can_be_reached(tmp_path: Path) -> None:
+    said, bin_path = tmp_path / "said", tmp_path / "bin"
+    bin_path.mkdir()
+    for name, does in (("python", f'exec {sys.executable} "$@"'), ("pip", f'echo "$@" > {said}')):
+        (bin_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (bin_path / name).chmod(0o755)
+
+    def set_up(url: str) -> str:
+        command = ["make", "-s", "torch-for-cpu", f"VENV={tmp_path}", f"TORCH_CPU_INDEX={url}"]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    with index(tmp_path / "served") as url:
+        assert set_up(url) == ""
+        assert said.read_text() == f"install -q torch==2.13.0 --index-url {url}\n"
+    said.unlink()
+    assert set_up(url) == f"{url} cannot be reached: torch comes from where pip finds it"
+    assert set_up("") == "" and not said.exists()
