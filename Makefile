@@ -8,9 +8,13 @@
 # What can be set, as in `make test TORCH_CPU_INDEX=`:
 # TORCH_CPU_INDEX   where torch's CPU build comes from on machines without a GPU, instead of the CUDA
 #                   build of several gigabytes; nothing: whatever pip finds
+# WORKERS           how many processes run tests
 
 # A cluster is many processes, which all import the same: their bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
+
+# Processes that run tests: one more than cores, for what waits.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -53,8 +57,8 @@ lint: $(READY)
 
 # Files in the order of their names: those that start clusters come first and share the time.
 test: lint
-	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder; all=$$?; \
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED); kernels=$$?; \
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); kernels=$$?; \
 	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
 
 mutants: $(READY)
@@ -65,8 +69,8 @@ tritons: $(READY)
 	@set -e; for version in $(TRITONS); do \
 	echo "Triton $$version"; folder=build/triton-$$version; \
 	test -d $$folder || $(VENV)/bin/pip install -q --no-deps --target $$folder triton==$$version; \
-	PYTHONPATH=$$folder $(PY) -m pytest -n 3 tests/unit/test_gpu_compiles.py; \
-	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n 3 $(INTERPRETED); done
+	PYTHONPATH=$$folder $(PY) -m pytest -n $(WORKERS) tests/unit/test_gpu_compiles.py; \
+	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
 soak: tritons
 	$(PY) -m pytest -m slow

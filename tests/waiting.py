@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 """Only a hang takes this long."""
 PAUSE_S = 0.001
 SYNC_PAUSE_S = 0.02

@@ -92,7 +92,7 @@ def free_port() -> int:
 
 
 def tandem(
-    *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None
+    *args: str, timeout_s: float = 300.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(

@@ -22,7 +22,10 @@ from tandem import Client, InferenceError
 from tests.drivers import MEMBERS, ROOMS, TROUBLE, left_in, script
 from tests.waiting import PATIENCE_S, wait_until
 
-SETS = ("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2")
+SETS = (
+    *("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2"),
+    f"server.patience_s={PATIENCE_S}",
+)
 SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
 PROMPT = [0, 50, 51]
 LONG_PROMPT = [0, *range(50, 90)]
@@ -88,7 +91,7 @@ class Follower(threading.Thread):
         with Client(self._address, retry_s=0) as client:
             try:
                 for piece in client.generate(
-                    LONG_PROMPT, max_tokens=self._num_tokens, ignore_eos=True, timeout_s=60
+                    LONG_PROMPT, max_tokens=self._num_tokens, ignore_eos=True, timeout_s=PATIENCE_S
                 ):
                     self.token_ids += piece.token_ids
             except InferenceError:

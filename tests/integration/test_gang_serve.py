@@ -47,13 +47,13 @@ def serve_exactly(server: Serving, num: int, seed: int) -> None:
 
 
 def settled(server: Serving) -> dict[str, dict[str, Any]]:
-    """What ranks tell, one after the other, once none measures steps any more."""
+    """What ranks tell, one after the other, once all do and none measures steps any more."""
     seen = [told(server)]
 
     def stand_still() -> bool:
         seen.append(told(server))
         steps = [{name: node["num_steps"] for name, node in nodes.items()} for nodes in seen[-2:]]
-        return steps[0] == steps[1]
+        return steps[0] == steps[1] and all(node["alive"] for node in seen[-1].values())
 
     wait_until(stand_still)
     return seen[-1]
