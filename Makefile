@@ -73,7 +73,7 @@ tritons: $(READY)
 	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
 soak: tritons
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(PY) -m pytest -m slow tests/unit/test_gpu_engine.py
 
 proto: $(READY)
