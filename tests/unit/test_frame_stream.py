@@ -20,7 +20,7 @@ from core.tasks import cancelled
 from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 class Board:
@@ -165,7 +165,11 @@ async def test_a_host_of_another_machine_is_explained() -> None:
         await server.listen()
 
 
-async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out() -> None:
+async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while they may still greet."""
+    monkeypatch.setattr(frame_stream, "GREETING_TIMEOUT_S", 10 * PATIENCE_S)
     async with served() as (board, server):
         address, silent = await server.listen(), frame_stream.MAX_SILENT_READERS
         strangers = [
