@@ -52,7 +52,7 @@ def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
     """A Ray of one's own on the loopback interface, with a home folder of its own."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:
         env = os.environ | {"HOME": home, "XDG_CACHE_HOME": str(user_cache())}
-        env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
         if with_token:
             token = Path(home, ".ray", "auth_token")
             token.parent.mkdir()

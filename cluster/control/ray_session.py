@@ -91,7 +91,8 @@ def _join(address: str) -> None:
 def _start(num_cpus: int) -> None:
     # Ray replaces a loopback address by an outer one unless it is told that there is no cluster:
     # this process reads the constant, those that it starts the variable.
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    # Nor are ranks nice, as Ray makes them: beside one busy process they would stand still.
+    os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_worker_niceness": "0"}
     ray_constants.ENABLE_RAY_CLUSTER = False
     # It never grows, and prints no logs here: two processes less at its start.
     node.Node.start_monitor = node.Node.start_log_monitor = lambda self: None

@@ -136,7 +136,9 @@ SERVE = (
 
 def test_a_signal_ends_a_serve_whose_rank_stands_still_as_it_loads(tmp_path: Path) -> None:
     with begun(*SERVE, env=stopping(tmp_path, "loading")) as process:
-        wait_until(lambda: not (tmp_path / "loading.stop").exists())
+        came = tmp_path / "loading.stop"
+        wait_until(lambda: not came.exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
         ends_in_time(process, DRAIN_S + 5.0)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import Serving, descendants, serving, tandem, wait_gone
+from benchmarks.driven.procs import Serving, actors, descendants, serving, tandem, wait_gone
 from core.config import TINY_MODEL
 from tandem import AsyncClient, Client, Completion, InferenceError
 from tests.waiting import until, wait_until
@@ -130,6 +131,14 @@ async def test_dropped_calls_free_both_nodes(server: Serving, client: AsyncClien
             await asyncio.gather(task, return_exceptions=True)
         await stream.aclose()
     assert_idle(server)
+
+
+def test_ranks_of_a_ray_of_ones_own_give_way_to_nobody(server: Serving) -> None:
+    """Ray's workers are nice: beside one busy process of another's they would stand still."""
+    pid = server.process.pid
+    ranks = actors(pid, "PrefillActor") + actors(pid, "DecodeActor")
+    niceness = {os.getpriority(os.PRIO_PROCESS, rank) for rank in ranks}
+    assert niceness == {os.getpriority(os.PRIO_PROCESS, pid)}
 
 
 def test_text_in_text_out(server: Serving) -> None:
