@@ -62,7 +62,7 @@ BESIDE = {
     "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
     "cluster/proto": ("mapping",),
     "core": (
-        *("control", "identity", "membership", "prefixes", "schema", "stopping"),
+        *("control", "identity", "membership", "pace", "prefixes", "schema", "stopping"),
         "tasks",
     ),
     "decode_node": ("buckets", "clock"),
@@ -75,7 +75,8 @@ BESIDE = {
     "prefill_node": ("page_source", "planner", "prefix_cache"),
     "runtime": ("black_box", "engine_loop", "lockstep", "parts", "watch"),
 }
-"""What such a request enters besides: nouns, what every rank has, transports, the checkpoint."""
+"""What such a request enters besides: nouns, what every rank has, transports, the checkpoint; and
+what a rank says of itself when the answer takes longer than a beat."""
 
 
 def names(listed: dict[str, tuple[str, ...]]) -> set[str]:
