@@ -59,7 +59,7 @@ class Company:
         told = await self._ask(self.handles, seen)
         silent = self._silent = [rank for rank, state in told.items() if state is None]
         if stalled := self._stalled():
-            lost = [rank for rank in stalled if rank in silent] or stalled
+            lost = silent or stalled  # others may wait for who is silent, whatever it said last
             text = f"{self._start(lost[0], self.states.get(lost[0]))}: no progress"
             raise LifeOver(NodeLost(f"{text} for {self._start_s:g} s (control.start_s)"), *lost)
         if not silent:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
+from benchmarks.driven.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
 from core.info import NodeStatus
 from core.request import Request, SamplingParams, TokenBias
@@ -275,7 +275,7 @@ def test_a_frozen_rank_that_is_reported_gets_a_new_life(
     head: RayHead, servers: list[Serving]
 ) -> None:
     [victim] = actors(head.pid, "DecodeActor")
-    said = script(head, MEMBERS, str(victim), *SETS)
+    said = script(head, MEMBERS, str(victim), *PLAINLY, *SETS)
     assert said[-1].startswith("lost: decode-0.")
     assert victim not in actors(head.pid, "DecodeActor")
     check_answer(servers[1])

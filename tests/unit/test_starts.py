@@ -102,6 +102,10 @@ def serves(n: int) -> dict[str, object]:
     return {"is_loaded": True, "is_joined": True, "info": INFO}
 
 
+def stopped_at_once(n: int) -> dict[str, object] | None:
+    return waits(n) if n < 5 else None
+
+
 def falls_silent(n: int) -> dict[str, object] | None:
     return serves(n) if n < 3 else None
 
@@ -114,6 +118,7 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((moves, hangs), {1}, "d.1: waiting for process 4711"),
         ((waits, silent), {1}, "d.1: starting its process"),
         ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: no progress"),
+        ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
     ],
 )
