@@ -12,14 +12,16 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from benchmarks.driven.procs import serving
+from benchmarks.soak.load import nothing_left
 from cluster.door import calls
 from cluster.door import server as door
-from cluster.door.server import SERVICE, Server
+from cluster.door.server import SERVICE
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
+from tandem import AsyncClient
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import Flood, asked, is_serving, refusal_of
-from tests.rig import rig
 from tests.waiting import PATIENCE_S, until
 
 NUM, AT_ONCE = 1600, 400
@@ -55,12 +57,12 @@ async def codes(streams: list[grpc.aio.Call]) -> set[str]:
     return {(await stream.code()).name for stream in streams if stream.done()}
 
 
-async def check_others(server: Server) -> None:
+async def check_others(address: str) -> None:
     """Health is told, and an answer is begun."""
     began = time.monotonic()
-    assert await is_serving(server.address)
+    assert await is_serving(address)
     print(f"health check: {time.monotonic() - began:.3f} s")
-    async with connected(server.address) as channel:
+    async with connected(address) as channel:
         stub = rpc.InferenceStub(channel)
         async with asyncio.timeout(PATIENCE_S):
             assert (await stub.GetStatus(pb.GetStatusRequest())).state == pb.Status.SERVING
@@ -78,7 +80,7 @@ async def test_idle_streams_of_one_connection_are_few(method: str) -> None:
             streams.extend(idle_stream(channel, method) for _ in range(AT_ONCE))
             await until(lambda: sum(stream.done() for stream in streams) == len(streams) - most)
         assert await codes(streams) == {"RESOURCE_EXHAUSTED" if most else "UNIMPLEMENTED"}
-        await check_others(server)
+        await check_others(server.address)
         for stream in streams:
             stream.cancel()
 
@@ -95,7 +97,7 @@ async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
         await until(lambda: any(watch.done() for watch in watches))
         [refused] = [i for i, watch in enumerate(watches) if watch.done()]
         assert await codes(watches) == {"RESOURCE_EXHAUSTED"}
-        await check_others(server)
+        await check_others(server.address)
         monkeypatch.setattr(calls, "MAX_IDLE_S", 0.2)
         watches.pop(refused)
         watches.pop().cancel()
@@ -144,7 +146,7 @@ async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
             await until(lambda: len(flood.requests) == len(unread))
         await until(lambda: flood.num_closed == NUM)
         assert not any(call.done() for call in unread), "their clients have not heard of it"
-        await check_others(server)
+        await check_others(server.address)
         for call in unread[1:]:
             call.cancel()
         assert (await refusal_of(unread[0])).code() == grpc.StatusCode.UNAVAILABLE
@@ -161,49 +163,51 @@ async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyP
         stub = rpc.InferenceStub(channel)
         unread = [stub.Generate(asked("abc")) for _ in range(9)]
         await until(lambda: flood.num_closed == 8)
-        await check_others(server)
+        await check_others(server.address)
         assert not any(call.done() for call in unread)
         assert len(flood.requests) == 8 + 1, "one of the ninth's and one of others"
 
 
 @pytest.mark.slow
-async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads(small_model: Path) -> None:
+async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads() -> None:
     """Rows and places come back each time, others are served, and little memory stays taken."""
-    sets = ("server.address=127.0.0.1:0", "server.write_s=0.5", "kv.num_pages=600")
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(rig(small_model, *sets))
-        server = await stack.enter_async_context(Server(cluster.config))
-        await server.attach(cluster.gateway)
-        await check_others(server)
-        before, unread = memory_bytes(), list[grpc.aio.Call]()
-        probing = asyncio.create_task(longest_check(server, lambda: len(unread) >= NUM))
+        sets = ("server.write_s=0.5", "kv.num_pages=600")
+        server = stack.enter_context(serving(*sets))
+        client = await stack.enter_async_context(AsyncClient(server.address))
+        await check_others(server.address)
+        before, unread = memory_bytes(server.process.pid), list[grpc.aio.Call]()
+        probing = asyncio.create_task(longest_check(server.address, lambda: len(unread) >= NUM))
         while len(unread) < NUM:
             channel = await stack.enter_async_context(connected(server.address, *NARROWEST))
             stub = rpc.InferenceStub(channel)
             flood = [stub.Generate(asked("abc")) for _ in range(AT_ONCE // 4)]
             # A request is refused, or ended when what it was answered has not been read.
-            await until(lambda: server._servicer._streams)
-            await until(lambda: not server._servicer._streams)
+            await until(lambda: is_busy(client))
+            assert await nothing_left(client, PATIENCE_S)
             unread += [call for call in flood if not call.done()]
-        await check_others(server)
-        longest_s, taken = await probing, memory_bytes() - before
+        await check_others(server.address)
+        longest_s, taken = await probing, memory_bytes(server.process.pid) - before
         print(f"{len(unread)} unread: {taken >> 20} MB, longest health check {longest_s:.3f} s")
         # time: what probes wait
         assert longest_s < 1.0, "a probe would have given up"
         assert taken < len(unread) * (100 << 10)
-        await cluster.check_empty()
 
 
-async def longest_check(server: Server, is_over: Callable[[], bool]) -> float:
+async def is_busy(client: AsyncClient) -> bool:
+    return (await client.status()).num_running > 0
+
+
+async def longest_check(address: str, is_over: Callable[[], bool]) -> float:
     """Seconds."""
     longest_s = 0.0
     while not is_over():
         began = time.monotonic()
-        assert await is_serving(server.address)
+        assert await is_serving(address)
         longest_s = max(longest_s, time.monotonic() - began)
         await asyncio.sleep(0.05)  # time: between two probes
     return longest_s
 
 
-def memory_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def memory_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
