@@ -132,8 +132,8 @@ def blocked(faults: Path, pid: int, what: str) -> Iterator[None]:
 
 
 def test_one_poison_among_sixty_four(faults: Path, pool: ThreadPoolExecutor) -> None:
-    with faulty(faults, 32) as server:
-        check_poison(server, pool, 64)
+    with faulty(faults, 32, "kv.num_pages=1400") as server:
+        check_poison(server, pool, 64, num_tokens=600)
 
 
 def test_poison_is_refused_when_it_killed_alone_and_the_innocent_finish(
@@ -142,18 +142,20 @@ def test_poison_is_refused_when_it_killed_alone_and_the_innocent_finish(
     check_poison(server, pool, 2 * NUM_ROWS)
 
 
-def check_poison(server: Serving, pool: ThreadPoolExecutor, num: int) -> None:
+def check_poison(
+    server: Serving, pool: ThreadPoolExecutor, num: int, num_tokens: int = 300
+) -> None:
     """A segmentation fault takes a full rank; suspects run alone; nobody else pays."""
     before = epochs(server)
     asked = [*prompts(num - 1, seed=31), [*POISON, 9]]
-    answers = begun(pool, server, asked, 300)
+    answers = begun(pool, server, asked, num_tokens)
     *innocent, poison = answers
     with pytest.raises(InferenceError) as refused:
         poison.result(PATIENCE_S)
     assert refused.value.code == grpc.StatusCode.INTERNAL
     assert "was alone in the step that killed a rank" in refused.value.details
     assert len(refused.value.token_ids) >= NUM_TOLD - 8
-    check(asked[:-1], innocent, 300)
+    check(asked[:-1], innocent, num_tokens)
     assert replaced(server, before) == {"decode-0", "decode-1"}
 
 
