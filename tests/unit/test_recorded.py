@@ -1,8 +1,6 @@
 """Recorded functions play what was recorded, of any operator; and what a recorded step may cost."""
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -27,6 +25,7 @@ from decode_node.plan import PLAIN, SAMPLED, Report, StepKey
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Eager
 from model.loaded import LoadedModel
+from tests.counted import step_of
 from tests.kernels import ours
 
 WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
@@ -358,58 +357,13 @@ def test_a_program_keeps_next_to_nothing(loaded: LoadedModel) -> None:
     assert taken > 1_000_000 and held < 5_000, (taken, held)
 
 
-class Counts(TorchDispatchMode):
-    """Operators called, tensors allocated, and bytes that these hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.num_allocated = self.num_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls[func._schema.name] += 1
-        held = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if is_tensor(one)}
-        for one in filter(is_tensor, tree_leaves(out)):
-            if one.untyped_storage().data_ptr() not in held:
-                self.num_allocated += 1
-                self.num_bytes += one.nbytes
-        return out
-
-
-@contextmanager
-def counted() -> Iterator[Counts]:
-    with Counts() as counts:
-        yield counts
-
-
-def step_of(num_rows: int, num_drafts: int, length: int) -> tuple[Counts, Recorded]:
-    """What the program of a greedy step of the shipped checkpoint calls."""
-    loaded = load(TINY_MODEL, f"speculation.num_tokens={num_drafts}", "model.kernels=native")
-    bench = Bench(loaded, num_drafts=num_drafts, max_rows=num_rows, page_size=64, num_pages=100)
-    for i in range(num_rows):
-        bench.start(greedy(f"r{i}", [7 + k % 90 for k in range(length)], 9, ignore_eos=True))
-    bench.decode.step()
-    program = bench.decode._launcher.program
-    [(what, play)] = program.kept.items()
-    assert isinstance(play, Recorded)
-    read_B, write_B = bench.decode._rows.index(list(range(num_rows)), num_rows)
-    with counted() as counts:
-        program._compute(what, read_B, write_B)
-    return counts, play
-
-
 def test_what_a_step_calls_allocates_and_copies() -> None:
-    """The bounds are a little above what was counted when they were written: 10 layers and the
-    draft layer. Who exceeds them has slowed every step down."""
-    one, play = step_of(1, 0, 70)
-    assert len(play.operators) <= 280 and one.num_allocated <= 196
-    drafting, play = step_of(1, 3, 70)
-    assert len(play.operators) <= 464 and drafting.num_allocated <= 330
+    """Nothing that waits for the host, and no more for more rows or a longer context; the figures
+    themselves are in test_golden.py."""
+    one, _ = step_of(1, 0, 70)
+    drafting, _ = step_of(1, 3, 70)
     for counts in (one, drafting):
-        assert not {f"aten::{name}" for name in WAITS} & set(counts.calls)
+        assert not {*WAITS} & set(counts.calls)
     many, _ = step_of(8, 0, 70)
     assert many.calls == one.calls, "more rows are not more calls"
     assert many.num_bytes <= 8 * one.num_bytes

@@ -1,0 +1,296 @@
+"""Scripted loads through the decode engine, and what was planned and told at each step of them.
+
+    python -m tests.golden --write
+
+What a step costs is scripted too, so that plans by load are the same on every machine. A change of
+shape leaves every line as it is (tests/data/golden, one file a load); a change of behaviour says in
+its commit which lines it changed and why.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from benchmarks.driven import engines
+from benchmarks.driven.engines import Bench, greedy
+from core.request import REJECTION, RELAXED, Request, Speculation
+from decode_node import launcher
+from decode_node.buckets import Buckets
+from decode_node.plan import (
+    MAKE,
+    PLAIN,
+    SAMPLED,
+    Extras,
+    Proposal,
+    Report,
+    StepKey,
+    report_of,
+    usual_programs,
+)
+from decode_node.planner import StepPlanner
+from model.loaded import LoadedModel
+from runtime.lockstep import LocalPlanner, Plan
+from tests.small import write_small
+
+FOLDER = Path(__file__).parent / "data" / "golden"
+LOADS: dict[str, Callable[["Load"], None]] = {}
+
+
+def load_of(run: Callable[["Load"], None]) -> Callable[["Load"], None]:
+    LOADS[run.__name__] = run
+    return run
+
+
+class Load:
+    """Writes down a line a step: its key, or "-" where none was launched, and what was told."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.lines: list[str] = []
+        self.bench: Bench
+        self._keys: list[StepKey | None] = []
+
+    def begin(self, loaded: LoadedModel | None = None, **more: object) -> Bench:
+        self.bench = Bench(loaded or self.loaded, **more)  # type: ignore[arg-type]
+        self.lines.append(" ".join(f"{name}={value}" for name, value in more.items()))
+        return self.bench
+
+    def start(self, *requests: Request) -> None:
+        for name, (first, _) in self.bench.start_all(*requests).items():
+            self.lines.append(f"+ {name} {first}")
+
+    def drop(self, name: str) -> None:
+        self.bench.drop(name)
+        self.lines.append(f"- {name}")
+
+    def step(self, num: int = 1) -> None:
+        for _ in range(num):
+            self._keys.clear()
+            self.bench.frames.clear()
+            try:
+                self.bench.decode.step()
+            except RuntimeError as error:
+                self.lines.append(f"! {error}")
+                self.bench.decode.fail(error)
+            told = [
+                f"{one.identity.request_id} {','.join(map(str, one.token_ids))}"
+                + (f" {one.finish_reason}" if one.finish_reason else "")
+                + (f" {counted(one.logprobs)}" if one.logprobs else "")
+                for one in self.bench.updates()
+            ]
+            keys = [keyed(key) for key in self._keys]
+            self.lines.append(" | ".join((*(keys or ["no plan"]), *told)))
+
+    def finish(self) -> None:
+        """All that is left, and nothing stays taken."""
+        while self.bench.decode.has_work():
+            self.step()
+        self.bench.check_empty()
+
+    def planned(self, key: StepKey | None) -> None:
+        self._keys.append(key)
+
+
+def counted(logprobs: tuple) -> str:
+    return "logprobs " + ",".join(str(len(one.top_ids)) for one in logprobs)
+
+
+def keyed(key: StepKey | None) -> str:
+    if key is None:
+        return "-"
+    extras = key.extras
+    asked = ["greedy" if extras.all_greedy else "sampled", *(["rules"] * extras.has_rules)]
+    asked += [f"logprobs {extras.num_logprobs}"] * (extras.num_logprobs is not None)
+    asked += [kind for kind in extras.kinds if kind != "strict"]
+    size = f"{key.num_rows} rows {key.num_drafts} drafts width {key.width}"
+    return f"{key.use} {size} {' '.join(asked)}"
+
+
+def cost_s(key: StepKey) -> float:
+    """A step of the first two drafts costs little, of more or of many rows much."""
+    num_tokens = key.num_rows * (key.num_drafts + 1)
+    return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.width)
+
+
+def scripted(report: Callable[..., Report]) -> Callable[..., Report]:
+    return lambda key, program_s, *rest: report(key, cost_s(key), *rest)
+
+
+def trace_of(loaded: LoadedModel, name: str) -> list[str]:
+    """The lines of that load."""
+    load, plan = Load(loaded), LocalPlanner.plan
+
+    def noting(self: LocalPlanner, proposal: object) -> Plan:
+        made = plan(self, proposal)
+        load.planned(made.key)
+        return made
+
+    reported = patch.object(launcher, "report_of", scripted(launcher.report_of))
+    with reported, patch.object(LocalPlanner, "plan", noting):
+        LOADS[name](load)
+    return load.lines
+
+
+def prompts(num: int, length: int = 20) -> list[list[int]]:
+    return [[5 + (7 * i + 3 * k) % 90 for k in range(length - i)] for i in range(num)]
+
+
+def everything(num_tokens: int = 40) -> list[Request]:
+    """Rows that ask for all that there is, and rows that ask for nothing."""
+    asked = [greedy(f"r{i}", ids, num_tokens, ignore_eos=True) for i, ids in enumerate(prompts(6))]
+    hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
+    ruled = replace(asked[0].sampling, presence_penalty=0.5, min_tokens=8, logprobs=2)
+    asked[1] = replace(asked[1], sampling=replace(hot, logprobs=0))
+    asked[2] = replace(asked[2], sampling=ruled)
+    asked[3] = replace(asked[3], sampling=hot, speculation=Speculation(2, REJECTION))
+    asked[4] = replace(asked[4], speculation=Speculation(1, RELAXED, 5, 0.5))
+    return asked
+
+
+def one_by_one(load: Load) -> None:
+    """Rows come and go one after the other."""
+    for request in everything():
+        load.start(request)
+        load.step(2)
+    for i in (4, 0):
+        load.drop(f"r{i}")
+        load.step()
+    load.finish()
+
+
+@load_of
+def three_drafts(load: Load) -> None:
+    load.begin(num_drafts=3, max_rows=6)
+    one_by_one(load)
+
+
+@load_of
+def three_drafts_overlapped(load: Load) -> None:
+    load.begin(num_drafts=3, max_rows=6, loop="overlapped")
+    one_by_one(load)
+
+
+@load_of
+def three_drafts_in_buckets(load: Load) -> None:
+    load.begin(num_drafts=3, max_rows=6, buckets=(2, 4), ship_hidden=False)
+    one_by_one(load)
+
+
+@load_of
+def no_drafts(load: Load) -> None:
+    load.begin(num_drafts=0, max_rows=6)
+    one_by_one(load)
+
+
+@load_of
+def no_drafts_wanted(load: Load) -> None:
+    """The drafter waits, until no more tokens can be pending."""
+    load.begin(num_drafts=3, max_rows=2)
+    plain, drafting = prompts(2)
+    load.start(greedy("plain", plain, 60, ignore_eos=True, max_drafts=0))
+    load.step(20)
+    load.start(greedy("drafting", drafting, 30, ignore_eos=True))
+    load.finish()
+
+
+@load_of
+def small_pool(load: Load) -> None:
+    load.begin(num_drafts=3, max_rows=4, num_pages=36)
+    load.start(*(greedy(f"r{i}", ids, 60, ignore_eos=True) for i, ids in enumerate(prompts(4))))
+    load.finish()
+
+
+@load_of
+def suspects(load: Load) -> None:
+    load.begin(num_drafts=3, max_rows=4, loop="overlapped")
+    load.start(*(greedy(f"r{i}", ids, 50, ignore_eos=True) for i, ids in enumerate(prompts(4))))
+    for name in ("r1", "r3"):
+        load.bench.sequence(name).num_alone = 8
+    load.finish()
+
+
+@load_of
+def a_step_that_fails(load: Load) -> None:
+    for loop in ("plain", "overlapped"):
+        bench = load.begin(num_drafts=2, max_rows=3, loop=loop)
+        asked = [greedy(f"r{i}", ids, 40, ignore_eos=True) for i, ids in enumerate(prompts(3))]
+        load.start(*asked[:2])
+        load.step(3)
+        with patch.object(type(bench.decode._launcher), "launch", side_effect=RuntimeError("no")):
+            load.step()
+        load.start(asked[2])
+        load.finish()
+
+
+@load_of
+def by_load(load: Load) -> None:
+    """What steps cost is measured first; rows come in threes, and all of them go."""
+    load.begin(num_drafts=3, max_rows=12, draft_length="by_load", measures=True, num_pages=400)
+    load.finish()
+    asked = [greedy(f"r{i}", ids, 120, ignore_eos=True) for i, ids in enumerate(prompts(12))]
+    for i in range(0, 12, 3):
+        load.start(*asked[i : i + 3])
+        load.step(25)
+    load.finish()
+
+
+@load_of
+def made_ahead(load: Load) -> None:
+    """Programs are made while nobody has work, or when one was asked for often enough."""
+    kernels = copy(load.loaded.kernels)
+    kernels.makes_ahead = True
+    ahead = replace(load.loaded, kernels=kernels)
+    load.begin(ahead, num_drafts=1, max_rows=6, draft_length="by_load", buckets=(3, 6))
+    load.finish()
+    load.start(*everything(30))
+    load.finish()
+    ruled = everything(200)[2]
+    load.start(ruled)
+    load.finish()
+
+
+@load_of
+def a_gang_of_three(load: Load) -> None:
+    """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
+    draw, sizes = random.Random(7), (1, 2, 4, 8)
+    usual = usual_programs(sizes, 3, False)
+    planner = StepPlanner(Buckets(sizes), 3, "by_load", True, usual)
+    ranks, key = [list[int]() for _ in range(3)], None
+    for step in range(500):
+        for limits in ranks:
+            if step % 100 < 30:
+                limits.clear()
+            elif draw.random() < 0.3:
+                limits[:] = draw.choices((0, 2, 3), (1, 1, 4), k=draw.randrange(9))
+        key = planner([proposal_of(draw, limits, key) for limits in ranks])
+        load.lines.append(keyed(key))
+        key = None if key is None or key.use == MAKE else key
+
+
+def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
+    """With what the rank saw in the ``last`` step: most drafts were right."""
+    rows = [(limit, sum(draw.random() < 0.75 for _ in range(limit))) for limit in limits]
+    report = None if last is None else report_of(last, cost_s(last), rows)
+    extras = draw.choices((PLAIN, SAMPLED, Extras(False, num_logprobs=2)), (6, 3, 1))[0]
+    counts = tuple(map(limits.count, range(4)))
+    return Proposal(counts, 1 + draw.randrange(4), extras, can_make=True, report=report)
+
+
+def main() -> None:
+    assert sys.argv[1:] == ["--write"], __doc__
+    with TemporaryDirectory() as folder:
+        write_small(Path(folder))
+        loaded = engines.load(Path(folder), "model.kernels=native")
+        for name in LOADS:
+            lines = trace_of(loaded, name)
+            (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
+            print(f"{name}: {len(lines)} lines")
+
+
+if __name__ == "__main__":
+    main()
