@@ -1,65 +1,74 @@
-"""Tokens per second by batch size with every fixed number of drafts, and with as many as pay.
+"""Tokens per second by batch size with the number of drafts held at each, and with as many as pay.
 
     python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--wrong] [--plot FILE.png] [--json]
+    python -m benchmarks.draft_length --change [--batch-sizes 1,8,32]
 
-All arms decode the same held-out prompts and take turns, so that drift hits them alike. What
-"by_load" spends on trying other lengths while it serves is in its figure; what it measures while
-idle before is not, nor are every arm's first turns, in which programs are met for the first time.
+All arms decode the same held-out prompts in the same engine and take turns, so that drift hits them
+alike; "none" is an engine without any draft layer, for comparison. What "by_load" spends on looking
+at other lengths while it serves is in its figure; what it measures while idle before is not, nor
+are every arm's first turns, in which programs are met for the first time. With --change all drafts
+are wrong at first and right later, and the steps are counted until the length is what it is
+where they were right all the time.
 """
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
-from benchmarks.driven.engines import Bench, load
+from benchmarks.driven.engines import Bench, Held, load
 from core.request import Request
 from model.cache import Caches
-from model.drafters.base import Drafter, Drafts, DraftState
+from model.drafters.base import Drafter, Drafts, Own, View
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
 MAX_DRAFTS = 3
 PAGE_SIZE = 64
-BY_LOAD = "by_load"
-ARMS = [*map(str, range(MAX_DRAFTS + 1)), BY_LOAD]
+BY_LOAD, NONE = "by_load", "none"
+HELD = list(map(str, range(MAX_DRAFTS + 1)))
+ARMS = [*HELD, BY_LOAD, NONE]
 
 
 class Wrong:
-    """The checkpoint's drafter, but every draft is another token."""
+    """The checkpoint's drafter, but every draft is another token as long as ``shift_1`` is not 0; a
+    tensor, for it counts in programs that are recorded."""
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self._inner, self._vocab_size = inner, vocab_size
+        self.shift_1 = torch.ones(1, dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        drafts = self._inner.draft(state, num_drafts, caches)
-        return replace(drafts, tokens_BN=(drafts.tokens_BN + 1) % self._vocab_size)
+    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        drafts = self._inner.draft(own, view, num_drafts, amount, caches)
+        return replace(drafts, tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
 
 
 class Arm:
     """One way to choose the length; what it has learned lasts over its turns."""
 
     def __init__(self, name: str, loaded: LoadedModel, batch_size: int, num_pages: int) -> None:
-        is_fixed = name != BY_LOAD
-        if name == "0":
+        if name == NONE:
             loaded = replace(loaded, drafter=NoDrafter())
-        self.num_tokens, self.seconds = 0, 0.0
-        self._bench = Bench(
+        self.rates: list[float] = []
+        self.bench = Bench(
             loaded,
-            num_drafts=int(name) if is_fixed else MAX_DRAFTS,
-            draft_length="fixed" if is_fixed else BY_LOAD,
+            num_drafts=0 if name == NONE else MAX_DRAFTS,
+            draft_length=BY_LOAD,
+            length=Held(int(name)) if name in HELD else None,
             max_rows=batch_size,
             num_pages=1 + num_pages * batch_size,
             page_size=PAGE_SIZE,
@@ -70,22 +79,22 @@ class Arm:
     def turn(self, asked: list[Request], counts: bool) -> None:
         """Decode one full batch to its end; prefill does not count."""
         for request in asked:
-            self._bench.start(request)
-        self._bench.frames.clear()
+            self.bench.start(request)
+        self.bench.frames.clear()
         began_at = time.perf_counter()
         self._finish()
         if counts:
-            self.seconds += time.perf_counter() - began_at
-            self.num_tokens += sum(len(update.token_ids) for update in self._bench.updates())
-        self._bench.check_empty()
+            num_tokens = sum(len(update.token_ids) for update in self.bench.updates())
+            self.rates.append(num_tokens / (time.perf_counter() - began_at))
+        self.bench.check_empty()
 
     def _finish(self) -> None:
-        while self._bench.decode.has_work():
-            self._bench.decode.step()
+        while self.bench.decode.has_work():
+            self.bench.decode.step()
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+        return statistics.median(self.rates)
 
 
 def measure(
@@ -97,7 +106,7 @@ def measure(
     num_rounds: int,
     bar: Progress,
 ) -> dict[str, float]:
-    """Tokens per second of each arm, with so many pages a row."""
+    """Tokens per second of each arm, medians of its turns, with so many pages a row."""
     arms = {name: Arm(name, loaded, batch_size, num_pages) for name in ARMS}
     task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
     for i in range(num_warm + num_rounds):
@@ -108,14 +117,38 @@ def measure(
     return {name: arm.tokens_per_s for name, arm in arms.items()}
 
 
+NUM_BEFORE, NUM_AFTER = 400, 800
+"""Steps with wrong drafts, and with right ones."""
+
+
+def changed(
+    loaded: LoadedModel, wrong: Wrong, asked: Iterator[Request], batch_size: int, num_pages: int
+) -> tuple[int, int, int]:
+    """The lengths in use before and long after drafts have become right, and the steps until the
+    latter is in use for the first time."""
+    bench = Arm(BY_LOAD, loaded, batch_size, num_pages).bench
+    planner: Any = bench.decode._planner
+    wrong.shift_1.fill_(1)
+    lengths = []
+    for step in range(NUM_BEFORE + NUM_AFTER):
+        if step == NUM_BEFORE:
+            wrong.shift_1.fill_(0)
+        while len(bench.decode.scheduler.sequences) < batch_size:
+            bench.start(next(asked))
+        bench.decode.step()
+        lengths.append(planner._decide._costs.of_size(batch_size).current)
+    after = statistics.mode(lengths[-200:])
+    return lengths[NUM_BEFORE - 1], after, lengths[NUM_BEFORE:].index(after)
+
+
 def show(results: dict[int, dict[str, float]]) -> Table:
     table = Table(title="tokens per second, all rows together")
     table.add_column("rows")
     for name in ARMS:
-        table.add_column(name if name == BY_LOAD else f"n = {name}", justify="right")
+        table.add_column(f"n = {name}" if name in HELD else name, justify="right")
     table.add_column("by_load / best", justify="right")
     for size, rates in results.items():
-        best = max(rate for name, rate in rates.items() if name != BY_LOAD)
+        best = max(rates[name] for name in HELD)
         cells = [f"{rates[name]:.0f}" for name in ARMS]
         table.add_row(str(size), *cells, f"{rates[BY_LOAD] / best:.2f}")
     return table
@@ -126,7 +159,7 @@ def save_plot(path: Path, results: dict[int, dict[str, float]]) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in ARMS:
+    for name in [*HELD, BY_LOAD]:
         rates = [rates[name] for rates in results.values()]
         style = {"linewidth": 3, "color": "black"} if name == BY_LOAD else {"linestyle": "--"}
         label = "as many as pay" if name == BY_LOAD else f"{name} drafts"
@@ -146,6 +179,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
+    parser.add_argument("--change", action="store_true", help="wrong at first, right later")
     parser.add_argument("--dtype", default="bfloat16", help="[bfloat16]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
@@ -153,14 +187,19 @@ def main() -> None:
     sizes = [int(size) for size in args.batch_sizes.split(",")]
     threads, dtype = f"decode.num_threads={args.num_threads}", f"model.dtype={args.dtype}"
     loaded = load(args.path, threads, dtype)
-    if args.wrong:
-        wrong: Any = Wrong(loaded.drafter, loaded.config.vocab_size)
+    if args.wrong or args.change:
+        wrong = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
     num_turns = args.warm_up + args.rounds
     asked = requests(args.path, num_turns * sum(sizes), args.max_tokens)
     # A prompt's pages are held twice while it is handed over.
     num_tokens = 2 * max(len(request.prompt_ids) for request in asked) + args.max_tokens
     turns, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
+    if args.change:
+        for size in sizes:
+            before, after, steps = changed(loaded, wrong, cycle(asked), size, turns[0])
+            print(f"{size} rows: {before} drafts, then {after}, in use after {steps} steps")
+        return
     with Progress(console=Console(stderr=True)) as bar:
         results = {size: measure(loaded, rest, size, *turns, bar) for size in sizes}
     if args.plot is not None:

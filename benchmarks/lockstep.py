@@ -171,8 +171,7 @@ def begin(engine: DecodeEngine | PrefillEngine, job: Job) -> None:
         request = Request(f"r{i}", tuple(range(2, 66)), sampling=sampling)
         identity = Identity(request.request_id)
         engine.ask(identity, Size(len(request.prompt_ids), 0, sampling.max_tokens))
-        engine.scheduler.begin(identity, request)
-        engine.activate(identity, 7, None)
+        engine.activate(identity, request, 7, None)
 
 
 def measure(job: Job) -> Cost:

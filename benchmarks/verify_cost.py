@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
-from decode_node.step import draft_state, verify
+from decode_node.planning.step_plan import StepKey
+from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
 
 MAX_DRAFTS = 3
@@ -31,7 +32,7 @@ Part = Callable[[Tensor], tuple[Tensor]]
 
 def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
     """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
-    loaded, rows = bench.loaded, bench.decode._rows
+    loaded, rows = bench.loaded, bench.decode._launcher.rows
 
     def verified(num_drafts: int) -> Part:
         drafts = Drafts(torch.arange(num_rows * num_drafts).view(num_rows, num_drafts) + 50)
@@ -44,8 +45,8 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
 
     def drafted(num_drafts: int) -> Part:
         def part(read_B: Tensor) -> tuple[Tensor]:
-            state = draft_state(rows.select(read_B, None), 1)
-            return (loaded.drafter.draft(state, num_drafts, bench.caches).tokens_BN,)
+            key = StepKey(num_rows, num_drafts, catch_up=1)
+            return (draft(loaded.drafter, bench.caches, rows.select(read_B, None), key).tokens_BN,)
 
         return part
 

@@ -45,14 +45,13 @@ def measure(
     runs: list[int] = []
     title = f"{num_idle} steps without drafts"
     for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
-        planner = IdleFirst(num_idle, MAX_DRAFTS)
         bench = Bench(
             loaded,
             num_drafts=MAX_DRAFTS,
             max_rows=BATCH,
             num_pages=600,
             page_size=64,
-            planner=planner,
+            length=IdleFirst(num_idle),
         )
         bench.generate(*batch)
         runs += runs_behind(bench, num_first)

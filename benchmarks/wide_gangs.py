@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.schema import pack
-from decode_node.plan import Proposal, Report, StepKey
+from decode_node.planning.step_plan import Proposal, Report, StepKey
 from runtime.gang.messages import Proposed, Told
 
 NUM_MOE_LAYERS, HIDDEN, NUM_CHOSEN, NUM_GROUPS, NUM_KEPT = 58, 7168, 8, 8, 4

@@ -62,8 +62,8 @@ class SpeculationConfig(Section):
     """drafts of a step: as many as pay at this load, or always num_tokens"""
     measure_at_start: bool = True
     """time steps of every size and length while idle after the start, for by_load to know costs"""
-    drafter: Literal["auto", "mtp", "none"] = "auto"
-    """auto is mtp if the checkpoint has MTP layers, else none"""
+    drafter: str = "auto"
+    """mtp, none, auto (mtp if the checkpoint has MTP layers, else none), or package.module:Class"""
 
 
 class NodeConfig(Section):

@@ -20,6 +20,7 @@ see this reason."""
 STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
 REJECTION, REJECTION_GREEDY = "rejection", "rejection_greedy"
 """The kinds of acceptance, spelled as on the wire but for case and prefix."""
+ACCEPTANCES = STRICT, RELAXED, RELAXED_LOG_PROBS, REJECTION, REJECTION_GREEDY
 
 
 @dataclass(frozen=True, slots=True)

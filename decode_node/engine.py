@@ -10,23 +10,20 @@ from torch import Tensor
 
 from core.config import AUTO
 from core.errors import Poisonous, StepFailed
+from core.forms import CAPTURED
 from core.identity import Identity
-from core.request import ERROR, PREEMPTED, SequenceUpdate, TokenLogprobs
+from core.request import ERROR, PREEMPTED, Request, SequenceUpdate, TokenLogprobs
 from core.schema import failure_of
 from core.stopping import cut
-from decode_node.buckets import Buckets
-from decode_node.clock import settle
-from decode_node.draft_length import FIXED
-from decode_node.launcher import InFlight, Launcher, Prepared
 from decode_node.messages import Size
-from decode_node.plan import MAKE, Proposal, Report, StepKey, propose, row_width, usual_programs
-from decode_node.planner import StepPlanner
-from decode_node.program import StepProgram
-from decode_node.rows import Rows
+from decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wishes_of
+from decode_node.planning.step_planner import StepPlanner
+from decode_node.program.clock import settle
+from decode_node.program.launcher import InFlight, Launcher, Prepared
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence
+from decode_node.states import Running
 from runtime.engine_loop import is_fatal
-from runtime.lockstep import Plan, Planner
+from runtime.lockstep import Planner
 from runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ class DecodeEngine:
         parts: RankParts,
         on_frame: Callable[[list[SequenceUpdate]], None],
         on_grant: Callable[[Identity], None],
-        planner: Planner[Proposal, StepKey] | None = None,
+        planner: Planner[Proposal, StepPlan] | None = None,
     ) -> None:
         loaded, pool, config = parts.loaded, parts.pool, parts.config
         max_rows, device_type = config.decode.max_rows, loaded.device.type
@@ -55,29 +52,21 @@ class DecodeEngine:
         self._max_drafts = parts.max_drafts
         eos_ids = loaded.config.eos_token_ids
         self.scheduler = Scheduler(pool, max_rows, self._max_drafts, loaded.max_model_len, eos_ids)
-        num_pages = pool.num_pages_for(loaded.max_model_len + 2 * (self._max_drafts + 1))
-        self._rows = Rows(loaded, max_rows, row_width(self._max_drafts), num_pages)
-        buckets = Buckets.of(config.decode.batch_buckets, max_rows, device_type)
-        program = StepProgram(loaded, parts.caches, self._rows)
-        self._launcher = Launcher(loaded, program, self._rows, pool, buckets)
-        lengths = config.speculation
-        is_fixed = lengths.draft_length == FIXED
-        decide = StepPlanner(
-            buckets,
-            self._max_drafts,
-            lengths.draft_length,
-            lengths.measure_at_start,
-            usual_programs(buckets.sizes, self._max_drafts, is_fixed),
-        )
-        schema = Proposal, StepKey
+        self._catch_up = loaded.drafter.catch_up(self._max_drafts)
+        self._launcher = Launcher(parts, self._catch_up)
+        self.programs = self._launcher.programs
+        decide = StepPlanner.of(config, self._max_drafts, self._catch_up)
+        schema = Proposal, StepPlan
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._loaded = loaded
-        self._may_prepare = decide.measures or self._can_make
+        self._makes_ahead = loaded.form == CAPTURED
+        self._may_prepare = decide.measures or self._makes_ahead
         self._report: Report | None = None
+        self._num_refused_told = 0
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
         self._in_flight: deque[InFlight] = deque()
-        self._at_stake: dict[Identity, Sequence] = {}
+        self._at_stake: dict[Identity, Running] = {}
         self._updates: list[SequenceUpdate] = []
         self._box = parts.loop.box
         self.num_steps = 0
@@ -90,32 +79,37 @@ class DecodeEngine:
         self.scheduler.ask(identity, size)
         self._grant()
 
-    def activate(self, identity: Identity, first_token: int, hidden_D: Tensor | None) -> None:
+    def activate(
+        self,
+        identity: Identity,
+        request: Request,
+        first_token: int,
+        features_F: Tensor | None,
+        is_suspect: bool = False,
+    ) -> None:
         """Start stepping a sequence whose cache is complete.
 
-        ``first_token`` was already emitted by the prefill node. ``hidden_D`` is the main
-        model's hidden state [D] of the last prompt token, None for zero_hidden.
+        ``first_token`` was already emitted by the prefill node. ``features_F`` are those of the
+        last prompt token, None for zero_hidden. Raises HandoverError when its grant is gone.
         """
-        sequence = self.scheduler.sequences[identity]
-        sequence.num_output += 1
-        self._rows.begin(sequence, first_token, hidden_D)
-        sequence.active = True
+        sequence = self.scheduler.run(identity, request, is_suspect)
+        sequence.behind = self._catch_up.start
+        self._launcher.rows.begin(sequence, first_token, features_F)
 
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait, without a word; False if it was gone already."""
-        dropped = self.scheduler.drop(identity) is not None
-        self._may_prepare = self._may_prepare or self._can_make
+        dropped = self.scheduler.drop(identity)
+        self._may_prepare = self._may_prepare or self._makes_ahead
         self._grant()
         return dropped
 
     def has_work(self) -> bool:
-        active = (one.active for one in self.scheduler.sequences.values())
         is_wanted = self._planner.is_asked or self._may_prepare
-        return bool(self._in_flight) or any(active) or is_wanted
+        return bool(self._in_flight) or is_wanted or bool(self.scheduler.running)
 
     def close(self) -> None:
         """On the engine thread, when no step will follow."""
-        self._launcher.program.clear()
+        self.programs.clear()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -142,9 +136,9 @@ class DecodeEngine:
         self._tell()
         self._grant()
 
-    def _give_up(self, sequences: Iterable[Sequence], error: Exception) -> None:
+    def _give_up(self, sequences: Iterable[Running], error: Exception) -> None:
         for sequence in sequences:
-            if self.scheduler.drop(sequence.identity) is not None:
+            if self.scheduler.drop(sequence.identity):
                 self._updates.append(_failed(sequence, error))
 
     def _turn(self) -> None:
@@ -161,19 +155,20 @@ class DecodeEngine:
             self._read(num_kept=0)
         self._make_room()
         sequences = self.scheduler.runnable(suspects_turn=self.num_steps % 2 == 0)
-        key = None
+        plan = None
         if sequences or self._planner.is_asked or self._may_prepare:
-            key = self._plan(sequences).key
+            plan = self._planner.plan(self._proposal(sequences)).key
             # What was eager in steps of somebody's rows may be made when they have ended.
-            self._may_prepare = key is not None and (self._may_prepare or self._can_make)
-        if key is not None and key.use == MAKE:
+            self._may_prepare = plan is not None and (self._may_prepare or self._makes_ahead)
+        if plan is not None and plan.use == MAKE:
             self._read(num_kept=0)
             self._tell()  # before a pause, in which nobody is at stake
-            self._make(key)
-        elif key is not None:
+            with self._planner.program():
+                self._launcher.make(self._launcher.prepare([], plan))
+        elif plan is not None:
             # Who has ended since it was proposed is padding now.
-            self._launch([one for one in sequences if not one.ended], key)
-        self._read(num_kept=1 if overlaps and key is not None else 0)
+            self._launch([one for one in sequences if self.scheduler.runs(one)], plan)
+        self._read(num_kept=1 if overlaps and plan is not None else 0)
 
     def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""
@@ -184,37 +179,32 @@ class DecodeEngine:
             for sequence in preempted
         ]
 
-    def _plan(self, sequences: list[Sequence]) -> Plan[StepKey]:
+    def _proposal(self, sequences: list[Running]) -> Proposal:
+        """With what was not told yet."""
         report, self._report = self._report, None
+        refused = tuple(self.programs.refused)[self._num_refused_told :]
+        self._num_refused_told += len(refused)
         expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
-        told = propose(sequences, self._max_drafts, report, self._can_make, expects)
-        return self._planner.plan(told)
+        wishes = wishes_of(sequences, self._max_drafts)
+        return Proposal(*wishes, self._loaded.form, refused, expects, report)
 
-    @property
-    def _can_make(self) -> bool:
-        return self._loaded.kernels.makes_ahead and not self._loaded.is_eager
-
-    def _make(self, key: StepKey) -> None:
-        with self._planner.program():
-            self._launcher.make(self._launcher.prepare([], key))
-
-    def _launch(self, sequences: list[Sequence], key: StepKey) -> None:
-        step = self._prepare(sequences, key)
+    def _launch(self, sequences: list[Running], plan: StepPlan) -> None:
+        step = self._prepare(sequences, plan)
         self._note(step.sequences)
         with self._planner.program():
             self._in_flight.append(self._launcher.launch(step))
         self.scheduler.launched(step.sequences)
 
-    def _prepare(self, sequences: list[Sequence], key: StepKey) -> Prepared:
+    def _prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:
         """If that fails they are given up, and the step that was agreed upon is a dummy."""
         try:
-            return self._launcher.prepare(sequences, key)
+            return self._launcher.prepare(sequences, plan)
         except Exception as error:
             if is_fatal(error):
                 raise
             log.exception("a decode step cannot be prepared")
             self._give_up(sequences, error)
-            return self._launcher.prepare([], key)
+            return self._launcher.prepare([], plan)
 
     def _read(self, num_kept: int) -> None:
         """End what ended in the steps on their way, but for the latest ``num_kept``."""
@@ -227,10 +217,10 @@ class DecodeEngine:
             self.program_s += self._report.program_s
             self.scheduler.landed(step.sequences)
             for i, (sequence, run) in enumerate(zip(step.sequences, runs, strict=True)):
-                if not sequence.ended:
+                if self.scheduler.runs(sequence):
                     self._updates.append(self._emit(sequence, i, run, step))
 
-    def _note(self, sequences: Iterable[Sequence]) -> None:
+    def _note(self, sequences: Iterable[Running]) -> None:
         """They fail if this turn does, and are suspects if it kills the process."""
         self._at_stake.update((sequence.identity, sequence) for sequence in sequences)
         is_alone = any(sequence.num_alone for sequence in sequences)
@@ -243,12 +233,11 @@ class DecodeEngine:
         self._on_frame(updates)
 
     def _emit(
-        self, sequence: Sequence, row: int, run: tuple[int, ...], step: InFlight
+        self, sequence: Running, row: int, run: tuple[int, ...], step: InFlight
     ) -> SequenceUpdate:
         kept, reason = cut(run, sequence.stops, sequence.num_budget)
         num_drafted = min(step.key.num_drafts, sequence.limit)
         sequence.record(num_drafted, len(run) - 1, len(kept))
-        sequence.num_output += len(kept)
         request = sequence.request
         if reason is not None:
             self.scheduler.drop(sequence.identity)
@@ -256,9 +245,8 @@ class DecodeEngine:
         counts = sequence.counts if told else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
-            rows = step.result.logprobs
-            assert rows is not None, "somebody asked for log probabilities"
-            logprobs = rows.of_row(row, len(kept), request.sampling.logprobs)
+            assert step.logprobs is not None, "somebody asked for log probabilities"
+            logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
         return SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
 
     def _grant(self) -> None:
@@ -266,7 +254,7 @@ class DecodeEngine:
             self._on_grant(identity)
 
 
-def _failed(sequence: Sequence, error: Exception) -> SequenceUpdate:
+def _failed(sequence: Running, error: Exception) -> SequenceUpdate:
     kind = Poisonous if sequence.num_alone else StepFailed
     failure = failure_of(kind(f"{sequence.identity}: a decode step failed: {error!r}"))
     return SequenceUpdate(sequence.identity, (), ERROR, failure=failure)

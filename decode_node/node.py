@@ -8,7 +8,7 @@ of its gateway's session.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,7 +38,7 @@ REMEMBER_S = 600.0
 class Intake(Protocol):
     """How KV comes into granted pages: pulled from another rank, or already there."""
 
-    async def pull(self, offer: Offer, control: Control, pages: list[int]) -> sink.Pulled: ...
+    async def pull(self, offer: Offer, control: Control, pages: Sequence[int]) -> sink.Pulled: ...
 
     def counts(self) -> dict[str, int]: ...
 
@@ -132,23 +132,24 @@ class DecodeNode:
         """Fetch the KV and start the sequence; a failure frees the row."""
         identity, offer = asked.identity, asked.offer
         try:
-            begin = self.engine.scheduler.begin
-            row = await self.loop.call(lambda: begin(identity, asked.request, asked.is_suspect))
+            row = await self.loop.call(lambda: self.engine.scheduler.held(identity))
             control = self._find_owner(offer.owner, offer.epoch)
             pulled = await self.intake.pull(offer, control, row.pages)
-            await self.loop.call(lambda: self._activate(identity, pulled.seal))
+            await self.loop.call(lambda: self._activate(asked, pulled.seal))
         except Exception:
             await self._drop(identity)
             raise
         return pulled.stats
 
-    def _activate(self, identity: Identity, seal: Seal) -> None:
+    def _activate(self, asked: Start, seal: Seal) -> None:
         """Engine thread: a copy to the device may wait for the step that runs there."""
-        hidden_D = None
-        if seal.hidden is not None:
-            dtype, device = getattr(torch, seal.hidden_dtype), self._parts.loaded.device
-            hidden_D = torch.frombuffer(bytearray(seal.hidden), dtype=dtype).to(device)
-        self.engine.activate(identity, seal.first_token, hidden_D)
+        features_F = None
+        if seal.features is not None:
+            dtype, device = getattr(torch, seal.features_dtype), self._parts.loaded.device
+            features_F = torch.frombuffer(bytearray(seal.features), dtype=dtype).to(device)
+        self.engine.activate(
+            asked.identity, asked.request, seal.first_token, features_F, asked.is_suspect
+        )
 
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
@@ -197,8 +198,10 @@ class DecodeNode:
 
     async def _status(self, _: None) -> NodeStatus:
         engine, counts = self.engine, self.intake.counts()
+        status = await self._parts.status()
         return replace(
-            await self._parts.status(),
+            status,
+            kernels=status.kernels + engine.programs.told,
             num_active_rows=len(engine.scheduler.sequences),
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],

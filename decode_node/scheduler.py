@@ -1,11 +1,14 @@
 """Who may enter a decode rank, who runs in its next step, who makes way. Plain Python."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.request import Request
 from core.stopping import num_budget, stop_ids
 from decode_node.messages import Size
-from decode_node.sequence import Sequence
+from decode_node.states import NUM_STEPS_ALONE, Ending, Granted, Running, Waiting
 from kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
@@ -13,7 +16,7 @@ MAX_WAITING = 4096
 
 
 class Scheduler:
-    """Owner of row slots and sequences; pages come from the pool it is given.
+    """Owner of row slots and of sequences in each state; pages come from the pool it is given.
 
     Requests are granted a row and pages first come, first served, those that have begun ahead of
     the others: nobody passes one that needs many pages. Pages grow as sequences do, two steps
@@ -36,110 +39,144 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
-        self._retired: dict[int, Sequence] = {}
-        self._begun: dict[Identity, Size] = {}
-        self._fresh: dict[Identity, Size] = {}
-        self.sequences: dict[Identity, Sequence] = {}
+        self._begun: dict[Identity, Waiting] = {}
+        self._fresh: dict[Identity, Waiting] = {}
+        self.sequences: dict[Identity, Granted | Running] = {}
+        """Those that hold rows, in the order in which these were granted."""
+        self._ending: dict[int, Ending] = {}
 
     @property
     def num_waiting(self) -> int:
         return len(self._begun) + len(self._fresh)
+
+    @property
+    def running(self) -> list[Running]:
+        return [one for one in self.sequences.values() if isinstance(one, Running)]
 
     def ask(self, identity: Identity, size: Size) -> None:
         """Join the queue for a row and pages; ``grant`` tells whose turn has come.
 
         Raises ValueError when the whole answer can never fit, Overloaded when too many wait.
         """
-        num_most, most = self._num_most_pages(size), self._pool.num_pages - 1
-        if num_most > most:
+        budget = num_budget(size.num_prompt, size.num_output, size.max_tokens, self._max_model_len)
+        num_tokens, most = size.num_prompt + size.num_output, self._pool.num_pages - 1
+        waiting = Waiting(size, self._num_pages(num_tokens + budget), size.num_output + budget)
+        if waiting.num_most_pages > most:
             raise ValueError(
-                f"max_tokens: prompt and answer need {num_most} pages, this node has {most}; "
-                "ask for fewer tokens or raise kv.num_pages"
+                f"max_tokens: prompt and answer need {waiting.num_most_pages} pages, this node has "
+                f"{most}; ask for fewer tokens or raise kv.num_pages"
             )
         if not size.is_begun and len(self._fresh) >= MAX_WAITING:
             raise Overloaded(f"{len(self._fresh)} requests wait for a decode row already")
         assert identity not in self.sequences, f"{identity} was granted already"
-        (self._begun if size.is_begun else self._fresh)[identity] = size
+        (self._begun if size.is_begun else self._fresh)[identity] = waiting
 
     def grant(self) -> list[Identity]:
         """Give rows and pages to those whose turn it is; they hold them from now on."""
         granted = []
         while self._free_rows and (queue := self._begun or self._fresh):
-            identity, size = next(iter(queue.items()))
-            num_pages = min(
-                self._num_most_pages(size), self._num_pages(size.num_prompt + size.num_output + 1)
-            )
+            identity, asked = next(iter(queue.items()))
+            num_tokens = asked.size.num_prompt + asked.size.num_output + 1
+            num_pages = min(asked.num_most_pages, self._num_pages(num_tokens))
             if num_pages + self._num_growing() > self._pool.num_available:
                 break
             del queue[identity]
-            self.sequences[identity] = Sequence(
-                identity=identity,
-                row=self._free_rows.pop(),
-                pages=self._pool.allocate(num_pages),
-                num_most_pages=self._num_most_pages(size),
-                num_prompt=size.num_prompt,
-                num_output=size.num_output,
-                max_output=size.num_output + self._budget(size),
+            self.sequences[identity] = Granted(
+                identity,
+                self._free_rows.pop(),
+                tuple(self._pool.allocate(num_pages)),
+                asked.num_most_pages,
+                asked.max_output,
+                asked.size.num_output,
             )
             granted.append(identity)
         return granted
 
-    def held(self, identity: Identity) -> Sequence:
-        """Raises HandoverError when it holds no row."""
-        sequence = self.sequences.get(identity)
-        if sequence is None:
+    def held(self, identity: Identity) -> Granted:
+        """Raises HandoverError when it holds no row that waits for it."""
+        granted = self.sequences.get(identity)
+        if not isinstance(granted, Granted):
             raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
+        return granted
+
+    def share(self, identity: Identity, known: Sequence[int]) -> tuple[int, ...]:
+        """Its pages, of which the first are ``known`` ones now, with a reference each; what they
+        replace goes back to the pool."""
+        granted = self.held(identity)
+        self._pool.release(granted.pages[: len(known)])
+        pages = (*known, *granted.pages[len(known) :])
+        self.sequences[identity] = replace(granted, pages=pages)
+        return pages
+
+    def run(self, identity: Identity, request: Request, is_suspect: bool = False) -> Running:
+        """The granted request has its KV and its first token."""
+        granted, most, asked = self.held(identity), self._max_drafts, request.speculation.max_drafts
+        sequence = Running(
+            identity,
+            granted.row,
+            list(granted.pages),
+            granted.num_most_pages,
+            granted.max_output,
+            granted.num_output + 1,
+            request,
+            stop_ids(request.sampling, self._eos_ids),
+            most if asked is None else min(asked, most),
+            most,
+            num_alone=NUM_STEPS_ALONE if is_suspect else 0,
+        )
+        self.sequences[identity] = sequence
         return sequence
 
-    def begin(self, identity: Identity, request: Request, is_suspect: bool = False) -> Sequence:
-        """The request that was granted. Raises HandoverError when its grant is gone."""
-        sequence = self.held(identity)
-        stops = stop_ids(request.sampling, self._eos_ids)
-        sequence.begin(request, stops, self._max_drafts, is_suspect)
-        return sequence
-
-    def drop(self, identity: Identity) -> Sequence | None:
-        """End a sequence, or its wait for a row; None if it is already gone. Row and pages are
-        free once no step on its way may touch them."""
+    def drop(self, identity: Identity) -> bool:
+        """End a sequence, or its wait for a row; whether it held one. Row and pages are free once
+        no step on its way may touch them."""
         self._begun.pop(identity, None)
         self._fresh.pop(identity, None)
-        sequence = self.sequences.pop(identity, None)
-        if sequence is not None:
-            sequence.ended = True
-            self._retired[sequence.row] = sequence
-            self._release(sequence)
-        return sequence
+        one = self.sequences.pop(identity, None)
+        if isinstance(one, Running) and one.num_in_flight:
+            self._ending[one.row] = Ending(one.row, one.pages, one.num_in_flight)
+        elif one is not None:
+            self._release(one.row, one.pages)
+        return one is not None
 
-    def launched(self, sequences: tuple[Sequence, ...]) -> None:
+    def runs(self, sequence: Running) -> bool:
+        """Whether it has not ended."""
+        return self.sequences.get(sequence.identity) is sequence
+
+    def launched(self, sequences: Sequence[Running]) -> None:
         """A step of ``sequences`` is on its way."""
         for sequence in sequences:
             sequence.num_in_flight += 1
 
-    def landed(self, sequences: tuple[Sequence, ...]) -> None:
+    def landed(self, sequences: Sequence[Running]) -> None:
         """A step of ``sequences`` is through."""
         for sequence in sequences:
-            sequence.num_in_flight -= 1
-            self._release(sequence)
+            if self.runs(sequence):
+                sequence.num_in_flight -= 1
+                continue
+            ending = self._ending[sequence.row]
+            ending.num_in_flight -= 1
+            if not ending.num_in_flight:
+                del self._ending[ending.row]
+                self._release(ending.row, ending.pages)
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.ended and not sequence.num_in_flight:
-            del self._retired[sequence.row]
-            self._pool.release(sequence.pages)
-            self._free_rows.append(sequence.row)
+    def _release(self, row: int, pages: Sequence[int]) -> None:
+        self._pool.release(pages)
+        self._free_rows.append(row)
 
     def must_preempt(self) -> bool:
         """Whether ``make_room`` would have to take pages from a sequence."""
         return self._lacks(self._short())
 
-    def make_room(self) -> list[Sequence]:
-        """Give every active sequence pages for its next two steps; who was preempted for it.
+    def make_room(self) -> list[Running]:
+        """Give every running sequence pages for its next two steps; who was preempted for it.
 
-        Oldest first; the youngest active ones make way. They are dropped already.
+        Oldest first; the youngest ones make way. They are dropped already.
         """
-        preempted: list[Sequence] = []
+        preempted: list[Running] = []
         waiting = self._short()
         if self._lacks(waiting):
-            waiting = self._by_age()
+            waiting = self.running
         while waiting:
             sequence = waiting[0]
             missing = self._num_missing(sequence)
@@ -153,55 +190,39 @@ class Scheduler:
         return preempted
 
     def has_suspects(self) -> bool:
-        """Whether some active sequence has to be alone in its step."""
-        return any(s.num_alone for s in self._by_age())
+        """Whether some sequence has to be alone in its step."""
+        return any(s.num_alone for s in self.running)
 
-    def runnable(self, suspects_turn: bool = False) -> list[Sequence]:
-        """Sequences of the next step, by row: active ones that steps on their way, which give at
-        least a token each, do not end for certain. The oldest suspect alone, or all others,
-        whichever there are; if both, the suspect on its turn."""
-        running = [
-            s
-            for s in self.sequences.values()
-            if s.active and s.num_output + s.num_in_flight < s.max_output
-        ]
-        suspects = [s for s in running if s.num_alone]
-        others = [s for s in running if not s.num_alone]
+    def runnable(self, suspects_turn: bool = False) -> list[Running]:
+        """Sequences of the next step, by row: those that steps on their way, which give at least a
+        token each, do not end for certain. The oldest suspect alone, or all others, whichever
+        there are; if both, the suspect on its turn."""
+        left = [s for s in self.running if s.num_output + s.num_in_flight < s.max_output]
+        suspects = [s for s in left if s.num_alone]
+        others = [s for s in left if not s.num_alone]
         if suspects and (suspects_turn or not others):
             return suspects[:1]
         return sorted(others, key=lambda sequence: sequence.row)
 
-    def _by_age(self) -> list[Sequence]:
-        return [s for s in self.sequences.values() if s.active]
-
-    def _lacks(self, sequences: list[Sequence]) -> bool:
+    def _lacks(self, sequences: list[Running]) -> bool:
         return sum(map(self._num_missing, sequences)) > self._pool.num_available
 
-    def _short(self) -> list[Sequence]:
-        """The active sequences that miss pages: few, of those that every step looks at."""
+    def _short(self) -> list[Running]:
+        """The sequences that miss pages: few, of those that every step looks at."""
         ahead, page_size = 2 * (self._max_drafts + 1), self._pool.page_size
         return [
             s
-            for s in self.sequences.values()
-            if s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
-            and s.active
-            and len(s.pages) < s.num_most_pages
+            for s in self.running
+            if s.num_known + ahead > len(s.pages) * page_size and len(s.pages) < s.num_most_pages
         ]
 
     def _num_growing(self) -> int:
-        """Running sequences that may want a page more, each of which is kept free."""
+        """Sequences that may want a page more, each of which is kept free."""
         return sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
 
-    def _num_missing(self, sequence: Sequence) -> int:
-        num_tokens = sequence.num_prompt + sequence.num_output
-        wanted = min(self._num_pages(num_tokens), sequence.num_most_pages)
+    def _num_missing(self, sequence: Running) -> int:
+        wanted = min(self._num_pages(sequence.num_known), sequence.num_most_pages)
         return max(0, wanted - len(sequence.pages))
-
-    def _budget(self, size: Size) -> int:
-        return num_budget(size.num_prompt, size.num_output, size.max_tokens, self._max_model_len)
-
-    def _num_most_pages(self, size: Size) -> int:
-        return self._num_pages(size.num_prompt + size.num_output + self._budget(size))
 
     def _num_pages(self, num_tokens: int) -> int:
         """Pages for known tokens and two more steps of drafts."""
@@ -209,10 +230,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
-        owners = [*self.sequences.values(), *self._retired.values()]
+        owners = [*self.sequences.values(), *self._ending.values()]
         rows = self._free_rows + [s.row for s in owners]
         assert sorted(rows) == list(range(self._max_rows)), f"rows lost or doubled: {rows}"
-        assert all(s.num_in_flight for s in self._retired.values()), "a retired row is kept"
+        assert all(s.num_in_flight for s in self._ending.values()), "an ended row is kept"
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
         assert not self.sequences.keys() & {*self._begun, *self._fresh}, "a granted one waits"

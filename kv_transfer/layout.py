@@ -10,7 +10,7 @@ from typing import Any
 from core.errors import LayoutMismatch
 from core.schema import pack
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the hand-over messages; both sides must speak the same one."""
 
 

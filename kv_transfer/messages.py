@@ -74,12 +74,13 @@ class Pull:
 class Seal:
     """The KV is complete. Counts are per layout group, generations per page of P.
 
-    ``hidden`` is the main model's last hidden state as raw bytes, None for zero_hidden.
+    ``features`` of the last prompt token are what the drafter wants of the main model, as raw
+    bytes; None for zero_hidden, and if it wants nothing.
     """
 
     first_token: int
-    hidden: bytes | None
-    hidden_dtype: str
+    features: bytes | None
+    features_dtype: str
     num_tokens: tuple[int, ...]
     generations: tuple[int, ...]
 

@@ -30,11 +30,11 @@ class Computed:
 
 
 class First(NamedTuple):
-    """The first token, and the hidden state before it; None means zero_hidden."""
+    """The first token, and the features of the token before it, as in a Seal."""
 
     token: int
-    hidden: bytes | None = None
-    hidden_dtype: str = ""
+    features: bytes | None = None
+    features_dtype: str = ""
 
 
 @dataclass(slots=True, eq=False)

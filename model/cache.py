@@ -16,11 +16,13 @@ Caches = dict[str, list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a life: ``width`` values per token and layer."""
+    """Layers that share a life: ``width`` values per token and layer, which depend on ``lag`` later
+    tokens."""
 
     name: str
     num_layers: int
     width: int
+    lag: int = 0
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,11 +1,13 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from core.config import AUTO, TandemConfig
+from core.forms import EAGER
 from core.info import PREFILL
 from core.pace import LOADING, on_start
 from core.placement import Placement
@@ -20,7 +22,6 @@ from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
 from model.kernels.base import BLOCK, Kernels
-from model.kernels.repeated import EAGER
 from model.layers import adopt
 from model.think import read_think_ids
 from model.weights import Checkpoint, has_mtp, load_main
@@ -35,7 +36,8 @@ SHARE_OF_STEPS = 0.1
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """``think_ids`` begin and end the thinking part of an answer, None if the checkpoint has no
-    such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not."""
+    such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not. ``refused`` are
+    programs that could not be made, and why, as long as the process lives."""
 
     config: ModelConfig
     network: DeepseekV3
@@ -47,27 +49,27 @@ class LoadedModel:
     max_model_len: int
     has_mtp: bool
     think_ids: tuple[int, int] | None
+    refused: dict[Any, str] = field(default_factory=dict)
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def is_eager(self) -> bool:
-        """Whether steps are called in Python each time."""
-        return self.form.startswith(EAGER)
-
-    @property
     def form(self) -> str:
-        """In which its decode steps are computed, and if the kernels could do better, why not."""
-        why = self.dispatch.why_eager or self.drafter.why_eager or self.kernels.why_eager
-        return f"{EAGER}: {why}" if why and self.kernels.form != EAGER else self.kernels.form
+        """The best in which its programs can be had."""
+        return EAGER if self.dispatch.why_eager else self.kernels.form
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The main caches, then the drafter's, in wire order."""
         main = CacheGroup(MAIN, self.config.num_hidden_layers, self.config.latent_dim)
         return (main, *self.drafter.cache_groups)
+
+    @property
+    def lag(self) -> int:
+        """How many later tokens an entry of any cache depends on."""
+        return max(group.lag for group in self.groups)
 
     def allocate(self, num_pages: int, page_size: int) -> Caches:
         """Zeroed: whatever is read before it was written, the dummy page too, is finite."""

@@ -1,7 +1,7 @@
 """The prefill engine of one rank: prompt to cache pages, first token and last hidden state.
 
 Runs on the engine thread. Shape legend: T tokens of a step, G chunks of it, E of these that end
-their prompt, D hidden.
+their prompt, D hidden, F features.
 """
 
 import logging
@@ -31,8 +31,8 @@ from runtime.lockstep import Planner
 from runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
-First = tuple[int, tuple[TokenLogprobs, ...], Tensor]
-"""Of a prompt that has ended: first token, its log probabilities, hidden state [D]."""
+End = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
+"""Of a prompt that has ended: first token, its log probabilities, features [F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Progress:
     """After a chunk: ``num_tokens`` slots of a sequence are computed, per cache group.
 
     With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
-    ``hidden_D`` is the main model's hidden state of the last token.
+    ``features_F`` are what the drafter wants of the last token, None if it wants nothing.
     """
 
     sequence: Sequence
     num_tokens: tuple[int, ...]
     first_token: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    hidden_D: Tensor | None = None
+    features_F: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class PrefillEngine:
         self._box = parts.loop.box
         self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_batch_tokens
-        self.scheduler = Scheduler(pages or PageSource(parts.pool), max_batch_tokens)
+        pages = pages or PageSource(parts.pool, parts.loaded.lag)
+        self.scheduler = Scheduler(pages, max_batch_tokens)
         self._planner = planner or parts.lockstep.planner(fullest, (int, int), parts.loop.wake)
         self.num_steps = 0
 
@@ -98,8 +99,8 @@ class PrefillEngine:
             work = self._prepare(plan.key)
             self._note(self._chunks)
             with self._planner.program(), self._planner.reading():
-                firsts = self._compute(work)
-            self._report(self._chunks, firsts)
+                ends = self._compute(work)
+            self._report(self._chunks, ends)
             self._note([])
         self.num_steps += 1
 
@@ -150,7 +151,7 @@ class PrefillEngine:
             sampling=sampling_rows(requests, self._loaded),
         )
 
-    def _compute(self, work: Work) -> Iterator[First]:
+    def _compute(self, work: Work) -> Iterator[End]:
         """Main model, first tokens, drafter. Logits are those of the last tokens of prompts that
         end here, taken once."""
         network, segments = self._loaded.network, work.batch.segments
@@ -161,18 +162,20 @@ class PrefillEngine:
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
         tokens_E = choose(logits_EV, work.sampling, work.num_output_E, no_drafts)
         next_G = work.next_G.index_copy(0, work.ended_E, tokens_E)
-        self._loaded.drafter.prefill(work.batch, next_G, hidden_1TD, self._caches)
+        drafter = self._loaded.drafter
+        drafter.prefill(work.batch, next_G, hidden_1TD, self._caches)
         logprobs = _logprobs(work.requests, logits_EV, tokens_E)
-        return zip(tokens_E.tolist(), logprobs, hidden_ED, strict=True)
+        features_EF = hidden_ED if drafter.num_features else [None] * len(hidden_ED)
+        return zip(tokens_E.tolist(), logprobs, features_EF, strict=True)
 
     def _ints(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._loaded.device)
 
-    def _report(self, chunks: list[Chunk], firsts: Iterator[First]) -> None:
+    def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
         for chunk in chunks:
             num_tokens = (chunk.hi,) * len(self._caches)
-            first = next(firsts) if chunk.is_last else ()
-            progress = Progress(chunk.sequence, num_tokens, *first)
+            end = next(ends) if chunk.is_last else ()
+            progress = Progress(chunk.sequence, num_tokens, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
 

@@ -62,8 +62,7 @@ class PrefillNode:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
         sequence, first = progress.sequence, None
         if progress.first_token is not None:
-            assert progress.hidden_D is not None
-            first = First(progress.first_token, *self._packed_hidden(progress.hidden_D))
+            first = First(progress.first_token, *self._packed(progress.features_F))
         self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
         if first is not None:
             self._settle(sequence.identity, progress)
@@ -117,11 +116,11 @@ class PrefillNode:
         self._callers[identity] = answer
         self.source.open(identity, lambda: self._on_release(identity))
 
-    def _packed_hidden(self, hidden_D: Tensor) -> tuple[bytes | None, str]:
-        if not self._ship_hidden:
+    def _packed(self, features_F: Tensor | None) -> tuple[bytes | None, str]:
+        if features_F is None or not self._ship_hidden:
             return None, ""
-        raw = hidden_D.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return raw, str(hidden_D.dtype).removeprefix("torch.")
+        raw = features_F.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return raw, str(features_F.dtype).removeprefix("torch.")
 
     def _load(self, _: None) -> Load:
         """Read without waiting for the engine: how far that is, is what it tells."""

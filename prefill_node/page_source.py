@@ -6,14 +6,17 @@ from core.identity import Identity
 from kv_transfer.pages import PagePool
 from prefill_node.prefix_cache import PrefixCache
 
+PagesOf = Callable[[Identity], tuple[int, ...]]
+Share = Callable[[Identity, Sequence[int]], tuple[int, ...]]
+
 
 class PageSource:
     """From the pool, behind what the prefix cache knows. Owned by the engine thread, like the pool.
-    ``prefixes`` are what is known."""
+    ``prefixes`` are what is known; cache entries depend on ``lag`` later tokens."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, lag: int = 1) -> None:
         self.pool = pool
-        self.prefixes = PrefixCache(pool)
+        self.prefixes = PrefixCache(pool, lag)
 
     def check(self, identity: Identity, num_tokens: int) -> None:
         """Raises ValueError for what can never be placed, HandoverError for what is gone."""
@@ -38,25 +41,23 @@ class PageSource:
 class AdoptedPages(PageSource):
     """Pages that decode rows of this process hold: a prompt is computed where it is decoded.
 
-    ``find_row(identity)`` gives the row's own list of pages, enough for the prompt, and raises
-    HandoverError when there is no such row. Known pages take the place of its first ones there:
-    nothing is copied, and what they replace goes back to the pool. The caller's references are
-    its own, so neither frees a page that the other still needs.
+    ``pages_of`` tells a row's, and raises HandoverError when there is no such row. Known pages take
+    the place of a row's first ones there (``share``: they come with a reference each, what they
+    replace goes back to the pool, the row's pages are returned): nothing is copied. The caller's
+    references are its own, so neither frees a page that the other still needs.
     """
 
-    def __init__(self, pool: PagePool, find_row: Callable[[Identity], list[int]]) -> None:
-        super().__init__(pool)
-        self._find_row = find_row
+    def __init__(self, pool: PagePool, lag: int, pages_of: PagesOf, share: Share) -> None:
+        super().__init__(pool, lag)
+        self._pages_of, self._share = pages_of, share
 
     def check(self, identity: Identity, num_tokens: int) -> None:
-        num_held, num_pages = len(self._find_row(identity)), self.pool.num_pages_for(num_tokens)
+        num_held, num_pages = len(self._pages_of(identity)), self.pool.num_pages_for(num_tokens)
         assert num_held >= num_pages, f"{identity}: {num_pages} pages needed, {num_held} held"
 
     def take(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int]:
-        row = self._find_row(identity)
         known = self.prefixes.take(token_ids)
-        self.pool.release(row[: len(known)])
-        row[: len(known)] = known
-        pages = row[: self.pool.num_pages_for(len(token_ids))]
+        row = self._share(identity, known)
+        pages = list(row[: self.pool.num_pages_for(len(token_ids))])
         self.pool.retain(pages)
         return pages, len(known)

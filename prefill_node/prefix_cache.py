@@ -1,7 +1,8 @@
 """Computed prompt pages kept for the next prompt that begins alike. Plain Python.
 
-A page's key covers every token up to its end and the one after it: the draft entry of its last
-slot pairs that slot's hidden state with the next token, so a page is only right with both.
+A page's key covers every token up to its end and as many after it as cache entries depend on: the
+MTP entry of its last slot pairs that slot's hidden state with the next token, so a page is only
+right with both.
 """
 
 from collections import OrderedDict
@@ -11,22 +12,25 @@ from itertools import islice, takewhile
 from core.prefixes import prefix_digests
 from kv_transfer.pages import PagePool
 
-PageKey = tuple[bytes, int]
+PageKey = tuple[bytes, tuple[int, ...]]
 
 
-def page_keys(token_ids: Sequence[int], page_size: int) -> Iterator[PageKey]:
-    """Keys of the full pages whose next token is in ``token_ids``, first page first."""
-    return zip(prefix_digests(token_ids, page_size), token_ids[page_size::page_size], strict=False)
+def page_keys(token_ids: Sequence[int], page_size: int, lag: int = 1) -> Iterator[PageKey]:
+    """Keys of the full pages whose next ``lag`` tokens are in ``token_ids``, first page first."""
+    ends = range(page_size, len(token_ids) - lag + 1, page_size)
+    later = (tuple(token_ids[end : end + lag]) for end in ends)
+    return zip(prefix_digests(token_ids, page_size), later, strict=False)
 
 
 class PrefixCache:
     """Holds one reference on each page it knows; least recently used pages go first.
 
-    It keeps them in its pool: those nobody else holds are given back when others need them.
+    It keeps them in its pool: those nobody else holds are given back when others need them. Cache
+    entries depend on ``lag`` later tokens.
     """
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: PagePool, lag: int = 1) -> None:
+        self._pool, self._lag = pool, max(1, lag)
         self._pages: OrderedDict[PageKey, int] = OrderedDict()
         pool.reclaim = self._reclaim
 
@@ -36,7 +40,8 @@ class PrefixCache:
     def take(self, token_ids: Sequence[int]) -> list[int]:
         """Pages of the longest known beginning, with a reference each for the caller.
 
-        At least the last token is left to compute: its hidden state is not kept.
+        At least the last token is left to compute: its hidden state is not kept, so the key of a
+        page covers a token after it in any case.
         """
         known = list(takewhile(self._pages.__contains__, self._keys(token_ids)))
         pages = [self._pages[key] for key in known]
@@ -61,7 +66,7 @@ class PrefixCache:
             self._pool.unkeep(self._pages.pop(key))
 
     def _keys(self, token_ids: Sequence[int]) -> Iterator[PageKey]:
-        return page_keys(token_ids, self._pool.page_size)
+        return page_keys(token_ids, self._pool.page_size, self._lag)
 
     def _touch(self, keys: list[PageKey]) -> None:
         """Newest last, a beginning after what follows it: it is of use without that."""

@@ -82,9 +82,11 @@ class RankParts:
         spec, pool = self.spec, self.pool
         computed = self.loaded.dispatch.computed
         num_free, rows = await self.loop.call(lambda: (pool.num_available, computed()))
-        kernels = self.loaded.kernels.name
+        loaded, kernels = self.loaded, self.loaded.kernels.name
         if spec.kind != PREFILL:
-            kernels += f", {self.loaded.form}"
+            kernels += f", {loaded.form}"
+            if loaded.form != loaded.kernels.form:
+                kernels += f": {loaded.dispatch.why_eager}"
         return NodeStatus(
             spec.label,
             spec.kind,

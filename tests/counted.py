@@ -91,12 +91,12 @@ def step_of(
     for i in range(num_rows):
         bench.start(asked(kind, f"r{i}", [7 + k % 90 for k in range(length)]))
     bench.decode.step()
-    program = bench.decode._launcher.program
-    [(what, play)] = program.kept.items()
+    programs = bench.decode.programs
+    [(key, play)] = programs.kept.values()
     assert isinstance(play, Recorded)
-    read_B, write_B = bench.decode._rows.index(list(range(num_rows)), num_rows)
+    read_B, write_B = bench.decode._launcher.rows.index(list(range(num_rows)), num_rows)
     with counted() as counts:
-        program._compute(what, read_B, write_B)
+        programs._compute(key, None, read_B, write_B)
     return counts, play
 
 

@@ -64,8 +64,7 @@ class Gate:
 
 def are_active(rank: DecodeNode, num: int) -> bool:
     """Whether so many sequences decode there."""
-    sequences = list(rank.engine.scheduler.sequences.values())
-    return sum(sequence.active for sequence in sequences) == num
+    return len(rank.engine.scheduler.running) == num
 
 
 def begin_together(rank: DecodeNode, num: int) -> None:

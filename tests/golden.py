@@ -18,10 +18,12 @@ from unittest.mock import patch
 
 from benchmarks.driven import engines
 from benchmarks.driven.engines import Bench, greedy
-from core.request import REJECTION, RELAXED, Request, Speculation
-from decode_node import launcher
-from decode_node.buckets import Buckets
-from decode_node.plan import (
+from core.forms import CAPTURED
+from core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.forms import usual_keys
+from decode_node.planning.lengths import by_load as by_load_length
+from decode_node.planning.step_plan import (
     MAKE,
     PLAIN,
     SAMPLED,
@@ -29,10 +31,12 @@ from decode_node.plan import (
     Proposal,
     Report,
     StepKey,
+    StepPlan,
     report_of,
-    usual_programs,
 )
-from decode_node.planner import StepPlanner
+from decode_node.planning.step_planner import StepPlanner
+from decode_node.program import launcher
+from model.drafters.mtp_rows import Pending
 from model.loaded import LoadedModel
 from runtime.lockstep import LocalPlanner, Plan
 from tests.small import write_small
@@ -53,7 +57,7 @@ class Load:
         self.loaded = loaded
         self.lines: list[str] = []
         self.bench: Bench
-        self._keys: list[StepKey | None] = []
+        self._plans: list[StepPlan | None] = []
 
     def begin(self, loaded: LoadedModel | None = None, **more: object) -> Bench:
         self.bench = Bench(loaded or self.loaded, **more)  # type: ignore[arg-type]
@@ -70,7 +74,7 @@ class Load:
 
     def step(self, num: int = 1) -> None:
         for _ in range(num):
-            self._keys.clear()
+            self._plans.clear()
             self.bench.frames.clear()
             try:
                 self.bench.decode.step()
@@ -83,8 +87,8 @@ class Load:
                 + (f" {counted(one.logprobs)}" if one.logprobs else "")
                 for one in self.bench.updates()
             ]
-            keys = [keyed(key) for key in self._keys]
-            self.lines.append(" | ".join((*(keys or ["no plan"]), *told)))
+            plans = [keyed(plan) for plan in self._plans]
+            self.lines.append(" | ".join((*(plans or ["no plan"]), *told)))
 
     def finish(self) -> None:
         """All that is left, and nothing stays taken."""
@@ -92,29 +96,29 @@ class Load:
             self.step()
         self.bench.check_empty()
 
-    def planned(self, key: StepKey | None) -> None:
-        self._keys.append(key)
+    def planned(self, plan: StepPlan | None) -> None:
+        self._plans.append(plan)
 
 
 def counted(logprobs: tuple) -> str:
     return "logprobs " + ",".join(str(len(one.top_ids)) for one in logprobs)
 
 
-def keyed(key: StepKey | None) -> str:
-    if key is None:
+def keyed(plan: StepPlan | None) -> str:
+    if plan is None:
         return "-"
-    extras = key.extras
+    key, extras = plan.key, plan.key.extras
     asked = ["greedy" if extras.all_greedy else "sampled", *(["rules"] * extras.has_rules)]
-    asked += [f"logprobs {extras.num_logprobs}"] * (extras.num_logprobs is not None)
-    asked += [kind for kind in extras.kinds if kind != "strict"]
-    size = f"{key.num_rows} rows {key.num_drafts} drafts width {key.width}"
-    return f"{key.use} {size} {' '.join(asked)}"
+    is_all = extras.kinds == tuple(sorted(ACCEPTANCES))
+    asked += ["all kinds"] if is_all else [kind for kind in extras.kinds if kind != "strict"]
+    size = f"{key.num_rows} rows {key.num_drafts} drafts, {key.catch_up} to catch up"
+    return f"{plan.use} {size} {' '.join(asked)}"
 
 
 def cost_s(key: StepKey) -> float:
     """A step of the first two drafts costs little, of more or of many rows much."""
     num_tokens = key.num_rows * (key.num_drafts + 1)
-    return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.width)
+    return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.catch_up)
 
 
 def scripted(report: Callable[..., Report]) -> Callable[..., Report]:
@@ -243,8 +247,8 @@ def by_load(load: Load) -> None:
 def made_ahead(load: Load) -> None:
     """Programs are made while nobody has work, or when one was asked for often enough."""
     kernels = copy(load.loaded.kernels)
-    kernels.makes_ahead = True
-    ahead = replace(load.loaded, kernels=kernels)
+    kernels.form = CAPTURED
+    ahead = replace(load.loaded, kernels=kernels, refused={})
     load.begin(ahead, num_drafts=1, max_rows=6, draft_length="by_load", buckets=(3, 6))
     load.finish()
     load.start(*everything(30))
@@ -258,8 +262,8 @@ def made_ahead(load: Load) -> None:
 def a_gang_of_three(load: Load) -> None:
     """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
     draw, sizes = random.Random(7), (1, 2, 4, 8)
-    usual = usual_programs(sizes, 3, False)
-    planner = StepPlanner(Buckets(sizes), 3, "by_load", True, usual)
+    usual = usual_keys(sizes, range(4), Pending(3))
+    planner = StepPlanner(Buckets(sizes), 3, by_load_length, Pending(3), True, usual)
     ranks, key = [list[int]() for _ in range(3)], None
     for step in range(500):
         for limits in ranks:
@@ -267,18 +271,18 @@ def a_gang_of_three(load: Load) -> None:
                 limits.clear()
             elif draw.random() < 0.3:
                 limits[:] = draw.choices((0, 2, 3), (1, 1, 4), k=draw.randrange(9))
-        key = planner([proposal_of(draw, limits, key) for limits in ranks])
-        load.lines.append(keyed(key))
-        key = None if key is None or key.use == MAKE else key
+        plan = planner([proposal_of(draw, limits, key) for limits in ranks])
+        load.lines.append(keyed(plan))
+        key = None if plan is None or plan.use == MAKE else plan.key
 
 
 def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
     """With what the rank saw in the ``last`` step: most drafts were right."""
     rows = [(limit, sum(draw.random() < 0.75 for _ in range(limit))) for limit in limits]
     report = None if last is None else report_of(last, cost_s(last), rows)
-    extras = draw.choices((PLAIN, SAMPLED, Extras(False, num_logprobs=2)), (6, 3, 1))[0]
-    counts = tuple(map(limits.count, range(4)))
-    return Proposal(counts, 1 + draw.randrange(4), extras, can_make=True, report=report)
+    extras = draw.choices((PLAIN, SAMPLED, Extras(has_rules=True)), (6, 3, 1))[0]
+    counts, behind = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
+    return Proposal(counts, behind, extras, CAPTURED, report=report)
 
 
 def main() -> None:

@@ -103,9 +103,12 @@ class Scene:
         return any(identity.request_id == name for identity in sequences)
 
     def has_begun(self, name: str) -> bool:
-        """Whether the row it was granted is its own."""
-        sequences = self.cluster.decodes[0].engine.scheduler.sequences.items()
-        return any(i.request_id == name and hasattr(s, "request") for i, s in sequences)
+        """Whether its KV comes into the row that it was granted, or has come."""
+        [decode] = self.cluster.decodes
+        held = decode._arriving, decode.engine.scheduler.running
+        return any(name == one.identity.request_id for one in held[1]) or any(
+            name == identity.request_id for identity in held[0]
+        )
 
     def on_decode(self, name: str, num: int = 1) -> bool:
         """Whether the decode node holds anything of at least so many answers of a request."""

@@ -43,9 +43,10 @@ SPINE = {
     ),
     "core": ("answer", "request"),
     "decode_node": (
-        *("draft_length", "engine", "launcher", "messages", "node", "plan", "planner"),
-        *("program", "publisher", "rows", "scheduler", "sequence", "sessions", "step"),
+        *("engine", "messages", "node", "publisher", "scheduler", "sessions", "states"),
     ),
+    "decode_node/planning": ("forms", "lengths", "step_plan", "step_planner"),
+    "decode_node/program": ("launcher", "programs", "rows", "step"),
     "kv_transfer": ("messages", "pages", "pull", "sink", "source"),
     "model": ("batch", "deepseek", "layers", "mla", "moe", "sampling"),
     "model/acceptance": ("__init__", "base", "strict"),
@@ -62,10 +63,11 @@ BESIDE = {
     "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
     "cluster/proto": ("mapping",),
     "core": (
-        *("control", "identity", "membership", "pace", "prefixes", "schema", "stopping"),
+        *("forms", "control", "identity", "membership", "pace", "prefixes", "schema", "stopping"),
         "tasks",
     ),
-    "decode_node": ("buckets", "clock"),
+    "decode_node/planning": ("buckets",),
+    "decode_node/program": ("clock",),
     "kv_transfer": (
         *("accepted", "base", "caches", "copies", "gloo", "layout", "links", "offered"),
         *("staging", "waiting"),

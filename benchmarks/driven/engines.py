@@ -13,13 +13,13 @@ from core.info import COLOCATED, DECODE
 from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
-from decode_node.buckets import Buckets
-from decode_node.draft_length import no_costs
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Size
-from decode_node.plan import Proposal, StepKey
-from decode_node.planner import plan_step
-from decode_node.sequence import Sequence
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.lengths import Costs, DraftLength, most_wanted
+from decode_node.planning.step_plan import Proposal, Report, StepPlan
+from decode_node.planning.step_planner import StepPlanner
+from decode_node.states import Running
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress
@@ -30,19 +30,35 @@ from runtime.parts import RankParts
 POISON = 1e4
 
 
-class IdleFirst(LocalPlanner[Proposal, StepKey]):
-    """Plans no drafts in the first ``num_steps`` steps, then ``most``; batches are not padded."""
+class IdleFirst:
+    """No drafts in the first ``num_steps`` steps, then as many as rows want."""
 
-    def __init__(self, num_steps: int, most: int) -> None:
-        super().__init__(self._decide_one)
-        self._num_left, self._most = num_steps, most
+    def __init__(self, num_steps: int) -> None:
+        self._num_left = num_steps
 
-    def _decide_one(self, proposals: Items[Proposal]) -> StepKey | None:
-        costs, buckets = no_costs(self._most), Buckets(tuple(range(1, 65)))
-        num_drafts = 0 if self._num_left > 0 else self._most
-        key, _ = plan_step(proposals, costs, buckets, lambda *_: (num_drafts, costs))
-        self._num_left -= key is not None
-        return key
+    def __call__(
+        self, costs: Costs, reports: Items[Report], num_rows: int, wanted: Items[int]
+    ) -> tuple[int, Costs]:
+        self._num_left -= 1
+        return (0, costs) if self._num_left >= 0 else most_wanted(costs, reports, num_rows, wanted)
+
+
+class Held:
+    """Always that many drafts."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def __call__(
+        self, costs: Costs, reports: Items[Report], num_rows: int, wanted: Items[int]
+    ) -> tuple[int, Costs]:
+        return self._num_drafts, costs
+
+
+def planner_of(loaded: LoadedModel, max_drafts: int, length: DraftLength) -> StepPlanner:
+    """Batches are not padded, nothing is measured."""
+    buckets, catch_up = Buckets(tuple(range(1, 65))), loaded.drafter.catch_up(max_drafts)
+    return StepPlanner(buckets, max_drafts, length, catch_up)
 
 
 @dataclass
@@ -60,7 +76,8 @@ class Bench:
     draft_length: str = "fixed"
     measures: bool = False
     buckets: tuple[int, ...] | None = None
-    planner: Planner[Proposal, StepKey] | None = None
+    planner: Planner[Proposal, StepPlan] | None = None
+    length: DraftLength | None = None
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
@@ -74,12 +91,15 @@ class Bench:
         parts = RankParts(
             spec, config, self.loaded, self.pool, self.caches, EngineLoop("never started")
         )
+        planner = self.planner
+        if self.length is not None:
+            planner = LocalPlanner(planner_of(self.loaded, self.num_drafts, self.length))
         self.prefill = PrefillEngine(parts, self.progress.append, lambda *failed: None)
         self.decode = DecodeEngine(
             parts,
             on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
             on_grant=lambda _: None,
-            planner=self.planner,
+            planner=planner,
         )
 
     def _config(self) -> TandemConfig:
@@ -103,13 +123,13 @@ class Bench:
 
     def start_all(self, *requests: Request) -> dict[str, tuple[int, str | None]]:
         """As ``start``, by id: prompts share prefill steps."""
-        pages: dict[Identity, list[int]] = {}
+        pages: dict[Identity, tuple[int, ...]] = {}
         for request in requests:
             identity = self.identities[request.request_id] = Identity(request.request_id)
             num_output = len(request.output_ids)
             size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
             self.decode.ask(identity, size)
-            pages[identity] = self.decode.scheduler.begin(identity, request).pages
+            pages[identity] = self.decode.scheduler.held(identity).pages
             self.prefill.scheduler.admit(identity, request)
         started: dict[str, tuple[int, str | None]] = {}
         num_seen = len(self.progress)
@@ -141,14 +161,14 @@ class Bench:
         if reason is not None:
             self.decode.drop(done.sequence.identity)
         else:
-            hidden = done.hidden_D if self.ship_hidden else None
-            self.decode.activate(done.sequence.identity, done.first_token, hidden)
+            features_F = done.features_F if self.ship_hidden else None
+            self.decode.activate(done.sequence.identity, request, done.first_token, features_F)
         return reason
 
-    def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
+    def _copy(self, source: Items[int], target: Items[int], num_tokens: int) -> None:
         num_pages = self.pool.num_pages_for(num_tokens)
         for cache in self.all_caches():
-            cache[target[:num_pages]] = cache[source[:num_pages]]
+            cache[list(target[:num_pages])] = cache[list(source[:num_pages])]
 
     def generate(self, *requests: Request) -> list[tuple[list[int], str]]:
         """Token ids and finish reasons of requests that run in one batch."""
@@ -164,8 +184,10 @@ class Bench:
             answers[name] = (ids + list(update.token_ids), update.finish_reason)
         return [answers[r.request_id] for r in requests]  # type: ignore[misc]
 
-    def sequence(self, request_id: str) -> Sequence:
-        return self.decode.scheduler.sequences[self.identities[request_id]]
+    def sequence(self, request_id: str) -> Running:
+        sequence = self.decode.scheduler.sequences[self.identities[request_id]]
+        assert isinstance(sequence, Running)
+        return sequence
 
     def drop(self, request_id: str) -> bool:
         return self.decode.drop(self.identities[request_id])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
 from model.dispatch.local import Local
+from model.drafters.base import Drafter
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.drafters.none import NoDrafter
 from model.kernels import create_kernels
@@ -75,7 +76,9 @@ def random_model(
             keep_blocks(part, lambda name: "lm_head" not in name)
         _fill(part, device, dtype, generator)
     chosen = create_kernels("auto", config, device, quantises=in_fp8)
-    drafter = MtpDrafter(network, layer.eval()) if with_mtp else NoDrafter()
+    drafter: Drafter = NoDrafter()
+    if with_mtp:
+        drafter = MtpDrafter(network, layer.eval())
     adopt(network.eval(), chosen)
     drafter.adopt(chosen)
     kind = (dtype, device, config.max_position_embeddings, with_mtp, None)

@@ -16,10 +16,10 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from core.identity import Identity
-from decode_node.plan import StepKey, pass_width, row_width
-from decode_node.program import StepProgram
-from decode_node.rows import Rows
-from decode_node.sequence import Sequence
+from decode_node.planning.step_plan import MAKE, StepKey, StepPlan
+from decode_node.program.programs import Programs
+from decode_node.program.rows import Rows
+from decode_node.states import Running
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
@@ -80,25 +80,28 @@ class Steps:
         self.caches = loaded.allocate(1 + num_rows * per_row, PAGE_SIZE)
         for cache in (one for group in self.caches.values() for one in group):
             cache.normal_()
-        self.rows = Rows(loaded, num_rows, row_width(num_drafts), per_row)
+        self.rows = Rows(loaded, num_rows, num_drafts, per_row)
         request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
-            one = Sequence(Identity(f"r{i}"), i, pages, per_row, context, 0, ROOM)
-            one.begin(request, frozenset(), num_drafts)
+            places = i, pages, per_row, ROOM, 1
+            settings = request, frozenset[int](), num_drafts, num_drafts
+            one = Running(Identity(f"r{i}"), *places, *settings)
             hidden = torch.randn(loaded.config.hidden_size, device=loaded.device)
             self.rows.begin(one, 7 + i, hidden.to(loaded.dtype))
-        self._program = StepProgram(loaded, self.caches, self.rows)
-        width = pass_width(num_drafts, 1, num_drafts)
-        self._what = StepKey(num_rows, num_drafts, width), None
+        self._programs = Programs(loaded, self.caches, self.rows)
+        catch_up = loaded.drafter.catch_up(num_drafts)
+        key = StepKey(num_rows, num_drafts, catch_up.amount(num_drafts, catch_up.start))
+        self._plan = StepPlan(key)
         self._index = self.rows.index(list(range(num_rows)), num_rows)
 
     def step(self) -> Any:
-        return self._program.run(self._what, *self._index)
+        return self._programs.run(self._plan, None, *self._index)
 
     def capture(self) -> None:
-        num_rows = self._what[0].num_rows
-        self._program.make(self._what, *self.rows.index([], num_rows, is_trial=True))
+        self._plan = StepPlan(self._plan.key, MAKE, slot=0)
+        index = self.rows.index([], self._plan.key.num_rows, is_trial=True)
+        self._programs.make(self._plan, *index)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ A decode row's pages are granted first; the prompt is computed right there. Noth
 hand-over is the seal alone.
 """
 
+from collections.abc import Sequence
+
 from core.answer import TransferStats
 from core.control import Control, Done, InProcessControl, ask
 from core.identity import Identity
@@ -28,7 +30,7 @@ class SealedInPlace:
         self._tasks = Tasks()
         self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
 
-    async def pull(self, offer: m.Offer, control: Control, pages: list[int]) -> Pulled:
+    async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
         """As Sink.pull: keeps the lease, releases it at the end, whatever the end."""
         reason = "failed"
         self._num_pulls += 1
@@ -84,8 +86,10 @@ async def build(parts: RankParts) -> ColocatedRank:
     """Both engines on one thread."""
     intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
     decode = DecodeNode(parts, intake, lambda owner, epoch: control)
-    held = decode.engine.scheduler.held
-    prefill = PrefillNode(parts, AdoptedPages(parts.pool, lambda one: held(one).pages))
+    rows = decode.engine.scheduler
+    pages_of = lambda identity: rows.held(identity).pages  # noqa: E731
+    pages = AdoptedPages(parts.pool, parts.loaded.lag, pages_of, rows.share)
+    prefill = PrefillNode(parts, pages)
     control = InProcessControl(prefill.handle, parts.spec.epoch)
     await decode.listen()
     return ColocatedRank(prefill, decode)

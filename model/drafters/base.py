@@ -1,74 +1,107 @@
 """The drafter seam: how any method proposes tokens for verification.
 
-Shape legend: B rows, M tokens of a row that can be pending, N drafts this step, D hidden, P pages;
-in prefill T packed tokens, G segments.
+Shape legend: B rows, N drafts this step, N1 = N + 1 places, F features, D hidden, P pages of a
+row's table, V vocabulary; in prefill T packed tokens, G segments.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from core.forms import CatchUp
 from model.batch import Batch
 from model.cache import CacheGroup, Caches
 from model.kernels.base import Kernels
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""
+Own = Any
+"""Rows of a drafter: a dataclass of tensors whose first axis is the row, or None."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftState:
-    """What the rounds before left behind, for B rows.
-
-    ``tokens_BM[b, :m]`` are the m = ``num_pending_B[b]`` tokens emitted since the drafter was
-    called last, and ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
-    ``tokens_BM[b, i]``. ``num_known_B`` is L, prompt plus emitted tokens. Where ``first_B`` is True
-    that of the first token was not shipped (zeros): its row of pass 1 leaves no trace in the cache.
-    ``real_B`` is False for rows that only fill the batch up, None if there are none.
+class View:
+    """What any drafter may know of B rows. ``num_known_B`` is L, prompt plus emitted tokens, of
+    which ``last_B1`` is the last. ``real_B`` is False for rows that only fill the batch up.
     ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
     tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
     """
 
-    tokens_BM: Tensor
-    hidden_BMD: Tensor
-    num_pending_B: Tensor
+    last_B1: Tensor
     num_known_B: Tensor
-    first_B: Tensor
     page_table_BP: Tensor
+    real_B: Tensor
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    real_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens [B, N], each row a chain behind its known text. ``q_BNV`` are the probabilities that
-    they were drawn from, None for deterministic drafts."""
+    """Tokens [B, N], each row a chain behind its known text; ``num_B`` is how many of a row's are
+    drafts at all, None if all are. ``q_BNV`` are the probabilities that they were drawn from, None
+    for deterministic drafts."""
 
     tokens_BN: Tensor
+    num_B: Tensor | None = None
     q_BNV: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a step gave B rows: ``tokens_BN1[b, : num_B[b]]``, and the features of the tokens before
+    each of them."""
+
+    tokens_BN1: Tensor
+    num_B: Tensor
+    features_BN1F: Tensor
+
+
 class Drafter(Protocol):
-    """One drafting method. ``cache_groups`` are the caches it reads and writes besides the
-    main model's; a prefill node fills them, and they travel with the rest. ``why_eager`` says why
-    ``draft`` has to be called in Python each time, if so: it reads values on the host."""
+    """One drafting method. Nobody but it knows its rows, how far behind the text they are, and what
+    is in its caches.
+
+    Its part of a step is on the device and static, of the program of that step, and a failure in it
+    is the step's; unless it ``is_fed``: then it is called before each program, as Python, and
+    what it raises costs that rank the drafts of that step. ``meets_ranks``: it calls what all ranks
+    of a gang have to call together.
+    ``num_features``: of each token that the main model has seen it wants the last hidden state, or
+    nothing (0). ``cache_groups`` are the caches it reads and writes besides the main model's; a
+    prefill node fills them, and they travel with the rest.
+    """
 
     name: str
-    why_eager: str
+    is_fed: bool
     max_drafts: int | None
+    num_features: int
     cache_groups: tuple[CacheGroup, ...]
+
+    @property
+    def meets_ranks(self) -> bool: ...
 
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
         ...
 
-    def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
-        """Fill the drafter's caches for the main model's packed ``batch``, whose hidden states are
-        ``hidden_1TD``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
+    def prefill(self, batch: Batch, next_G: Tensor, features_1TF: Tensor, caches: Caches) -> None:
+        """Fill the drafter's caches for the main model's packed ``batch``, whose features are
+        ``features_1TF``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
         ...
 
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        """Propose ``num_drafts`` tokens a row; with 0 the draft cache is kept warm."""
+    def catch_up(self, max_drafts: int) -> CatchUp:
+        """How it catches up where a step drafts at most so much."""
+        ...
+
+    def begin(self, token: int, features_F: Tensor, is_known: bool, max_drafts: int) -> Own:
+        """One row, of a sequence whose first token this is. ``features_F`` are those of the last
+        prompt token, zeros if they are not known: then nothing of the prompt's may be written."""
+        ...
+
+    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        """Propose ``num_drafts`` tokens a row and catch up with ``amount``; with 0 drafts that is
+        all. ``own`` is left as it is."""
+        ...
+
+    def commit(self, own: Own, emitted: Emitted, amount: int) -> Own:
+        """The rows after a step that caught up with ``amount``."""
         ...

@@ -7,6 +7,7 @@ T packed tokens, G segments.
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.batch import DUMMY_PAGE, Batch, physical_slots
@@ -14,8 +15,8 @@ from model.cache import MTP, CacheGroup, Caches
 from model.config import ModelConfig
 from model.deepseek import DecoderLayer, DeepseekV3
 from model.dispatch.base import Dispatch
-from model.drafters.base import UNKNOWN, Drafts, DraftState
-from model.drafters.mtp_rows import PassRows, first_pass, later_slots
+from model.drafters.base import UNKNOWN, Drafts, Emitted, View
+from model.drafters.mtp_rows import MtpRows, PassRows, Pending, first_pass, later_slots
 from model.kernels.base import Angles, Kernels
 from model.layers import Linear, RMSNorm, adopt
 from model.weights import Checkpoint, load_mtp
@@ -59,13 +60,15 @@ class MtpDrafter:
     """
 
     name = "mtp"
-    why_eager = ""
+    is_fed = False
     max_drafts: int | None = None
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
         self._layer = layer
-        self.cache_groups: tuple[CacheGroup, ...] = (CacheGroup(MTP, 1, network.config.latent_dim),)
+        self.num_features = network.config.hidden_size
+        group = CacheGroup(MTP, 1, network.config.latent_dim, lag=1)
+        self.cache_groups: tuple[CacheGroup, ...] = (group,)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
@@ -75,8 +78,27 @@ class MtpDrafter:
         load_mtp(layer, checkpoint)
         return cls(network, layer.eval())
 
+    @property
+    def meets_ranks(self) -> bool:
+        """Its layer's tokens travel like any other's."""
+        return self._network.dispatch.placement is not None
+
     def adopt(self, kernels: Kernels) -> None:
         adopt(self._layer, kernels)
+
+    def catch_up(self, max_drafts: int) -> Pending:
+        return Pending(max_drafts)
+
+    def begin(self, token: int, features_F: Tensor, is_known: bool, max_drafts: int) -> MtpRows:
+        width = Pending(max_drafts).most
+        tokens_1M = torch.zeros(1, width, dtype=torch.int64)
+        tokens_1M[0, 0] = token
+        return MtpRows(
+            tokens_1M,
+            F.pad(features_F.view(1, 1, -1), (0, 0, 0, width - 1)),
+            num_pending_B=torch.tensor([1]),
+            first_B=torch.tensor([not is_known]),
+        )
 
     def forward(
         self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: Angles | None = None
@@ -85,30 +107,32 @@ class MtpDrafter:
         z_XD, angles = self._combined(batch, hidden_XD), angles or self._angles(batch)
         return self._layer.predict(z_XD, batch, caches[MTP][0], angles)
 
-    def prefill(self, batch: Batch, next_G: Tensor, hidden_1TD: Tensor, caches: Caches) -> None:
+    def prefill(self, batch: Batch, next_G: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
         batch = shifted(batch, next_G)
-        z_XD = self._combined(batch, hidden_1TD[0])
+        z_XD = self._combined(batch, features_1TF[0])
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        (num_rows, width), cache = state.tokens_BM.shape, caches[MTP][0]
-        page_size, drafts_BN = cache.shape[1], state.tokens_BM[:, :0]
-        rows = first_pass(state.num_known_B, state.num_pending_B, state.first_B, width)
-        batch = first_batch(state, rows, page_size)
-        z_XD = self._combined(batch, state.hidden_BMD.flatten(0, 1))
+    def draft(
+        self, own: MtpRows, view: View, num_drafts: int, amount: int, caches: Caches
+    ) -> Drafts:
+        num_rows, cache = len(own.tokens_BM), caches[MTP][0]
+        page_size, drafts_BN = cache.shape[1], own.tokens_BM[:, :0]
+        rows = first_pass(view.num_known_B, own.num_pending_B, own.first_B, amount)
+        batch = first_batch(own.tokens_BM[:, :amount], view, rows, page_size)
+        z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
         cos, sin = self._angles(batch)
         self._layer.write(z_XD, batch, cache, (cos, sin))
         if num_drafts == 0:
             return Drafts(drafts_BN)
-        at_B = torch.arange(num_rows, device=z_XD.device) * width + rows.head_B
-        own = head_batch(state, batch, at_B), cache, (cos[at_B], sin[at_B])
-        head_BD = self._layer.predict(z_XD[at_B], *own)
-        later = iter(self._later(state, num_drafts - 1, page_size) if num_drafts > 1 else ())
+        at_B = torch.arange(num_rows, device=z_XD.device) * amount + rows.head_B
+        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
+        head_BD = self._layer.predict(z_XD[at_B], *at_head)
+        later = iter(self._later(view, num_drafts - 1, page_size) if num_drafts > 1 else ())
         drawn_from: list[Tensor] = []
         for i in range(num_drafts):
-            next_B, q_BV = state.pick(self._network.logits(head_BD), drafts_BN)
+            next_B, q_BV = view.pick(self._network.logits(head_BD), drafts_BN)
             next_B1 = next_B.unsqueeze(1)
             drafts_BN = torch.cat((drafts_BN, next_B1), 1)
             if q_BV is not None:
@@ -118,7 +142,27 @@ class MtpDrafter:
                 batch = replace(batch, token_ids_BQ=next_B1)
                 head_BD = self.forward(batch, head_BD, caches, angles)
         q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
-        return Drafts(drafts_BN, q_BNV)
+        return Drafts(drafts_BN, q_BNV=q_BNV)
+
+    def commit(self, own: MtpRows, emitted: Emitted, amount: int) -> MtpRows:
+        """What was emitted waits for the next pass 1; behind what waits already, if this step had
+        none, which has no drafts then."""
+        if amount:
+            padding = own.tokens_BM.shape[1] - emitted.tokens_BN1.shape[1]
+            return MtpRows(
+                F.pad(emitted.tokens_BN1, (0, padding)),
+                F.pad(emitted.features_BN1F, (0, 0, 0, padding)),
+                emitted.num_B,
+                torch.zeros_like(own.first_B),
+            )
+        at_B1 = own.num_pending_B.unsqueeze(1)
+        at_B1D = at_B1.unsqueeze(2).expand_as(emitted.features_BN1F)
+        return MtpRows(
+            own.tokens_BM.scatter(1, at_B1, emitted.tokens_BN1),
+            own.hidden_BMD.scatter(1, at_B1D, emitted.features_BN1F),
+            own.num_pending_B + 1,
+            own.first_B,
+        )
 
     def _combined(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
         embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
@@ -127,13 +171,11 @@ class MtpDrafter:
     def _angles(self, batch: Batch) -> Angles:
         return self._network.rope.at(batch.positions_BQ.flatten())
 
-    def _later(
-        self, state: DraftState, num_passes: int, page_size: int
-    ) -> list[tuple[Batch, Angles]]:
+    def _later(self, view: View, num_passes: int, page_size: int) -> list[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens: nothing else of them depends on what
         was drafted."""
-        slots_NB = later_slots(state.num_known_B, num_passes)
-        places_BN = physical_slots(state.page_table_BP, slots_NB.t(), None, page_size)
+        slots_NB = later_slots(view.num_known_B, num_passes)
+        places_BN = physical_slots(view.page_table_BP, slots_NB.t(), None, page_size)
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         positions_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._network.rope.at(positions_NB1.flatten())
@@ -142,36 +184,32 @@ class MtpDrafter:
             *(tensor.chunk(num_passes) for tensor in (cos, sin)),
             strict=True,
         )
-        real_B1 = None if state.real_B is None else state.real_B.unsqueeze(1)
-        table_BP = state.page_table_BP
+        real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP
         return [
             (Batch(at, at, places, at, table_BP, real_BQ=real_B1), (cos, sin))
             for at, places, cos, sin in passes
         ]
 
 
-def first_batch(state: DraftState, rows: PassRows, page_size: int) -> Batch:
+def first_batch(tokens_BQ: Tensor, view: View, rows: PassRows, page_size: int) -> Batch:
     """Rows whose entries are written; of these the head row alone attends (head_batch)."""
-    positions_BQ, real_BQ = rows.slots_BQ + 1, rows.real_BQ
-    if state.real_B is not None:
-        real_BQ = real_BQ & state.real_B.unsqueeze(1)
+    positions_BQ, table_BP = rows.slots_BQ + 1, view.page_table_BP
     return Batch(
-        token_ids_BQ=state.tokens_BM,
+        token_ids_BQ=tokens_BQ,
         positions_BQ=positions_BQ,
-        write_slots_BQ=physical_slots(state.page_table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
+        write_slots_BQ=physical_slots(table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
         context_lens_BQ=positions_BQ,
-        page_table_BP=state.page_table_BP,
-        real_BQ=real_BQ,
+        page_table_BP=table_BP,
+        real_BQ=rows.real_BQ & view.real_B.unsqueeze(1),
     )
 
 
-def head_batch(state: DraftState, batch: Batch, at_B: Tensor) -> Batch:
+def head_batch(view: View, batch: Batch, at_B: Tensor) -> Batch:
     """The row at ``at_B`` of pass 1 for each sequence, that of its last known token."""
-    positions_B1 = (state.num_known_B - 1).unsqueeze(1)
+    positions_B1 = (view.num_known_B - 1).unsqueeze(1)
     places_B1 = batch.write_slots_BQ.flatten()[at_B].unsqueeze(1)
-    real_B1 = None if state.real_B is None else state.real_B.unsqueeze(1)
     own = positions_B1, positions_B1, places_B1, positions_B1
-    return Batch(*own, batch.page_table_BP, real_BQ=real_B1)
+    return Batch(*own, batch.page_table_BP, real_BQ=view.real_B.unsqueeze(1))
 
 
 def shifted(batch: Batch, next_G: Tensor) -> Batch:

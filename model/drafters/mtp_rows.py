@@ -1,17 +1,62 @@
-"""Which rows the passes of an MTP round read and write: pure index functions.
+"""What waits for an MTP round, and which rows its passes read and write: pure index functions.
 
 The rules and a worked example are spec §5 and mtp_tables.json. L is the number of known
 tokens, m how many of them are pending: emitted since the last pass 1. MTP row i pairs
 (token i + 1, hidden i) and lives in draft slot i; its position is its token's own place in the
 text, i + 1.
 
-Shape legend: B rows, M tokens pending at most, Q query rows of a pass, N passes.
+Shape legend: B rows, M tokens pending at most, Q query rows of a pass, N passes, D hidden.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MOST_PENDING = 16
+"""Tokens of a row that pass 1 can catch up with at once. Without drafts it runs every so many
+steps: the more can wait, the less each costs, and the longer is the one that catches up."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A row is behind by the tokens that pass 1 has not read; a step catches up with as many as
+    pass 1 is wide. Without drafts it waits until no more can be pending (core.forms)."""
+
+    max_drafts: int
+    start: int = 1
+
+    @property
+    def most(self) -> int:
+        return max(self.max_drafts + 1, MOST_PENDING)
+
+    def amount(self, num_drafts: int, behind: int) -> int:
+        if num_drafts == 0 and behind < self.most:
+            return 0
+        widths = num_drafts + 1, self.max_drafts + 1, self.most
+        return next(width for width in widths if behind <= width)
+
+    def behind(self, before: int, num_drafts: int, amount: int) -> int:
+        return num_drafts + 1 + (0 if amount else before)
+
+    def usual(self, num_drafts: int) -> tuple[int, ...]:
+        return (num_drafts + 1,) if num_drafts else (0, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpRows:
+    """What the rounds before left behind, for B rows.
+
+    ``tokens_BM[b, :m]`` are the m = ``num_pending_B[b]`` tokens emitted since pass 1 ran last, and
+    ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
+    ``tokens_BM[b, i]``. Where ``first_B`` is True that of the first token was not shipped (zeros):
+    its row of pass 1 leaves no trace in the cache.
+    """
+
+    tokens_BM: Tensor
+    hidden_BMD: Tensor
+    num_pending_B: Tensor
+    first_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from core.forms import EAGER
 from model import sampling
 from model.batch import gather_pages, visible_slots
-from model.kernels.repeated import EAGER, Eager, Function, Repeated
+from model.kernels.repeated import Eager, Function, Repeated
 from model.sampling import SamplingRows
 
 Angles = tuple[Tensor, Tensor]
@@ -60,14 +61,11 @@ class Kernels:
     form = EAGER
     """In which functions are called again and again."""
 
-    makes_ahead = False
-    """A repeated function takes so long to get ready that nobody shall wait for it."""
-
     why_plain = ""
     """Why these were taken where faster ones ought to be had."""
 
-    why_eager = ""
-    """Why functions are called in Python each time although the kernels could do better."""
+    keeps_outputs = False
+    """What a repeated function returns is memory that it keeps."""
 
     reads_blocks = False
     """Matrices can stay the FP8 blocks of their checkpoint."""

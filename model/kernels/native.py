@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.forms import RECORDED
 from model.config import ModelConfig
 from model.kernels.base import Kernels, Routing
 from model.kernels.recorded import Recorded
@@ -39,7 +40,7 @@ class Native(Kernels):
     """``library`` is cpu/, compiled."""
 
     name = "native"
-    form = "recorded"
+    form = RECORDED
     reads_pages = True
 
     def __init__(self, library: Path) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors, on a way that depends on nothing but their shapes; others it may change in place."""
-EAGER = "eager"
 
 
 class Repeated(Protocol):

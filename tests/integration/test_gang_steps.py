@@ -16,8 +16,8 @@ from benchmarks.driven.exact import near_ties
 from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
 from core.request import Request, SamplingParams
 from decode_node.node import DecodeNode
-from decode_node.plan import StepKey
-from decode_node.program import StepProgram, StepResult, What
+from decode_node.planning.step_plan import StepKey, StepPlan
+from decode_node.program.programs import Programs, StepResult
 from model.dispatch.spread import Spread
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
@@ -55,7 +55,7 @@ async def running(
 
 
 def num_active(rank: DecodeNode) -> int:
-    return sum(one.active for one in list(rank.engine.scheduler.sequences.values()))
+    return len(rank.engine.scheduler.running)
 
 
 def names(rank: DecodeNode) -> set[str]:
@@ -80,7 +80,7 @@ class Through:
     """A launcher whose methods can be replaced."""
 
     def __init__(self, inner: Any) -> None:
-        self.prepare, self.launch, self.program = inner.prepare, inner.launch, inner.program
+        self.prepare, self.launch, self.rows = inner.prepare, inner.launch, inner.rows
 
 
 def is_exact(small_model: Path, request: Request, ids: list[int]) -> bool:
@@ -106,7 +106,7 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
     monkeypatch.setattr(Spread, "here", watched)
     async with rig(small_model, *SETS, *more) as cluster:
         ranks = cluster.decodes
-        dispatches = [rank.engine._launcher.loaded.dispatch for rank in ranks]
+        dispatches = [rank.engine._loaded.dispatch for rank in ranks]
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))
         assert ranks[0].engine.num_steps == ranks[1].engine.num_steps > 3 * 4 * 2
         warming = sum(sum(one.computed()) for one in dispatches)
@@ -137,18 +137,22 @@ class Captured:
 
 
 class Capturing(Kernels):
-    form, makes_ahead, reads_pages = "captured", True, True
+    form, keeps_outputs, reads_pages = "captured", True, True
 
     def repeated(self, function: Function) -> Captured:
         return Captured(function)
+
+
+def keys_of(programs: Programs) -> set[tuple[int, StepKey]]:
+    return {(slot, key) for slot, (key, _) in programs.kept.items()}
 
 
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NCCL's collectives in graphs ask for that; whatever rows of one rank alone ask for."""
-    run, ran = StepProgram.run, dict[StepProgram, list[tuple[StepKey, bool]]]()
-    programs, close, left = list[StepProgram](), Collectives.close, dict[int, int]()
+    run, ran = Programs.run, dict[Programs, list[StepPlan]]()
+    programs, close, left = list[Programs](), Collectives.close, dict[int, int]()
 
     def closed(self: Collectives) -> None:
         left.setdefault(self.rank, len(programs[self.rank].kept))
@@ -156,18 +160,18 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
 
     monkeypatch.setattr(Collectives, "close", closed)
 
-    def noted(self: StepProgram, what: What, *index: Tensor) -> StepResult:
-        ran.setdefault(self, []).append((what[0], isinstance(self.kept.get(what), Captured)))
-        return run(self, what, *index)
+    def noted(self: Programs, plan: StepPlan, *rest: Any) -> StepResult:
+        ran.setdefault(self, []).append(plan)
+        return run(self, plan, *rest)
 
-    monkeypatch.setattr(StepProgram, "run", noted)
+    monkeypatch.setattr(Programs, "run", noted)
     monkeypatch.setattr(Spread, "why_eager", "")
     monkeypatch.setattr("model.loaded.create_kernels", lambda *asked, **more: Capturing())
     async with rig(small_model, *SETS, "decode.max_rows=4") as cluster:
         ranks = cluster.decodes
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))
-        programs += [rank.engine._launcher.program for rank in ranks]
-        usual = set(programs[0].kept)
+        programs += [rank.engine.programs for rank in ranks]
+        usual = keys_of(programs[0])
         assert len(usual) == 4 * 5 * 2
         sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
         asked = requests(4)
@@ -178,10 +182,10 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
             answers = await asyncio.gather(*map(cluster.complete, asked))
             assert is_exact(small_model, asked[0], answers[0][0])
             await until(lambda: not any(rank.engine.has_work() for rank in ranks))
-            assert list(programs[0].kept) == list(programs[1].kept)
+            assert keys_of(programs[0]) == keys_of(programs[1])
         assert ran[programs[0]] == ran[programs[1]]
-        assert {is_captured for _, is_captured in ran[programs[0]]} == {True, False}
-        assert set(programs[0].kept) - usual, "what was eager is made when nobody has work"
+        assert {plan.slot is None for plan in ran[programs[0]]} == {True, False}
+        assert keys_of(programs[0]) - usual, "what was eager is made when nobody has work"
         await cluster.check_empty()
     assert not any(program.kept for program in programs)
     assert left == {0: 0, 1: 0}, "before their group ends"
@@ -315,4 +319,20 @@ async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(small_model: Path
                 assert isinstance(answer, StepFailed), answer
             else:
                 assert isinstance(answer, list) and len(answer) == NUM_TOKENS, answer
+        await cluster.check_empty()
+
+
+async def test_a_fed_drafter_that_fails_costs_its_rank_one_steps_drafts(small_model: Path) -> None:
+    """Neither a row nor the epoch: the plan's shape stays, so the other rank does not notice."""
+    failing = "speculation.drafter=tests.drafters:Failing"
+    async with rig(small_model, *SETS, failing) as cluster:
+        drafters = [rank.engine._loaded.drafter for rank in cluster.decodes]
+        drafters[0].num_calls = 100
+        asked = requests(4)
+        answers = await asyncio.gather(*map(cluster.complete, asked))
+        for request, (ids, _, _) in zip(asked, answers, strict=True):
+            assert is_exact(small_model, request, ids)
+        assert [rank.engine.programs.num_unfed for rank in cluster.decodes] == [0, 1]
+        assert all(rank.loop.failure is None for rank in cluster.decodes)
+        assert not cluster.members.reports
         await cluster.check_empty()

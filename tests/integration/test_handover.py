@@ -69,8 +69,8 @@ async def test_bytes_are_equal_and_counted(world: World) -> None:
     stats = pulled.stats
     assert stats.bytes == 33 * BYTES_PER_TOKEN and stats.backend == world.maker.backend
     assert 0 < stats.seconds < seconds  # time: of its own clock, within that of ours
-    assert (pulled.seal.first_token, pulled.seal.hidden_dtype) == (77, "float32")
-    assert pulled.seal.hidden is not None and struct.unpack("4f", pulled.seal.hidden)[3] == 4.0
+    assert (pulled.seal.first_token, pulled.seal.features_dtype) == (77, "float32")
+    assert pulled.seal.features is not None and struct.unpack("4f", pulled.seal.features)[3] == 4.0
     report = await world.check_clean(channels=1)
     assert report["asked"].count("send") == 5 + 2
 
@@ -180,7 +180,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, NodeLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 3 here, 9 there"),
+        ({"protocol": 9}, LayoutMismatch, "protocol: 4 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
         ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
         ({"num_tokens": 19}, HandoverError, "20, 20. tokens reported.*19 were offered"),

@@ -10,9 +10,9 @@ from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from core.errors import NodeLost, Poisonous, StepFailed
 from core.request import Request
-from decode_node.launcher import InFlight, Launcher, Prepared
-from decode_node.sequence import NUM_STEPS_ALONE
-from prefill_node.engine import First, PrefillEngine, Work
+from decode_node.program.launcher import InFlight, Launcher, Prepared
+from decode_node.states import NUM_STEPS_ALONE
+from prefill_node.engine import End, PrefillEngine, Work
 from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
@@ -44,7 +44,7 @@ def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list
 def break_prefill(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
     compute, seen = PrefillEngine._compute, list[list[str]]()
 
-    def poisonable(self: PrefillEngine, work: Work) -> Iterator[First]:
+    def poisonable(self: PrefillEngine, work: Work) -> Iterator[End]:
         names = [chunk.sequence.identity.request_id for chunk in self._chunks]
         if any(map(poisoned, names)):
             seen.append(names)

@@ -13,7 +13,7 @@ from core.identity import Identity
 from core.request import PREEMPTED
 from decode_node.messages import Size
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence
+from decode_node.states import Running
 from kv_transfer.pages import PagePool
 from tests.rig import Rig, rig
 
@@ -86,19 +86,22 @@ async def test_a_preempted_sample_is_the_sample_it_would_have_been(small_model: 
     assert [tokens for tokens, _, _ in crowded] == alone
 
 
-def enter(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Sequence:
+def enter(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Identity:
     identity = Identity(name)
     scheduler.ask(identity, Size(num_prompt, 0, max_tokens))
     assert scheduler.grant() == [identity]
-    return scheduler.sequences[identity]
+    return identity
+
+
+def run(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Running:
+    identity = enter(scheduler, name, num_prompt, max_tokens)
+    return scheduler.run(identity, greedy(name, range(num_prompt), max_tokens))
 
 
 def test_the_youngest_makes_way_and_the_oldest_never() -> None:
     pool = PagePool(11, 4)
     scheduler = Scheduler(pool, 4, 1, 1000, ())
-    old, young = (enter(scheduler, name, 4, 24) for name in ("old", "young"))
-    for sequence in (old, young):
-        sequence.active = True
+    old, young = (run(scheduler, name, 4, 24) for name in ("old", "young"))
     gone = []
     for num_output in range(1, 24):
         for sequence in (old, young):
@@ -113,10 +116,9 @@ def test_the_youngest_makes_way_and_the_oldest_never() -> None:
 def test_arriving_sequences_are_not_preempted() -> None:
     pool = PagePool(9, 4)
     scheduler = Scheduler(pool, 4, 1, 1000, ())
-    runs = enter(scheduler, "runs", 4, 16)
-    runs.active = True
+    runs = run(scheduler, "runs", 4, 16)
     arrives = enter(scheduler, "arrives", 6, 4)
     runs.num_output = 16
     assert scheduler.make_room() == [] or runs.identity not in scheduler.sequences
-    assert arrives.identity in scheduler.sequences
+    assert arrives in scheduler.sequences
     scheduler.check_integrity()

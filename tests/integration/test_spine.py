@@ -68,7 +68,7 @@ async def test_a_request_enters_the_spine_and_what_stands_beside_it() -> None:
     with traced() as trace:
         async with rig(TINY_MODEL, "server.address=127.0.0.1:0") as cluster, served(cluster) as at:
             for node in cluster.decodes:  # a step that was recorded calls nothing any more
-                await node.loop.call(node.engine._launcher.program.clear)
+                await node.loop.call(node.engine.programs.clear)
             trace.is_on = True
             assert await asyncio.to_thread(ask, at) == 40
             trace.is_on = False

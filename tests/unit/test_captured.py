@@ -14,6 +14,8 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.errors import CannotCapture
+from core.forms import CAPTURED
+from core.identity import Identity
 from model.kernels.captured import Captured
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop, is_fatal
@@ -98,15 +100,16 @@ def test_a_rank_that_cannot_capture_serves_on_without_graphs(
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 30, ignore_eos=True) for i in range(3)]
     answers = Bench(loaded, max_rows=4).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.makes_ahead = True
+    kernels.form = CAPTURED
     monkeypatch.setattr(kernels, "repeated", lambda function: Captured(function, pool=None))
-    bench = Bench(replace(loaded, kernels=kernels), max_rows=4)
+    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=4)
     loop = EngineLoop("engine")
     loop.add(bench.decode)
     loop.start()
     try:
-        while "not permitted" not in loop.post(lambda: bench.decode._loaded.form).result(60):
-            pass
+        while "3 programs eager" not in loop.post(lambda: bench.decode.programs.told).result(60):
+            loop.post(lambda: bench.decode.drop(Identity("nobody"))).result(60)
+        assert "not permitted" in bench.decode.programs.told
         loop.post(lambda: None).result(60)
         assert loop.failure is None and loop.is_running
     finally:

@@ -18,7 +18,7 @@ from core.identity import Identity
 from core.request import Request, SamplingParams, Speculation
 from decode_node.messages import Size
 from decode_node.scheduler import Scheduler
-from decode_node.sequence import Sequence
+from decode_node.states import Granted, Running
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3
@@ -41,8 +41,8 @@ class Played:
 
     scheduler: Scheduler
     num_left: int = 0
-    in_flight: deque[tuple[Sequence, ...]] = field(default_factory=deque)
-    preempted: list[Sequence] = field(default_factory=list)
+    in_flight: deque[tuple[Running, ...]] = field(default_factory=deque)
+    preempted: list[Running] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     asked: dict[Identity, Request] = field(default_factory=dict)
 
@@ -54,15 +54,10 @@ class Played:
         return identity
 
     def grant(self) -> list[Identity]:
-        granted = self.scheduler.grant()
-        for identity in granted:
-            self.scheduler.begin(identity, self.asked[identity])
-        return granted
+        return self.scheduler.grant()
 
     def activate(self, identity: Identity) -> None:
-        sequence = self.scheduler.sequences[identity]
-        sequence.num_output += 1
-        sequence.active = True
+        sequence = self.scheduler.run(identity, self.asked[identity])
         if sequence.num_output >= sequence.max_output:
             self.scheduler.drop(identity)
             self.finished.append(identity.request_id)
@@ -87,7 +82,7 @@ class Played:
         sequences = self.in_flight.popleft()
         self.scheduler.landed(sequences)
         for sequence in sequences:
-            if sequence.ended:
+            if not self.scheduler.runs(sequence):
                 continue
             sequence.num_output += min(luck.randint(1, sequence.limit + 1), sequence.num_budget)
             if sequence.num_budget == 0 or luck.random() < 0.02:
@@ -138,7 +133,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100))
     def activate(self, pick: int) -> None:
-        waiting = [s for s in self.played.scheduler.sequences.values() if not s.active]
+        sequences = self.played.scheduler.sequences.values()
+        waiting = [s for s in sequences if isinstance(s, Granted)]
         assume(waiting)
         self.played.activate(waiting[pick % len(waiting)].identity)
 
@@ -150,18 +146,19 @@ class Life(RuleBasedStateMachine):
         anybody = [*scheduler.sequences, *queued]
         assume(anybody)
         identity = anybody[pick % len(anybody)]
-        assert (scheduler.drop(identity) is None) == (identity in queued)
-        assert scheduler.drop(identity) is None
+        assert scheduler.drop(identity) == (identity not in queued)
+        assert not scheduler.drop(identity)
         assert identity not in {*scheduler.sequences, *scheduler._begun, *scheduler._fresh}
 
     @precondition(lambda self: len(self.played.in_flight) < 2)
     @rule()
     def launch(self) -> None:
-        running = [s for s in self.played.scheduler.sequences.values() if s.active]
+        running = self.played.scheduler.running
         self.played.preempted.clear()
         self.played.launch()
         if running and running[0] in self.played.preempted:
-            arriving = [s for s in self.played.scheduler.sequences.values() if not s.active]
+            sequences = self.played.scheduler.sequences.values()
+            arriving = [s for s in sequences if isinstance(s, Granted)]
             assert arriving, "the oldest made way, though the pages were with younger ones"
 
     @rule(num_turns=st.integers(1, 8))
@@ -262,7 +259,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
         scheduler.drop(next(iter(scheduler.sequences)))
         assert scheduler.grant() == [names[turn]]
     with pytest.raises(HandoverError, match="holds no row"):
-        scheduler.begin(names["runs"], request("runs", 4, 4))
+        scheduler.run(names["runs"], request("runs", 4, 4))
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,27 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
-from decode_node.buckets import Buckets
-from decode_node.draft_length import NUM_TRIES, most_wanted, no_costs, recorded
-from decode_node.plan import PLAIN, TRIAL, Proposal, Report, StepKey, report_of
-from decode_node.planner import StepPlanner
-from model.drafters.base import Drafts, DraftState
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.lengths import (
+    LOOK_EVERY,
+    NUM_TRIES,
+    by_load,
+    most_wanted,
+    no_costs,
+    recorded,
+)
+from decode_node.planning.step_plan import (
+    PLAIN,
+    TRIAL,
+    Proposal,
+    Report,
+    StepKey,
+    StepPlan,
+    report_of,
+)
+from decode_node.planning.step_planner import StepPlanner
+from model.drafters.base import Drafts, Own, View
+from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
@@ -27,7 +43,7 @@ IDLE = Proposal((0, 0, 0, 0), 1)
 
 
 def local_planner(*, measures: bool = False) -> LocalPlanner:
-    return LocalPlanner(StepPlanner(BUCKETS, 3, "by_load", measures))
+    return LocalPlanner(StepPlanner(BUCKETS, 3, by_load, Pending(3), measures))
 
 
 class Server:
@@ -55,7 +71,9 @@ class Server:
     def idle(self) -> list[StepKey]:
         """The trials, until there is none left."""
         keys = []
-        while (key := self.planner.plan(replace(IDLE, report=self.report)).key) is not None:
+        while (plan := self.planner.plan(replace(IDLE, report=self.report)).key) is not None:
+            assert plan.use == TRIAL
+            key = plan.key
             keys.append(key)
             self.report = report_of(key, self.cost(key.num_rows, key.num_drafts), [])
         return keys
@@ -64,8 +82,9 @@ class Server:
         lengths = []
         for step in range(num_steps):
             wanted = tuple(limits.count(k) for k in range(4))
-            key = self.planner.plan(Proposal(wanted, 1, report=self.report)).key
-            assert key is not None
+            plan = self.planner.plan(Proposal(wanted, 1, report=self.report)).key
+            assert plan is not None
+            key = plan.key
             n = key.num_drafts
             lengths.append(n)
             accepted = []
@@ -124,20 +143,21 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     assert {(key.num_rows, key.num_drafts) for key in keys} == {
         (rows, n) for rows in (1, 3, 6, 12, 24, 48, 64) for n in range(4)
     }
-    assert len(keys) == 7 * 4 * NUM_TRIES and {(key.use, key.extras) for key in keys} == {
-        (TRIAL, PLAIN)
-    }
+    assert len(keys) == 7 * 4 * NUM_TRIES and {key.extras for key in keys} == {PLAIN}
     lengths = server.run([3] * 40, 1000)
     drafting = [n for n in lengths if n]
-    assert drafting == [3, 1, 2, 3], "the first, and a probe each, of the worst last"
+    assert drafting == [3, 3, 3, 2, 2, 1, 1], "the first, and a look at each of the others"
+    assert all(lengths[i * LOOK_EVERY] for i in (1, 2, 3))
     assert server.idle() == []
 
 
 def test_work_comes_before_what_is_not_measured_yet() -> None:
     planner = local_planner(measures=True)
-    assert planner.plan(IDLE).key == StepKey(1, 0, 0, use=TRIAL)
-    assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepKey(2, 3, 4)
-    assert planner.plan(IDLE).key == StepKey(1, 0, 0, use=TRIAL)
+    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
+    assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepPlan(
+        StepKey(2, 3, 4)
+    )
+    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 1, 2), TRIAL)
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
@@ -167,8 +187,8 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     bench.decode.step()
     error = MemoryError("too large")
     with monkeypatch.context() as patch:
-        patch.setattr(type(bench.decode._rows), "index", Mock(side_effect=error))
-        patch.setattr("decode_node.program.decode_step", Mock(side_effect=error))
+        patch.setattr(type(bench.decode._launcher.rows), "index", Mock(side_effect=error))
+        patch.setattr("decode_node.program.programs.decode_step", Mock(side_effect=error))
         with pytest.raises(MemoryError):
             bench.decode.step()
     bench.decode.fail(error)
@@ -223,7 +243,7 @@ def test_drafts_after_steps_without_are_those_of_a_warm_cache(
         replace(loaded, drafter=spy),
         num_drafts=3,
         ship_hidden=ship_hidden,
-        planner=IdleFirst(num_idle, 3),
+        length=IdleFirst(num_idle),
     )
     ids = prompt(13)
     first, _ = bench.start(greedy("r", ids, num_idle + 24, ignore_eos=True))
@@ -247,13 +267,13 @@ def test_a_cold_cache_would_be_noticed(tmp_path: Path) -> None:
     class Lazy(Spy):
         """Skips pass 1 when nothing is drafted."""
 
-        def draft(self, state: DraftState, num_drafts: int, caches) -> Drafts:
+        def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches) -> Drafts:
             if num_drafts == 0:
-                return Drafts(state.tokens_BM[:, :0])
-            return super().draft(state, num_drafts, caches)
+                return Drafts(view.last_B1[:, :0])
+            return super().draft(own, view, num_drafts, amount, caches)
 
     spy = Lazy(loaded.drafter)
-    bench = Bench(replace(loaded, drafter=spy), num_drafts=3, planner=IdleFirst(20, 3))
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=3, length=IdleFirst(20))
     ids = prompt(13)
     first, _ = bench.start(greedy("r", ids, 60, ignore_eos=True))
     known, num_wrong = [*ids, first], 0

@@ -13,11 +13,12 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.request import Request
-from decode_node.plan import StepKey
-from decode_node.step import decode_step, draft_state
+from decode_node.planning.step_plan import StepKey
+from decode_node.program.step import decode_step, draft
 from model.batch import Batch, Segment, pack
 from model.cache import MAIN, MTP, Caches
-from model.drafters.base import Drafts, DraftState
+from model.drafters.base import Drafts, Own, View
+from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
 
@@ -57,7 +58,7 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
 class Spy:
     """The real drafter, with its proposals kept."""
 
-    why_eager = "the host keeps its drafts"
+    is_fed = True
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -66,8 +67,9 @@ class Spy:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        drafts = self.inner.draft(state, num_drafts, caches)  # type: ignore[attr-defined]
+    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        told = own, view, num_drafts, amount, caches
+        drafts = self.inner.draft(*told)  # type: ignore[attr-defined]
         self.drafts.append(drafts.tokens_BN.tolist())
         return drafts
 
@@ -90,21 +92,18 @@ def test_cached_drafts_equal_drafts_from_scratch(loaded: LoadedModel, num_drafts
     bench.check_empty()
 
 
-class Scripted:
+class Scripted(NoDrafter):
     """Drafts that are right for exactly ``pattern[step]`` positions, then wrong."""
 
-    name, max_drafts, cache_groups, why_eager = "scripted", None, (), ""
+    name, max_drafts = "scripted", None
 
     def __init__(self, answer: list[int], pattern: list[int]) -> None:
         self._answer_T = torch.tensor(answer + [0] * 10)
         self._pattern = torch.tensor(pattern)
         self.num_steps = torch.tensor([0])
 
-    def prefill(self, *args: object) -> None:
-        return
-
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        places_N, done_1 = torch.arange(num_drafts), state.num_known_B - self.num_prompt
+    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        places_N, done_1 = torch.arange(num_drafts), view.num_known_B - self.num_prompt
         right_1N = self._answer_T[done_1.unsqueeze(1) + places_N]
         num_right_1 = self._pattern[self.num_steps % len(self._pattern)]
         self.num_steps += 1
@@ -161,16 +160,10 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
     bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
     pages = bench.sequence("r").pages
     before = slots_of(bench, pages, 12)
-    state = bench.decode._rows.select(torch.tensor([0]), 3)
-    state.state.first_B[:] = False
+    state = bench.decode._launcher.rows.select(torch.tensor([0]), 3)
+    state.state.drafter.first_B[:] = False
     with torch.inference_mode():
-        decode_step(
-            loaded.network,
-            loaded.drafter,
-            bench.caches,
-            state,
-            StepKey(1, 1, 2),
-        )
+        decode_step(loaded, bench.caches, state, StepKey(1, 1, 2))
     after = slots_of(bench, pages, 12)
     assert torch.equal(after[:-1], before[:-1]) and not torch.equal(after[-1], before[-1])
 
@@ -181,15 +174,16 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
     for poison in (0.0, 1e4, -1e4):
         bench = Bench(loaded, num_drafts=3)
         bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
-        state = bench.decode._rows.select(torch.tensor([0]), 3)
-        state.state.hidden_BMD[:, 1:] = poison
+        state = bench.decode._launcher.rows.select(torch.tensor([0]), 3)
+        state.state.drafter.hidden_BMD[:, 1:] = poison
         for cache in bench.all_caches():
             cache[0] = poison
         with torch.inference_mode():
             key = StepKey(1, 3, 4)
-            drafts = loaded.drafter.draft(draft_state(state, 4), 3, bench.caches)
-            output = decode_step(loaded.network, loaded.drafter, bench.caches, state, key)
-        outputs.append((drafts.tokens_BN.tolist(), output.verdict, output.state.hidden_BMD))
+            drafts = draft(loaded.drafter, bench.caches, state, key)
+            output = decode_step(loaded, bench.caches, state, key)
+        own = output.state.drafter
+        outputs.append((drafts.tokens_BN.tolist(), output.verdict, own.hidden_BMD))
     for drafts, verdict, hidden in outputs[1:]:
         assert drafts == outputs[0][0]
         assert torch.equal(verdict.tokens_BN1, outputs[0][1].tokens_BN1)

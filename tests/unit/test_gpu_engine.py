@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     class Here(Triton):
         """Without graphs."""
 
-        makes_ahead = False
+        form, keeps_outputs = "eager", False
 
         def repeated(self, function: Function) -> Repeated:
             return Eager(function)

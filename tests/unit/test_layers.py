@@ -81,7 +81,7 @@ def test_torch_distributed_only_where_a_group_is_owned() -> None:
         ("kv_transfer.pages", ("torch", "ray")),
         ("prefill_node.scheduler", ("torch", "ray")),
         ("decode_node.scheduler", ("torch", "ray")),
-        ("decode_node.planner", ("torch", "ray")),
+        ("decode_node.planning.step_planner", ("torch", "ray")),
         ("prefill_node.engine", ("ray", "grpc")),
         ("decode_node.engine", ("ray", "grpc")),
         ("tandem", ("torch", "ray")),

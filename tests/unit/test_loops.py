@@ -12,10 +12,10 @@ from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.request import ERROR, PREEMPTED, Request
-from decode_node.buckets import Buckets
-from decode_node.launcher import Launcher
-from decode_node.plan import Extras, StepKey
-from decode_node.step import decode_step
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.step_plan import Extras, StepKey
+from decode_node.program.launcher import Launcher
+from decode_node.program.step import decode_step
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop
 
@@ -158,8 +158,8 @@ def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
 def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:
     bench = Bench(loaded, loop="overlapped", num_drafts=0)
     bench.start(greedy("r", list(range(5, 25)), 8, ignore_eos=True))
-    program = bench.decode._launcher.program
-    program.run = counting = Mock(side_effect=program.run)
+    programs = bench.decode.programs
+    programs.run = counting = Mock(side_effect=programs.run)
     while bench.decode.has_work():
         bench.decode.step()
     assert counting.call_count == 7
@@ -179,7 +179,6 @@ def test_buckets_out_of_range_are_refused() -> None:
 def test_default_buckets_of_a_gpu(max_rows: int) -> None:
     buckets = Buckets.of(None, max_rows, "cuda")
     assert all(num <= buckets.rows(num) <= max(2 * num, num + 7) for num in range(1, max_rows + 1))
-    assert [buckets.pages(num) for num in (1, 2, 3, 9)] == [1, 2, 4, 16]
 
 
 def test_all_kernels_give_the_same_answers() -> None:
@@ -201,12 +200,12 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
-    extras = Extras(all_greedy=False, has_rules=True, num_logprobs=2)
+    extras = Extras(all_greedy=False, has_rules=True)
     key = StepKey(3, num_drafts, num_drafts + 1, extras)
-    rows = bench.decode._rows.select(torch.arange(3), 5, extras)
+    rows = bench.decode._launcher.rows.select(torch.arange(3), 5, extras)
 
     def program() -> torch.Tensor:
-        output = decode_step(loaded.network, loaded.drafter, bench.caches, rows, key)
+        output = decode_step(loaded, bench.caches, rows, key)
         return output.verdict.tokens_BN1
 
     with torch.inference_mode():
@@ -237,9 +236,8 @@ def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     monkeypatch.setattr(
         "decode_node.engine.settle", lambda device: free_at_end.append(bench.pool.num_available)
     )
-    launcher = bench.decode._launcher
     broken = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    where = launcher.program if fails == "within" else bench.decode
+    where = bench.decode.programs if fails == "within" else bench.decode
     monkeypatch.setattr(where, "run" if fails == "within" else "_launch", broken)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bench.decode.step()

@@ -17,10 +17,10 @@ from core.identity import Identity
 from core.info import PREFILL
 from core.membership import RankSpec
 from core.request import Request, SamplingParams
-from decode_node.plan import StepKey
-from decode_node.rows import Rows
-from decode_node.sequence import Sequence
-from decode_node.step import decode_step, verify_slots
+from decode_node.planning.step_plan import StepKey
+from decode_node.program.rows import Rows
+from decode_node.program.step import decode_step, verify_slots
+from decode_node.states import Running
 from kv_transfer.pages import PagePool
 from model.batch import Batch
 from model.cache import MAIN, MTP
@@ -145,25 +145,23 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         device=torch.device("cpu"),
         think_ids=None,
         max_model_len=64,
+        network=network,
+        drafter=MtpDrafter(network, network),
     )
-    rows = Rows(loaded, 1, 3, len(PAGES))
-    request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
-    num_prompt = len(request.prompt_ids)
-    sequence = Sequence(Identity("r"), 0, PAGES, len(PAGES), num_prompt, 0, max_output=9)
-    sequence.begin(request, frozenset(), 2)
-    rows.begin(sequence, 0, None)
-    chosen = rows.select(torch.tensor([0]), len(PAGES))
-    state = chosen.state
+    rows = Rows(loaded, 1, 2, len(PAGES))
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
+    request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
+    places, settings = (0, PAGES, len(PAGES), 9, 1), (request, frozenset(), 2, 2)
+    rows.begin(Running(Identity("r"), *places, *settings), token_id(emitted[-1]), None)
+    chosen = rows.select(torch.tensor([0]), len(PAGES))
+    own = chosen.state.drafter
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
-        state.tokens_BM[0, i] = token_id(token)
-        state.hidden_BMD[0, i] = tag(name)
-    state.num_pending_B[0] = len(emitted)
-    state.first_B[0] = first
-    drafter = MtpDrafter(network, network)
-    output = decode_step(network, drafter, caches(), chosen, StepKey(1, 2, 3))
-    return network, output
+        own.tokens_BM[0, i] = token_id(token)
+        own.hidden_BMD[0, i] = tag(name)
+    own.num_pending_B[0] = len(emitted)
+    own.first_B[0] = first
+    return network, decode_step(loaded, caches(), chosen, StepKey(1, 2, 3))
 
 
 def check_row(found: Pass, i: int, row: dict) -> None:
@@ -217,9 +215,9 @@ def test_decode_rows(name: str) -> None:
 
 
 def check_commit(case: dict, output: object) -> None:
-    rows, num_emitted = output.state, len(case["emitted"])
+    rows, num_emitted = output.state.drafter, len(case["emitted"])
     assert int(rows.num_pending_B[0]) == num_emitted
-    assert int(rows.num_known_B[0]) == case["L"] + num_emitted
+    assert int(output.state.num_known_B[0]) == case["L"] + num_emitted
     emitted = [token_name(t) for t in rows.tokens_BM[0, :num_emitted].tolist()]
     assert emitted == case["emitted"]
     saved = [tag_name(h) for h in rows.hidden_BMD[0, :num_emitted]]
@@ -242,6 +240,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
         network=network,
         drafter=MtpDrafter(network, network),
         dispatch=Local(1),
+        lag=1,
         device=torch.device("cpu"),
     )
     pool = PagePool(9, PAGE_SIZE)
@@ -269,7 +268,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     hidden = [tag_name(h) for one in network.written for h in one.hidden]
     assert hidden == mtp["hidden"]
     assert token_name(progress[-1].first_token) == case["emitted"][0]
-    assert [tag_name(progress[-1].hidden_D)] == case["saved_hidden"]
+    assert [tag_name(progress[-1].features_F)] == case["saved_hidden"]
     engine.scheduler.drop(sequence.identity)
     engine.scheduler.check_integrity()
     assert pool.num_available == 8

@@ -147,8 +147,8 @@ def test_a_step_is_one_forward_and_one_head_over_real_tokens(loaded: LoadedModel
         for one, other in zip(progress.logprobs, alone.progress[-1].logprobs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
             assert one.top_ids == other.top_ids
-        assert progress.hidden_D is not None and alone.progress[-1].hidden_D is not None
-        torch.testing.assert_close(progress.hidden_D, alone.progress[-1].hidden_D)
+        assert progress.features_F is not None and alone.progress[-1].features_F is not None
+        torch.testing.assert_close(progress.features_F, alone.progress[-1].features_F)
 
 
 class Fuller(LocalPlanner[int, int]):

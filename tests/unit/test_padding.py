@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.driven.engines import Bench, greedy, load, planner_of
 from core.request import Request
-from decode_node.buckets import Buckets
-from decode_node.plan import Proposal, StepKey
-from decode_node.planner import StepPlanner
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.lengths import most_wanted
+from decode_node.planning.step_plan import Proposal, StepKey, StepPlan
+from decode_node.planning.step_planner import StepPlanner
 from model.batch import Batch
 from model.cache import Caches
-from model.drafters.base import Drafts, DraftState
+from model.drafters.base import Drafts, Own, View
 from model.drafters.mtp import MtpLayer
+from model.drafters.mtp_rows import Pending
 from model.loaded import LoadedModel
 from model.tensors import each, select
 from runtime.lockstep import LocalPlanner, Plan
@@ -44,12 +46,12 @@ class BusyGang(LocalPlanner):
     """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
-        super().__init__(StepPlanner(BUCKETS, NUM_DRAFTS, "fixed"))
+        super().__init__(StepPlanner(BUCKETS, NUM_DRAFTS, most_wanted, Pending(NUM_DRAFTS)))
         self.is_asked = is_busy
 
     def plan(self, proposal: Proposal) -> Plan:
         plan = super().plan(proposal)
-        return replace(plan, key=KEY) if plan.key is None and self.is_asked else plan
+        return replace(plan, key=StepPlan(KEY)) if plan.key is None and self.is_asked else plan
 
 
 class Witness(Spy):
@@ -59,10 +61,9 @@ class Witness(Spy):
         super().__init__(inner)
         self.real: list[list[bool]] = []
 
-    def draft(self, state: DraftState, num_drafts: int, caches: Caches) -> Drafts:
-        assert state.real_B is not None
-        self.real.append(state.real_B.tolist())
-        return super().draft(state, num_drafts, caches)
+    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        self.real.append(view.real_B.tolist())
+        return super().draft(own, view, num_drafts, amount, caches)
 
 
 def requests() -> list[Request]:
@@ -106,7 +107,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
     monkeypatch.setattr(MtpLayer, "write", recording_write)
     bench = bench_of(replace(loaded, drafter=spy), loop=loop, planner=BusyGang())
     everyone = torch.arange(NUM_ROWS + 1)
-    rows = each(Tensor.clone, select(bench.decode._rows._table, everyone))
+    rows = each(Tensor.clone, select(bench.decode._launcher.rows._table, everyone))
     before = pages_of(bench)
     for _ in range(5):
         bench.decode.step()
@@ -120,7 +121,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
     assert not any(batch.real_BQ.any() for batch in passes)
     assert len(bench.frames) == 5 and not bench.updates()
     assert all(map(torch.equal, before, pages_of(bench)))
-    check_equal(rows, select(bench.decode._rows._table, everyone))
+    check_equal(rows, select(bench.decode._launcher.rows._table, everyone))
     bench.decode.scheduler.check_integrity()
     assert bench.decode.program_s > 0
 
@@ -154,7 +155,7 @@ def test_whatever_padding_holds_no_real_row_changes(
 ) -> None:
     spy = Witness(loaded.drafter)
     bench = bench_of(replace(loaded, drafter=spy), planner=BusyGang(is_busy=False))
-    state = bench.decode._rows._table.state
+    state = bench.decode._launcher.rows._table.state.drafter
     state.hidden_BMD[NUM_ROWS:] = poison
     state.tokens_BM[NUM_ROWS:] = 77
     assert bench.generate(*requests()) == alone
@@ -164,7 +165,7 @@ def test_whatever_padding_holds_no_real_row_changes(
 
 def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) -> None:
     bench = bench_of(loaded, planner=BusyGang(is_busy=False))
-    table, padding = bench.decode._rows._table, torch.tensor([NUM_ROWS])
+    table, padding = bench.decode._launcher.rows._table, torch.tensor([NUM_ROWS])
     before = each(Tensor.clone, select(table, padding))
     bench.generate(*requests())
     check_equal(before, select(table, padding))
@@ -181,11 +182,11 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
         def plan(self, proposal: Proposal) -> Plan:
             plan = super().plan(proposal)
             if plan.step == 4:
-                assert plan.key is not None and plan.key.num_rows == 3
+                assert plan.key is not None and plan.key.key.num_rows == 3
                 assert bench.drop("r1")
             return plan
 
-    planner = Cut(StepPlanner(Buckets((1, 2, 3, 4)), NUM_DRAFTS, "fixed"))
+    planner = Cut(planner_of(loaded, NUM_DRAFTS, most_wanted))
     bench = bench_of(loaded, loop=loop, planner=planner)
     answers = bench.generate(*requests())
     assert answers[0] == alone[0] and answers[2] == alone[2]

@@ -1,50 +1,49 @@
 """One plan for all ranks, as a pure function of what they propose."""
 
-from copy import copy
 from dataclasses import replace
-from pathlib import Path
-from unittest.mock import Mock
+from itertools import combinations
 
 import pytest
-import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, load
-from decode_node.buckets import Buckets
-from decode_node.draft_length import by_load, most_wanted, no_costs, recorded
-from decode_node.plan import (
+from core.forms import CAPTURED, EAGER, RECORDED
+from core.request import ACCEPTANCES
+from decode_node.planning.buckets import Buckets
+from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
+from decode_node.planning.lengths import by_load, most_wanted, no_costs, recorded
+from decode_node.planning.step_plan import (
     MAKE,
-    MAX_KEPT,
+    MOST_EXTRAS,
     PLAIN,
     SAMPLED,
-    SERVE,
     Extras,
     Proposal,
     Report,
     StepKey,
-    propose,
+    StepPlan,
+    extras_of_all,
+    kinds_of,
+    wishes_of,
 )
-from decode_node.planner import MOST_EAGER, StepPlanner, plan_step
-from model.loaded import LoadedModel
+from decode_node.planning.step_planner import StepPlanner, plan_step
+from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 
-BUCKETS = Buckets((1, 2, 4, 8))
-IDLE = propose([], 3, None)
+BUCKETS, CATCH_UP = Buckets((1, 2, 4, 8)), Pending(3)
+IDLE = Proposal(*wishes_of([], 3))
+IDLE_CAPTURING = replace(IDLE, form=CAPTURED)
 
 
-@pytest.fixture
-def loaded(tmp_path: Path) -> LoadedModel:
-    tiny.write_tiny(tmp_path, seed=21)
-    return load(tmp_path, "model.kernels=native")
-
-
-def rows(*limits: int, num_pending_most: int = 1, extras: Extras = PLAIN) -> Proposal:
-    return Proposal(tuple(limits.count(k) for k in range(4)), num_pending_most, extras)
+def rows(*limits: int, behind: int = 1, extras: Extras = PLAIN, form: str = EAGER) -> Proposal:
+    return Proposal(tuple(limits.count(k) for k in range(4)), behind, extras, form)
 
 
 def planned(*proposals: Proposal) -> StepKey | None:
-    key, _ = plan_step(proposals, no_costs(3), BUCKETS, most_wanted)
+    key, _ = plan_step(proposals, no_costs(3), BUCKETS, most_wanted, CATCH_UP)
     return key
+
+
+def fixed(*usual: StepKey) -> StepPlanner:
+    return StepPlanner(BUCKETS, 3, most_wanted, CATCH_UP, usual=usual)
 
 
 def test_nobody_launches_if_nobody_has_work() -> None:
@@ -53,11 +52,11 @@ def test_nobody_launches_if_nobody_has_work() -> None:
 
 def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
     key = planned(IDLE, rows(3, 1, 0), rows(2))
-    assert key == StepKey(num_rows=4, num_drafts=3, width=4)
+    assert key == StepKey(num_rows=4, num_drafts=3, catch_up=4)
 
 
 @pytest.mark.parametrize(
-    ("limit", "num_pending_most", "width"),
+    ("limit", "behind", "amount"),
     [
         (3, 1, 4),
         (3, 4, 4),
@@ -72,86 +71,123 @@ def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
     ],
 )
 def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
-    limit: int, num_pending_most: int, width: int
+    limit: int, behind: int, amount: int
 ) -> None:
-    key = planned(IDLE, rows(limit, num_pending_most=num_pending_most))
-    assert key is not None and (key.num_drafts, key.width) == (limit, width)
+    key = planned(IDLE, rows(limit, behind=behind))
+    assert key is not None and (key.num_drafts, key.catch_up) == (limit, amount)
 
 
 def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
     """So every rank runs the same program; who has no row asks for nothing."""
-    sampled = Extras(all_greedy=False, num_logprobs=2, kinds=("rejection",))
-    ruled = Extras(has_rules=True, num_logprobs=5, kinds=("relaxed",))
+    sampled = Extras(all_greedy=False, kinds=("rejection",))
+    ruled = Extras(has_rules=True, kinds=("strict",))
     key = planned(rows(3, extras=sampled), IDLE, rows(2, extras=ruled))
-    assert key is not None and key.extras == Extras(False, True, 5, ("rejection", "relaxed"))
+    assert key is not None and key.extras == Extras(False, True, ("rejection", "strict"))
     assert planned(rows(3, extras=sampled), IDLE) == StepKey(1, 3, 4, sampled)
     assert planned(rows(3), IDLE) == StepKey(1, 3, 4, PLAIN)
 
 
-def test_of_too_many_programs_the_one_unused_for_longest_is_made_again(
-    loaded: LoadedModel,
-) -> None:
-    """By the planner and by the rank that runs what it plans: they agree on which are kept."""
-    kernels = copy(loaded.kernels)
-    kernels.makes_ahead = True
-    bench = Bench(replace(loaded, kernels=kernels), max_rows=1)
-    program, index = bench.decode._launcher.program, torch.zeros(1, dtype=torch.long)
-    repeated = Mock(side_effect=lambda function: Mock(is_ready=True, return_value=(index, index)))
-    kernels.repeated = repeated  # type: ignore[method-assign]
-    program._compute = Mock(return_value=(index, index))  # type: ignore[method-assign]
-    planner = StepPlanner(Buckets((1,)), 3, "fixed")
-    keys = [
-        Extras(is_greedy, has_rules, num, kinds)
-        for kinds in (("strict",), ("relaxed",), ("rejection",), ("relaxed", "strict"))
+def test_extras_are_few_whatever_rows_ask_for() -> None:
+    """So a size and a length has no more programs than these times what is caught up with."""
+    mixtures = [set(kinds) for n in range(1, 6) for kinds in combinations(ACCEPTANCES, n)]
+    found = {
+        extras_of_all([Extras(is_greedy, has_rules, kinds_of(kinds))])
+        for kinds in mixtures
         for is_greedy in (True, False)
         for has_rules in (True, False)
-        for num in range(17)
-    ]
+    }
+    assert len(mixtures) == 31 and len(found) == MOST_EXTRAS
+    assert all(kinds <= {*kinds_of(kinds)} for kinds in mixtures)
+    for n in range(4):
+        amounts = {CATCH_UP.amount(n, behind) for behind in range(1, CATCH_UP.most + 1)}
+        assert len(amounts) <= 3
 
-    def asked(extras: Extras) -> bool:
-        """Whether it is made, as soon as nobody has work any more."""
-        key = planner((replace(rows(3, extras=extras), can_make=True),))
-        assert key is not None and key.use == SERVE
-        program.run((key, None), index, index)
-        made = planner((replace(IDLE, can_make=True),))
-        if made is not None:
-            assert made == replace(key, use=MAKE)
-            program.make((key, None), index, index)
-        return made is not None
 
-    first, second, *others = keys
-    assert len(keys) > MAX_KEPT + 2
-    assert all(map(asked, keys[:MAX_KEPT]))
-    assert not asked(first), "it is kept"
-    assert asked(keys[MAX_KEPT]), "one more than are kept"
-    assert not asked(first) and asked(second), "the one unused for longest was let go"
-    assert len(program.kept) == MAX_KEPT == len(planner._made)
-    assert [key for key, _ in program.kept] == list(planner._made)
+def keys(num: int) -> list[StepKey]:
+    return [StepKey(num_rows, 3, 4) for num_rows in range(1, num + 1)]
+
+
+def test_of_too_many_programs_the_one_unused_for_longest_makes_room() -> None:
+    """Its slot is another's, so ranks let go of it; asked for again, it is made again."""
+    forms = Forms()
+    kept = [forms.plan(key, RECORDED) for key in keys(MAX_KEPT)]
+    slots = [plan.slot for plan in kept]
+    assert len({*slots}) == MAX_KEPT and None not in slots
+    first, second, *_ = keys(2)
+    assert forms.plan(first, RECORDED) == kept[0], "it is kept"
+    *_, another = keys(MAX_KEPT + 1)
+    assert forms.plan(another, RECORDED).slot == kept[1].slot, "the one unused for longest"
+    assert forms.plan(first, RECORDED) == kept[0]
+    assert forms.plan(second, RECORDED).slot == kept[2].slot
+
+
+def test_of_too_many_captured_ones_too() -> None:
+    forms = Forms(keys(MAX_KEPT + 1))
+    made = [forms.make() for _ in keys(MAX_KEPT + 1)]
+    assert not forms.lacks and made[-1].slot == made[0].slot
+    first, second, *_ = keys(2)
+    assert forms.plan(first, CAPTURED) == StepPlan(first, is_settled=False) and forms.lacks
+    assert forms.plan(second, CAPTURED) == replace(made[1], use="serve")
+    assert forms.make() == StepPlan(first, MAKE, made[2].slot)
+
+
+def test_where_ranks_record_the_first_step_that_wants_a_program_makes_it() -> None:
+    planner = fixed(*usual_keys((1, 2), [3], CATCH_UP))
+    plans = [planner((rows(3, form=RECORDED),)) for _ in range(3)]
+    assert plans == [StepPlan(StepKey(1, 3, 4), slot=0)] * 3
+    assert planner((rows(3, form=RECORDED), rows(3))) == plans[0], "it is there already"
+    assert planner((rows(3, 3, form=RECORDED), rows(3))) == StepPlan(StepKey(2, 3, 4))
 
 
 def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
     usual = [StepKey(2, 3, 4), StepKey(1, 3, 4)]
-    planner = StepPlanner(BUCKETS, 3, "fixed", to_make=usual)
-    idle = replace(IDLE, can_make=True)
+    planner, idle = fixed(*usual), IDLE_CAPTURING
     assert planner((idle, IDLE)) is None
     assert planner((idle, replace(idle, expects=True))) is None
-    assert planner((idle, idle)) == StepKey(2, 3, 4, use=MAKE)
-    ruled = replace(rows(3, extras=Extras(has_rules=True)), can_make=True)
+    assert planner((idle, idle)) == StepPlan(usual[0], MAKE, 0)
+    ruled = rows(3, extras=Extras(has_rules=True), form=CAPTURED)
     asked = [planner((ruled, idle)) for _ in range(3)]
-    assert asked == [StepKey(1, 3, 4, Extras(has_rules=True))] * 3, "it is not waited for"
+    key = StepKey(1, 3, 4, Extras(has_rules=True))
+    assert asked == [StepPlan(key, is_settled=False)] * 3, "it is not waited for"
     left = [planner((idle, idle)) for _ in range(3)]
-    assert left == [replace(usual[1], use=MAKE), replace(asked[0], use=MAKE), None]
+    assert left == [StepPlan(usual[1], MAKE, 1), StepPlan(key, MAKE, 2), None]
+    assert planner((ruled, idle)) == StepPlan(key, slot=2)
 
 
 def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_waits() -> None:
     """Or who is never without work would be eager for ever."""
-    planner = StepPlanner(BUCKETS, 3, "fixed", to_make=[StepKey(2, 3, 4)])
-    sampled = replace(rows(3), extras=SAMPLED, can_make=True)
-    keys = [planner((sampled,)) for _ in range(2 * MOST_EAGER)]
+    planner = fixed(StepKey(2, 3, 4))
+    sampled = rows(3, extras=SAMPLED, form=CAPTURED)
+    plans = [planner((sampled,)) for _ in range(2 * MOST_EAGER)]
     key = StepKey(1, 3, 4, SAMPLED)
-    assert keys == [key] * MOST_EAGER + [replace(key, use=MAKE)] + [key] * (MOST_EAGER - 1)
-    assert planner((replace(IDLE, can_make=True),)) == StepKey(2, 3, 4, use=MAKE)
-    assert [planner((replace(sampled, can_make=False),)) for _ in range(MOST_EAGER + 1)][-1] == key
+    assert plans[:MOST_EAGER] == [StepPlan(key, is_settled=False)] * MOST_EAGER
+    assert plans[MOST_EAGER] == StepPlan(key, MAKE, 0)
+    assert plans[MOST_EAGER + 1 :] == [StepPlan(key, slot=0)] * (MOST_EAGER - 1)
+    assert planner((IDLE_CAPTURING,)) == StepPlan(StepKey(2, 3, 4), MAKE, 1)
+
+
+@pytest.mark.parametrize("form", [RECORDED, CAPTURED])
+def test_one_that_cannot_be_made_is_eager_and_leaves_the_others_what_they_are(form: str) -> None:
+    forms = Forms(keys(2))
+    good, bad, *_ = keys(2)
+    if form == CAPTURED:
+        forms.make(), forms.make()
+    kept = forms.plan(good, form)
+    assert kept.slot is not None and forms.plan(bad, form).slot is not None
+    forms.refuse([bad])
+    assert forms.plan(bad, form) == StepPlan(bad) and forms.plan(good, form) == kept
+    *_, later = keys(3)
+    assert forms.plan(later, RECORDED).slot == 1, "its slot is free again"
+
+
+def test_after_some_that_could_not_be_made_no_more_are_tried() -> None:
+    forms = Forms(keys(9))
+    kept = forms.make()
+    forms.refuse(keys(9)[-MOST_REFUSED:])
+    assert not forms.lacks
+    assert forms.plan(kept.key, CAPTURED) == replace(kept, use="serve")
+    later = keys(2)[1]
+    assert forms.plan(later, CAPTURED) == StepPlan(later), "and it is settled"
 
 
 def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:
@@ -168,8 +204,8 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
     report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
     proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
-        first = plan_step(proposals, costs, BUCKETS, by_load)
-        assert plan_step(proposals, costs, BUCKETS, by_load) == first
+        first = plan_step(proposals, costs, BUCKETS, by_load, CATCH_UP)
+        assert plan_step(proposals, costs, BUCKETS, by_load, CATCH_UP) == first
         _, costs = first
 
 
@@ -178,13 +214,13 @@ def test_ranks_may_report_different_steps() -> None:
     wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
     narrow = Report(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
-    _, costs = plan_step(proposals, no_costs(3), BUCKETS, by_load)
+    _, costs = plan_step(proposals, no_costs(3), BUCKETS, by_load, CATCH_UP)
     apart = recorded(recorded(no_costs(3), [wide, wide]), [narrow])
-    assert costs.tried == apart.tried and costs.accepted == apart.accepted
+    assert costs.tried == apart.tried and costs.shares == apart.shares
 
 
 def test_steps_of_a_life_are_numbered() -> None:
-    planner = LocalPlanner(StepPlanner(BUCKETS, 3, "fixed"))
+    planner = LocalPlanner(fixed())
     plans = [planner.plan(proposal) for proposal in (rows(1), IDLE, rows(1))]
     assert [plan.step for plan in plans] == [1, 2, 3]
     assert plans[1].key is None and plans[0].key == plans[2].key

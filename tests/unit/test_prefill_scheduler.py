@@ -153,17 +153,35 @@ class Traffic(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_pages - 1
 
 
+class Rows(dict[Identity, tuple[int, ...]]):
+    """Of a decode scheduler: who holds which pages."""
+
+    def __init__(self, pool: PagePool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def pages_of(self, identity: Identity) -> tuple[int, ...]:
+        if identity not in self:
+            raise HandoverError(f"{identity} has no row here")
+        return self[identity]
+
+    def share(self, identity: Identity, known: list[int]) -> tuple[int, ...]:
+        pages = self.pages_of(identity)
+        self._pool.release(pages[: len(known)])
+        self[identity] = (*known, *pages[len(known) :])
+        return self[identity]
+
+
 class AdoptingTraffic(RuleBasedStateMachine):
     """Prompts computed in the pages of decode rows; row and prompt end in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(30, SIZE)
-        self.rows: dict[Identity, list[int]] = {}
-        self.scheduler = Scheduler(AdoptedPages(self.pool, self.find_row), BUDGET)
-
-    def find_row(self, identity: Identity) -> list[int]:
-        return self.rows[identity]
+        self.rows = Rows(self.pool)
+        self.scheduler = Scheduler(
+            AdoptedPages(self.pool, 1, self.rows.pages_of, self.rows.share), BUDGET
+        )
 
     @rule(shared=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12))
     def admit(self, shared: int, own: list[int]) -> None:
@@ -172,11 +190,11 @@ class AdoptingTraffic(RuleBasedStateMachine):
         if num_pages > self.pool.num_available:
             return
         identity = Identity("r")
-        row = self.rows[identity] = self.pool.allocate(num_pages)
-        before = list(row)
+        before = self.rows[identity] = tuple(self.pool.allocate(num_pages))
         sequence = self.scheduler.admit(identity, asked)
+        row = self.rows[identity]
         num_known = sequence.num_cached // SIZE
-        assert sequence.pages == row[:-1] and row[num_known:] == before[num_known:]
+        assert tuple(sequence.pages) == row[:-1] and row[num_known:] == before[num_known:]
         assert not set(before[:num_known]) & set(row), "known pages take their place"
 
     @rule()
@@ -220,18 +238,18 @@ for case in (TestTraffic, TestAdoptingTraffic):
 
 def test_a_prompt_is_computed_in_its_rows_pages() -> None:
     pool = PagePool(20, SIZE)
-    rows: dict[Identity, list[int]] = {}
-    scheduler = Scheduler(AdoptedPages(pool, rows.__getitem__), 100)
+    rows = Rows(pool)
+    scheduler = Scheduler(AdoptedPages(pool, 1, rows.pages_of, rows.share), 100)
     a, b = Identity("a"), Identity("b")
-    rows[a], rows[b] = pool.allocate(5), pool.allocate(5)
+    rows[a], rows[b] = tuple(pool.allocate(5)), tuple(pool.allocate(5))
     scheduler.admit(a, request(tokens(14)))
     compute(scheduler)
     scheduler.drop(a)
     assert pool.num_available == 9, "the row keeps its pages"
-    own = list(rows[b])
+    own = rows[b]
     again = scheduler.admit(b, request(tokens(14)))
     assert (again.num_cached, again.num_left) == (12, 2)
-    assert rows[b] == rows[a][:3] + own[3:] and again.pages == rows[b][:4]
+    assert rows[b] == rows[a][:3] + own[3:] and tuple(again.pages) == rows[b][:4]
     assert pool.num_available == 12, "what the known pages replaced is free again"
     for identity in (b, a):
         pool.release(rows.pop(identity))
@@ -242,11 +260,9 @@ def test_a_prompt_is_computed_in_its_rows_pages() -> None:
 
 
 def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
-    def find_row(identity: Identity) -> list[int]:
-        raise HandoverError(f"{identity} has no row here")
-
     pool = PagePool(20, SIZE)
-    scheduler = Scheduler(AdoptedPages(pool, find_row), 100)
+    rows = Rows(pool)
+    scheduler = Scheduler(AdoptedPages(pool, 1, rows.pages_of, rows.share), 100)
     with pytest.raises(HandoverError, match="has no row here"):
         scheduler.admit(Identity("a"), request(tokens(5)))
     assert (

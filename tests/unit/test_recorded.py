@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
+from core.forms import CAPTURED
 from core.request import REJECTION, RELAXED, Request, Speculation
-from decode_node import program as program_module
-from decode_node.draft_length import no_costs
-from decode_node.draft_length import recorded as recorded_costs
-from decode_node.launcher import Launcher, Prepared
-from decode_node.plan import PLAIN, SAMPLED, Report, StepKey
+from decode_node.planning.forms import MOST_REFUSED
+from decode_node.planning.lengths import no_costs
+from decode_node.planning.lengths import recorded as recorded_costs
+from decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
+from decode_node.program import programs as programs_module
+from decode_node.program.launcher import Launcher, Prepared
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Eager
 from model.loaded import LoadedModel
@@ -183,7 +185,7 @@ def test_recorded_steps_are_eager_ones_to_the_last_bit(
     assert loaded.form == "recorded"
     kernels = type(loaded.kernels)
     told, caches, bench = run(loaded, loop, num_drafts)
-    played = [one for one in bench.decode._launcher.program.kept.values() if one.operators]
+    played = [one for _, one in bench.decode.programs.kept.values() if one.operators]
     assert len(played) >= 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "repeated", lambda self, function: Eager(function))
@@ -199,7 +201,7 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     if fails:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(program_module, "decode_step", Mock(side_effect=MemoryError))
+            patch.setattr(programs_module, "decode_step", Mock(side_effect=MemoryError))
             with pytest.raises(MemoryError):
                 bench.decode.step()
     usual = []
@@ -210,8 +212,8 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
         usual.append(report.is_usual)
     assert usual == [False, True, True]
     costs = recorded_costs(no_costs(3), [report_at(1.0, is_usual=False)])
-    assert costs.of_size(1).num_tries == (0, 0, 0, 0) and costs.tried[0] > 1
-    assert recorded_costs(costs, [report_at(1.0, is_usual=True)]).of_size(1).num_tries[2] == 1
+    assert costs.of_size(1).step_s == (0.0,) * 4 and costs.tried[0] > 1
+    assert recorded_costs(costs, [report_at(1.0, is_usual=True)]).of_size(1).step_s[2] == 1.0
 
 
 def report_at(program_s: float, is_usual: bool) -> Report:
@@ -220,12 +222,12 @@ def report_at(program_s: float, is_usual: bool) -> Report:
 
 def test_kernels_of_torch_are_called_eagerly_and_every_step_of_theirs_counts() -> None:
     plain = load(TINY_MODEL, "model.kernels=plain")
-    assert plain.is_eager and plain.form == "eager"
+    assert plain.form == "eager"
     bench = Bench(plain, num_drafts=1)
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     bench.decode.step()
     assert bench.decode._report is not None and bench.decode._report.is_usual
-    assert not bench.decode._launcher.program.kept
+    assert not bench.decode.programs.kept
 
 
 def test_a_program_that_was_dropped_is_recorded_again(
@@ -233,10 +235,10 @@ def test_a_program_that_was_dropped_is_recorded_again(
 ) -> None:
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr("decode_node.plan.MAX_KEPT", 1)
+    monkeypatch.setattr("decode_node.planning.forms.MAX_KEPT", 1)
     bench = Bench(loaded, max_rows=6)
     assert bench.generate(*asked) == answers
-    assert len(bench.decode._launcher.program.kept) == 1
+    assert len(bench.decode.programs.kept) == 1
 
 
 def test_programs_that_are_made_ahead_serve_and_others_are_eager(
@@ -245,16 +247,16 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     """As captured ones are: while nobody has work, on rows that are nobody's."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr(type(loaded.kernels), "makes_ahead", True)
+    monkeypatch.setattr(type(loaded.kernels), "form", CAPTURED)
     bench = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
-    made = bench.decode._launcher.program.kept
+    made = bench.decode.programs.kept
     caches = [cache.clone() for cache in bench.all_caches()]
     while bench.decode.has_work():
         bench.decode.step()
-    assert len(made) == 3 * 5 * 2 and all(function.is_ready for function in made.values())
+    assert len(made) == 3 * 5 * 2 and all(function.is_ready for _, function in made.values())
     for cache, clean in zip(bench.all_caches(), caches, strict=True):
         assert torch.equal(cache[1:], clean[1:]), "only the dummy page may be written"
-    known, make = set(made), Launcher.make
+    known, make = {key for key, _ in made.values()}, Launcher.make
 
     def make_alone(launcher: Launcher, step: Prepared) -> None:
         assert not bench.decode.scheduler.sequences, "nobody waits for a program"
@@ -262,8 +264,8 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
 
     monkeypatch.setattr(Launcher, "make", make_alone)
     assert bench.generate(*asked) == answers and not bench.decode.has_work()
-    met = set(made) - known
-    assert met and all(key.extras not in (PLAIN, SAMPLED) for key, _ in met)
+    met = {key for key, _ in made.values()} - known
+    assert met and all(key.extras not in (PLAIN, SAMPLED) for key in met)
     bench.check_empty()
 
 
@@ -274,19 +276,23 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.makes_ahead = True
-    bench = Bench(replace(loaded, kernels=kernels), max_rows=6, buckets=(2, 4, 6))
+    kernels.form = CAPTURED
+    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, buckets=(2, 4, 6))
     for _ in range(3):
         bench.decode.step()
     error = RuntimeError("out of memory")
     with monkeypatch.context() as patch:
-        patch.setattr("decode_node.program.decode_step", Mock(side_effect=error))
+        patch.setattr("decode_node.program.programs.decode_step", Mock(side_effect=error))
         with pytest.raises(RuntimeError):
             bench.decode.step()
     bench.decode.fail(error)
-    assert not bench.decode.has_work() and "out of memory" in bench.decode._loaded.form
+    made, [refused] = bench.decode.programs.kept, bench.decode.programs.refused
+    assert not bench.decode.has_work() and "out of memory" in bench.decode.programs.told
+    known = {key for key, function in made.values() if function.is_ready}
+    assert len(known) == 3 and refused not in known
     assert bench.generate(*asked) == answers
-    assert len(bench.decode._launcher.program.kept) == 3
+    now = {key for key, function in made.values() if function.is_ready}
+    assert known < now and refused not in now, "others were made later"
     bench.check_empty()
 
 
@@ -299,13 +305,13 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.makes_ahead = True
+    kernels.form = CAPTURED
     if fails:
         broken = Mock(is_ready=False, side_effect=RuntimeError("out of memory"))
         monkeypatch.setattr(kernels, "repeated", lambda function: broken)
-    monkeypatch.setattr("decode_node.planner.MOST_EAGER", 2)
-    monkeypatch.setattr("decode_node.engine.usual_programs", lambda *told: [])
-    bench = Bench(replace(loaded, kernels=kernels), max_rows=6, loop=loop)
+    monkeypatch.setattr("decode_node.planning.forms.MOST_EAGER", 2)
+    monkeypatch.setattr("decode_node.engine.usual_keys", lambda *told: [])
+    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, loop=loop)
     step, busy = bench.decode.step, list[int]()
 
     def guarded() -> None:
@@ -317,8 +323,10 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
 
     monkeypatch.setattr(bench.decode, "step", guarded)
     assert bench.generate(*asked) == answers
-    assert bool(busy) == fails and all(busy) and len(busy) <= 1
-    assert bool(bench.decode._launcher.program.kept) != fails
+    assert bool(busy) == fails and len(busy) <= MOST_REFUSED
+    assert not busy or busy[0] > 0
+    made = [key for key, function in bench.decode.programs.kept.values() if function.is_ready]
+    assert bool(made) != fails
     bench.check_empty()
 
 
@@ -352,7 +360,7 @@ def test_a_program_keeps_next_to_nothing(loaded: LoadedModel) -> None:
         bench.start(request)
     with Made() as made:
         bench.decode.step()
-    assert len(bench.decode._launcher.program.kept) == 1
+    assert len(bench.decode.programs.kept) == 1
     taken, held = made.num_bytes()
     assert taken > 1_000_000 and held < 5_000, (taken, held)
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.driven.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
+from core.forms import EAGER
 from core.request import RELAXED, Request, SamplingParams, Speculation
 from model.loaded import LoadedModel
 from prefill_node.engine import Progress
@@ -38,7 +39,7 @@ class Stamped(list[Progress]):
 class TimedBench(Bench):
     """Copying pages from one side to the other is no engine's work: it is not counted."""
 
-    def _copy(self, source: list[int], target: list[int], num_tokens: int) -> None:
+    def _copy(self, source: Sequence[int], target: Sequence[int], num_tokens: int) -> None:
         began_at = time.perf_counter()
         super()._copy(source, target, num_tokens)
         assert isinstance(self.progress, Stamped)
@@ -117,7 +118,7 @@ def main() -> None:
     )
     versions = {"tandem": version("tandem"), "torch": torch.__version__}
     form = f"{loaded.kernels.name}, {loaded.form}"
-    if loaded.is_eager:
+    if loaded.form == EAGER:
         raise ValueError(f"kernels are {form}: install g++, these figures are of native ones")
     say("ready", versions=versions, num_threads=torch.get_num_threads(), form=form)
     serial = count()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.forms import CAPTURED
 from model.kernels.base import Blocks, Kernels, Routing
 from model.kernels.captured import Captured
 from model.kernels.gpu import compiling, norms, prefill, products, route, sample
@@ -28,8 +29,8 @@ class Triton(Kernels):
     quantised too where it ``quantises``, ``by_powers`` of two or any."""
 
     name = "triton"
-    form = "captured"
-    makes_ahead = True
+    form = CAPTURED
+    keeps_outputs = True
     reads_blocks = True
     reads_pages = True
     mla_entry = staticmethod(norms.mla_entry)

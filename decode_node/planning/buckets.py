@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """``sizes`` rise and end with the number of rows. ``pads_pages``: page tables are padded to
-    powers of two as well."""
+    """``sizes`` rise and end with the number of rows."""
 
     sizes: tuple[int, ...]
-    pads_pages: bool = False
 
     @classmethod
     def of(cls, asked: tuple[int, ...] | None, max_rows: int, device_type: str) -> "Buckets":
@@ -31,12 +29,8 @@ class Buckets:
             raise ValueError(
                 f"decode.batch_buckets: {wrong} out of range, use 1 to decode.max_rows={max_rows}"
             )
-        return cls(tuple(sorted({*asked, max_rows})), pads_pages=True)
+        return cls(tuple(sorted({*asked, max_rows})))
 
     def rows(self, num: int) -> int:
         """The smallest size that holds ``num`` rows."""
         return self.sizes[bisect_left(self.sizes, num)]
-
-    def pages(self, num: int) -> int:
-        """The width of a page table of ``num`` pages."""
-        return 1 << (num - 1).bit_length() if self.pads_pages else num

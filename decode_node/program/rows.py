@@ -1,7 +1,6 @@
 """The row slots of one decode rank as tensors; every running sequence owns one row.
 
-Shape legend: R row slots, B active rows, M tokens pending at most, D hidden, P pages of a row's
-table.
+Shape legend: R row slots, B active rows, F features, P pages of a row's table.
 """
 
 from dataclasses import dataclass, replace
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 from core.request import Request, SamplingParams
-from decode_node.plan import PLAIN, Extras
-from decode_node.sequence import Sequence
+from decode_node.planning.step_plan import PLAIN, Extras
+from decode_node.states import Running
 from model.acceptance import KIND_NUMBERS
 from model.acceptance.base import AcceptanceRows, Verdict
 from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
+from model.drafters.base import Own
 from model.loaded import LoadedModel
 from model.sampling import SamplingRows
 from model.tensors import each, select, upload, write
@@ -23,16 +23,13 @@ from model.think import thinking_at_start
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What a step changes. ``num_known`` is L (prompt and emitted tokens), ``num_output`` how many
-    were emitted in all; ``thinking`` is the think phase. For the rest see DraftState."""
+    """What a step changes. ``num_known`` is L, prompt and emitted tokens, of which ``last`` is the
+    last; ``thinking`` the think phase. What the ``drafter`` keeps is its own."""
 
-    tokens_BM: Tensor
-    hidden_BMD: Tensor
-    num_pending_B: Tensor
+    last_B1: Tensor
     num_known_B: Tensor
-    num_output_B: Tensor
-    first_B: Tensor
     thinking_B: Tensor
+    drafter: Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,16 @@ class RowTensors:
     """Rows between two steps; the first axis of every tensor is the row."""
 
     state: RowState
+    num_prompt_B: Tensor
     page_table_BP: Tensor
     real_B: Tensor
     sampling: SamplingRows
     acceptance: AcceptanceRows
+
+    @property
+    def num_output_B(self) -> Tensor:
+        """Tokens emitted so far."""
+        return self.state.num_known_B - self.num_prompt_B
 
 
 MADE_UP = 512
@@ -61,48 +64,43 @@ class Rows:
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_rows: int, width: int, num_pages_per_row: int
+        self, loaded: LoadedModel, num_rows: int, max_drafts: int, num_pages_per_row: int
     ) -> None:
-        self._loaded = loaded
+        self._loaded, self._max_drafts = loaded, max_drafts
         self._read_padding, self._write_padding = num_rows, num_rows + 1
-        self._num_pages = [0] * num_rows
-        hidden_size, device = loaded.config.hidden_size, loaded.device
-        hidden_1MD = torch.zeros(1, width, hidden_size, dtype=loaded.dtype, device=device)
-        pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
-        padding = _one_row(_PADDING, _PADDING.output_ids, hidden_1MD, pages_1P, is_real=False)
-        self._num_rows = num_rows + 2
+        self._num_rows, self._num_pages = num_rows + 2, [0] * num_rows
+        self._no_pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
+        padding = self._row(_request((0,), 0), is_real=False)
         self._table: RowTensors = each(
-            lambda tensor: tensor.repeat_interleave(2 * num_rows + 2, 0), upload(padding, device)
+            lambda tensor: tensor.repeat_interleave(2 * num_rows + 2, 0), padding
         )
-        self._make_up(self._num_rows)
+        for i in range(num_rows):
+            self._make_up(i)
         self._rules: AdjustRows | None = None
 
-    def begin(self, sequence: Sequence, first_token: int, hidden_D: Tensor | None) -> None:
-        """``sequence`` enters with ``first_token``, which is not in the cache yet. Without
-        ``hidden_D`` its hidden state is zeros and its first pass leaves no trace (zero_hidden).
-        Memory for logit rules is taken when the first request, of any rank, has some."""
-        row, request, loaded = sequence.row, sequence.request, self._loaded
-        output_ids = (*request.output_ids, first_token)
-        hidden_1MD = torch.zeros_like(self._table.state.hidden_BMD[:1])
-        if hidden_D is not None:
-            hidden_1MD[0, 0] = hidden_D
-        pages_1P = torch.zeros(1, self._table.page_table_BP.shape[1], dtype=torch.int64)
+    def begin(self, sequence: Running, first_token: int, features_F: Tensor | None) -> None:
+        """``sequence`` enters with ``first_token``, which is not in the cache yet, and the features
+        of the token before it, None if they were not shipped (zero_hidden). Memory for logit rules
+        is taken when the first request, of any rank, has some."""
+        row, asked = sequence.row, sequence.request
+        request = replace(asked, output_ids=(*asked.output_ids, first_token))
+        pages_1P = self._no_pages_1P.clone()
         pages_1P[0, : len(sequence.pages)] = torch.tensor(sequence.pages)
-        new = _one_row(
+        think_ids = self._loaded.think_ids
+        new = self._row(
             request,
-            output_ids,
-            hidden_1MD,
+            features_F,
             pages_1P,
             limit=sequence.limit,
-            is_first=hidden_D is None,
-            is_thinking=thinking_at_start(request.prompt_ids, output_ids, loaded.think_ids),
+            is_known=features_F is not None,
+            is_thinking=thinking_at_start(request.prompt_ids, request.output_ids, think_ids),
         )
-        write(self._table, self._upload([row]), upload(new, loaded.device))
+        write(self._table, self._upload([row]), new)
         self._num_pages[row] = len(sequence.pages)
         if request.sampling.adjusts_logits:
             self.hold_rules()
         if self._rules is not None:
-            set_rules(self._rules, row, request, output_ids, sequence.stops)
+            set_rules(self._rules, row, request, request.output_ids, sequence.stops)
 
     @torch.inference_mode(False)
     def hold_rules(self) -> None:
@@ -112,7 +110,7 @@ class Rows:
             vocab_size, device = self._loaded.config.vocab_size, self._loaded.device
             self._rules = no_rules(self._num_rows, vocab_size, device)
 
-    def grow(self, sequence: Sequence) -> None:
+    def grow(self, sequence: Running) -> None:
         """The page table of a sequence that may have got pages; writes only what is new."""
         row, known, num = sequence.row, self._num_pages[sequence.row], len(sequence.pages)
         if num > known:
@@ -152,54 +150,55 @@ class Rows:
             num_B = verdict.num_accepted_B + 1
             count_emitted(self._rules, write_B, verdict.tokens_BN1, num_B)
 
-    def _make_up(self, first: int) -> None:
-        """The rows of trials."""
-        tokens_BM, hidden_BMD = self._table.state.tokens_BM[first:], self._table.state.hidden_BMD
-        ids = torch.arange(tokens_BM.numel(), device=tokens_BM.device)
-        tokens_BM.copy_(ids.view_as(tokens_BM) % self._loaded.config.vocab_size)
-        hidden_BMD[first:].normal_()
-        self._table.state.num_known_B[first:] = min(MADE_UP, self._loaded.max_model_len // 2)
-        self._table.real_B[first:] = True
+    def _make_up(self, i: int) -> None:
+        """One row of trials."""
+        num_known, vocab_size = self._loaded.max_model_len // 2, self._loaded.config.vocab_size
+        prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
+        features_F = torch.randn(self._loaded.drafter.num_features)
+        new = self._row(_request(prompt_ids, i % vocab_size), features_F)
+        write(self._table, self._upload([self._num_rows + i]), new)
+
+    def _row(
+        self,
+        request: Request,
+        features_F: Tensor | None = None,
+        pages_1P: Tensor | None = None,
+        *,
+        limit: int = 0,
+        is_known: bool = True,
+        is_thinking: bool = False,
+        is_real: bool = True,
+    ) -> RowTensors:
+        """A row that has just emitted the last of the output ids, on the device."""
+        speculation, drafter = request.speculation, self._loaded.drafter
+        num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
+        token = request.output_ids[-1]
+        if features_F is None:
+            features_F = torch.zeros(drafter.num_features)
+        features_F = features_F.to(self._loaded.dtype)
+        row = RowTensors(
+            state=RowState(
+                last_B1=torch.tensor([[token]]),
+                num_known_B=torch.tensor([num_prompt + num_output]),
+                thinking_B=torch.tensor([is_thinking]),
+                drafter=drafter.begin(token, features_F, is_known, self._max_drafts),
+            ),
+            num_prompt_B=torch.tensor([num_prompt]),
+            page_table_BP=self._no_pages_1P if pages_1P is None else pages_1P,
+            real_B=torch.tensor([is_real]),
+            sampling=SamplingRows.of([request.sampling], torch.device("cpu")),
+            acceptance=AcceptanceRows(
+                kind_B=torch.tensor([KIND_NUMBERS[speculation.acceptance]]),
+                limit_B=torch.tensor([limit]),
+                relaxed_top_n_B=torch.tensor([speculation.relaxed_top_n]),
+                relaxed_delta_B=torch.tensor([speculation.relaxed_delta], dtype=torch.float32),
+            ),
+        )
+        return upload(row, self._loaded.device)
 
     def _upload(self, values: list[int] | list[list[int]]) -> Tensor:
         return upload(torch.tensor(values), self._loaded.device)
 
 
-_PADDING = Request("padding", (0,), (0,), SamplingParams(seed=0))
-
-
-def _one_row(
-    request: Request,
-    output_ids: tuple[int, ...],
-    hidden_1MD: Tensor,
-    pages_1P: Tensor,
-    *,
-    limit: int = 0,
-    is_first: bool = False,
-    is_thinking: bool = False,
-    is_real: bool = True,
-) -> RowTensors:
-    """A row that has just emitted one token, on the host but for its hidden states."""
-    speculation, num_output = request.speculation, len(output_ids)
-    tokens_1M = torch.zeros(hidden_1MD.shape[:2], dtype=torch.int64)
-    tokens_1M[0, 0] = output_ids[-1]
-    return RowTensors(
-        state=RowState(
-            tokens_BM=tokens_1M,
-            hidden_BMD=hidden_1MD,
-            num_pending_B=torch.tensor([1]),
-            num_known_B=torch.tensor([len(request.prompt_ids) + num_output]),
-            num_output_B=torch.tensor([num_output]),
-            first_B=torch.tensor([is_first]),
-            thinking_B=torch.tensor([is_thinking]),
-        ),
-        page_table_BP=pages_1P,
-        real_B=torch.tensor([is_real]),
-        sampling=SamplingRows.of([request.sampling], torch.device("cpu")),
-        acceptance=AcceptanceRows(
-            kind_B=torch.tensor([KIND_NUMBERS[speculation.acceptance]]),
-            limit_B=torch.tensor([limit]),
-            relaxed_top_n_B=torch.tensor([speculation.relaxed_top_n]),
-            relaxed_delta_B=torch.tensor([speculation.relaxed_delta], dtype=torch.float32),
-        ),
-    )
+def _request(prompt_ids: tuple[int, ...], token: int) -> Request:
+    return Request("nobody's", prompt_ids, (token,), SamplingParams(seed=0))

@@ -1,0 +1,146 @@
+"""What a step shall be. Every rank of a gang makes a Proposal, one planner answers all of them with
+one StepPlan, and what a rank then launches derives from that alone (design.md, Parallelism). Plain
+Python.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.forms import EAGER
+from core.request import ACCEPTANCES, STRICT
+from decode_node.states import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What rows of any rank ask for that is not plain.
+
+    ``has_rules``: some row adjusts its logits. ``kinds`` are kinds of acceptance (``kinds_of``).
+    """
+
+    all_greedy: bool = True
+    has_rules: bool = False
+    kinds: tuple[str, ...] = (STRICT,)
+
+
+PLAIN, SAMPLED = Extras(), Extras(all_greedy=False)
+MOST_EXTRAS = 40
+"""There are so many: programs of one size and length are no more than these times amounts."""
+
+
+def kinds_of(asked: Iterable[str]) -> tuple[str, ...]:
+    """The kinds that a program judges by: those asked for, or all where several are beside strict
+    rows, so that few programs serve all mixtures."""
+    kinds = {*asked} or {STRICT}
+    return tuple(sorted(ACCEPTANCES if len(kinds - {STRICT}) > 1 else kinds))
+
+
+def extras_of_all(extras: Iterable[Extras]) -> Extras:
+    """What these ask for together."""
+    found = list(extras)
+    return Extras(
+        all(one.all_greedy for one in found),
+        any(one.has_rules for one in found),
+        kinds_of(kind for one in found for kind in one.kinds),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """All that decides on a step's program, the same on every rank: so captured collectives are
+    replayed by all ranks or by none (NCCL user guide, Using NCCL with CUDA Graphs).
+
+    ``num_rows`` is the bucket, padding included; ``catch_up`` what the drafter adds (core.forms).
+    """
+
+    num_rows: int
+    num_drafts: int
+    catch_up: int
+    extras: Extras = PLAIN
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter has a part in it."""
+        return self.num_drafts > 0 or self.catch_up > 0
+
+
+SERVE, TRIAL, MAKE = "serve", "trial", "make"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The next step of all ranks. ``use`` is SERVE but for steps of nobody's rows: in a TRIAL all
+    ranks run made-up ones, to learn what such a step costs; MAKE gets the program ready.
+
+    ``slot`` is the program's place in the table of forms (forms.py), None for eager steps, which
+    are ``is_settled`` if no better form will follow.
+    """
+
+    key: StepKey
+    use: str = SERVE
+    slot: int | None = None
+    is_settled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A step that was read: how long its program ran on this rank, how many of the rank's rows
+    tried draft k + 1 (those before it were accepted), and how many of these accepted it. If it is
+    not ``is_usual``, its next one will take less time."""
+
+    key: StepKey
+    program_s: float
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+    is_usual: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """``num_rows_by_limit[k]`` of the rank's rows use at most k drafts, up to n_max, and no row is
+    further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
+    programs can have; those of the keys ``refused`` since the last proposal cannot be made. It
+    ``expects`` work while a prompt is being read. ``report`` is of the step read last, None if it
+    was told already."""
+
+    num_rows_by_limit: tuple[int, ...]
+    behind: int = 0
+    extras: Extras = PLAIN
+    form: str = EAGER
+    refused: tuple[StepKey, ...] = ()
+    expects: bool = False
+    report: Report | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.num_rows_by_limit)
+
+
+def wishes_of(sequences: Sequence[Running], max_drafts: int) -> tuple[tuple[int, ...], int, Extras]:
+    """Of a Proposal, what follows from its rows, which may be none."""
+    limits = [sequence.limit for sequence in sequences]
+    behind = max((one.behind for one in sequences), default=0)
+    return tuple(map(limits.count, range(max_drafts + 1))), behind, extras_of(sequences)
+
+
+def extras_of(sequences: Iterable[Running]) -> Extras:
+    settings = [one.request.sampling for one in sequences]
+    return Extras(
+        all_greedy=all(one.temperature == 0 for one in settings),
+        has_rules=any(one.adjusts_logits for one in settings),
+        kinds=kinds_of(one.request.speculation.acceptance for one in sequences),
+    )
+
+
+def report_of(
+    key: StepKey, program_s: float, rows: Sequence[tuple[int, int]], is_usual: bool = True
+) -> Report:
+    """``rows`` are each row's limit and how many drafts it accepted."""
+    places = range(key.num_drafts)
+    return Report(
+        key,
+        program_s,
+        tried=tuple(sum(limit > k and num >= k for limit, num in rows) for k in places),
+        accepted=tuple(sum(num > k for _, num in rows) for k in places),
+        is_usual=is_usual,
+    )

@@ -1,0 +1,159 @@
+"""The tensor programs of steps: which rows to read and to write in, verdicts out (design.md)."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.errors import EpochEnded
+from core.request import REJECTION
+from decode_node.planning.step_plan import StepKey, StepPlan
+from decode_node.program.rows import Rows
+from decode_node.program.step import decode_step, draft
+from model.acceptance.base import Verdict
+from model.cache import Caches
+from model.drafters.base import Drafts
+from model.kernels.repeated import Repeated
+from model.loaded import LoadedModel
+from runtime.engine_loop import is_fatal
+
+log = logging.getLogger(__name__)
+MOST_TRIES = 2
+"""To make a program in a step of somebody's rows, whose fault it may have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What verification found, and its ``places`` [B, N1, ..] (Programs.logits); the next step may
+    overwrite it, in the order of the device. Others of a step's kind will take less time if it was
+    not ``is_usual``."""
+
+    verdict: Verdict
+    places: Tensor
+    is_usual: bool
+
+
+class Programs:
+    """Functions of the rows to read [B] and those to write [B] of ``rows``, which they advance, by
+    the slot that the planner gave each (planning/forms.py); this rank decides nothing. A drafter
+    that is fed is called before them.
+
+    Those that could not be made, and why, the loaded model keeps for later lives.
+    """
+
+    def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
+        self._loaded, self._caches, self._rows = loaded, caches, rows
+        self.kept: dict[int, tuple[StepKey, Repeated]] = {}
+        self.refused: dict[StepKey, str] = loaded.refused
+        self._num_failed = Counter[StepKey]()
+        self.num_unfed = 0
+        """Steps whose drafts a fed drafter did not give."""
+
+    @property
+    def told(self) -> str:
+        """Of what is not as it should be, in a status."""
+        refused = list(self.refused.values())
+        told = f", {len(refused)} programs eager: {refused[-1]}" if refused else ""
+        return told + (f", {self.num_unfed} steps without drafts" if self.num_unfed else "")
+
+    def run(
+        self, plan: StepPlan, num_pages: int | None, read_B: Tensor, write_B: Tensor
+    ) -> StepResult:
+        """``num_pages`` is the width of page tables, None for whole ones."""
+        key = plan.key
+        inputs = read_B, write_B, *self._fed(key, num_pages, read_B)
+        if plan.slot is None:
+            is_usual = plan.is_settled
+            tokens_BN1, num_accepted_B, places = self._compute(key, num_pages, *inputs)
+        else:
+            assert num_pages is None, "page tables of kept programs are whole"
+            function = self._function(key, plan.slot)
+            is_usual = function.is_ready
+            with self._making(key, function, MOST_TRIES):
+                tokens_BN1, num_accepted_B, places = function(*inputs)
+        return StepResult(Verdict(tokens_BN1, num_accepted_B), places, is_usual)
+
+    def make(self, plan: StepPlan, read_B: Tensor, write_B: Tensor) -> None:
+        """Get a program ready, on rows that are nobody's."""
+        assert plan.slot is not None, "programs that are made have slots"
+        inputs = read_B, write_B, *self._fed(plan.key, None, read_B)
+        function = self._function(plan.key, plan.slot)
+        with self._making(plan.key, function, 1):
+            while not function.is_ready:
+                function(*inputs)
+
+    def logits(self, result: StepResult) -> Tensor:
+        """Raw logits [B, N1, V] of its places."""
+        if self._loaded.kernels.keeps_outputs:
+            return self._loaded.network.logits(result.places)
+        return result.places
+
+    def clear(self) -> None:
+        """A group of ranks cannot end before the graphs that hold its collectives have; an error
+        that is kept may still hold the functions."""
+        for _, function in self.kept.values():
+            function.forget()
+        self.kept.clear()
+
+    def _function(self, key: StepKey, slot: int) -> Repeated:
+        held = self.kept.get(slot)
+        if held is None or held[0] != key:
+            held = (
+                key,
+                self._loaded.kernels.repeated(lambda *inputs: self._compute(key, None, *inputs)),
+            )
+            self.kept[slot] = held
+        return held[1]
+
+    @contextmanager
+    def _making(self, key: StepKey, function: Repeated, most_tries: int) -> Iterator[None]:
+        """Around calls of which one may make the program."""
+        try:
+            yield
+        except Exception as error:
+            if not (function.is_ready or isinstance(error, EpochEnded) or is_fatal(error)):
+                self._num_failed[key] += 1
+                if self._num_failed[key] >= most_tries:
+                    self.refused[key] = f"a program could not be made: {error!r}"
+            raise
+
+    def _fed(self, key: StepKey, num_pages: int | None, read_B: Tensor) -> tuple[Tensor, ...]:
+        """Inputs of a fed program: drafts [B, N], how many of each row are any [B], and what they
+        were drawn from [B, N, V] where a kind of acceptance asks for that."""
+        drafter, num_drafts = self._loaded.drafter, key.num_drafts
+        if not (drafter.is_fed and key.drafts):
+            return ()
+        try:
+            rows = self._rows.select(read_B, num_pages, key.extras)
+            drafts = draft(drafter, self._caches, rows, key)
+        except Exception as error:
+            if drafter.meets_ranks or is_fatal(error):
+                raise
+            log.exception("a step goes on without drafts")
+            self.num_unfed += 1
+            tokens_BN = read_B.new_zeros(len(read_B), num_drafts)
+            drafts = Drafts(tokens_BN, torch.zeros_like(read_B))
+        num_B = drafts.num_B
+        if num_B is None:
+            num_B = torch.full_like(read_B, num_drafts)
+        if key.extras.all_greedy or REJECTION not in key.extras.kinds:
+            return drafts.tokens_BN, num_B
+        q_BNV = drafts.q_BNV
+        if q_BNV is None:
+            q_BNV = F.one_hot(drafts.tokens_BN, self._loaded.config.vocab_size).float()
+        return drafts.tokens_BN, num_B, q_BNV
+
+    def _compute(
+        self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor, *fed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self._rows.select(read_B, num_pages, key.extras)
+        drafts = Drafts(*fed) if fed else None
+        output = decode_step(self._loaded, self._caches, rows, key, drafts)
+        self._rows.store(write_B, output.state, output.verdict, key.extras)
+        places = output.hidden_BND if self._loaded.kernels.keeps_outputs else output.logits_BNV
+        return output.verdict.tokens_BN1, output.verdict.num_accepted_B, places

@@ -1,0 +1,106 @@
+"""Drafters that are fed to a step's program: the same bits as within it, and an error of theirs
+costs drafts and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
+from core.request import REJECTION_GREEDY, Request, Speculation
+from model.drafters.mtp import MtpDrafter
+from model.loaded import LoadedModel
+from tests.drafters import Again, Failing, FedMtp
+from tests.unit.test_recorded import everything, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fed")
+    tiny.write_tiny(folder, seed=21)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return replace(load(folder, "model.kernels=native"), think_ids=(3, 4))
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_mtp_gives_the_same_bits_within_the_program_and_before_it(
+    loaded: LoadedModel, loop: str
+) -> None:
+    """With everything that rows can ask for, what drafts were drawn from too."""
+    assert isinstance(loaded.drafter, MtpDrafter)
+    fed = FedMtp(loaded.drafter._network, loaded.drafter._layer)
+    fed_told, fed_caches, fed_bench = run(replace(loaded, drafter=fed), loop, 3)
+    told, caches, bench = run(loaded, loop, 3)
+    assert told == fed_told and bench.decode.num_steps == fed_bench.decode.num_steps
+    assert all(map(torch.equal, caches, fed_caches))
+    played = [
+        [one.operators for _, one in each.decode.programs.kept.values()]
+        for each in (bench, fed_bench)
+    ]
+    assert max(map(len, played[1])) < max(map(len, played[0])), "its program has no drafter in it"
+
+
+def answers(loaded: LoadedModel, num_drafts: int, asked: list[Request]) -> tuple[list, Bench]:
+    bench = Bench(loaded, num_drafts=num_drafts, max_rows=6)
+    told = bench.generate(*asked)
+    bench.check_empty()
+    return told, bench
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, loop: str) -> None:
+    """No row, no token, and the next step has drafts again."""
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 20, ignore_eos=True) for i in range(4)]
+    expected, _ = answers(loaded, 0, asked)
+    drafter = Failing()
+    bench = Bench(replace(loaded, drafter=drafter), num_drafts=2, max_rows=6, loop=loop)
+    assert bench.generate(*asked) == expected
+    bench.check_empty()
+    assert bench.decode.programs.num_unfed == 1 and drafter.num_calls > 8
+    assert bench.decode.programs.told == ", 1 steps without drafts"
+
+
+def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:
+    """Every second row is told of one less, and accepts no more."""
+    asked = [greedy(f"r{i}", [7, 7, 7 + i], 30 - 9 * i, ignore_eos=True) for i in range(2)]
+    expected, _ = answers(loaded, 0, asked)
+    told, bench = answers(replace(loaded, drafter=Failing()), 1, asked)
+    assert told == expected
+    second, _ = [one.counts for one in bench.updates() if one.counts is not None]
+    assert second.num_accepted == 0 and second.num_drafted == second.num_steps
+
+
+def test_a_drafter_that_knows_no_distribution_is_a_point_mass(loaded: LoadedModel) -> None:
+    """Whether the kind of acceptance asks for one, or says so itself."""
+    asked = everything()
+    told, _ = answers(replace(loaded, drafter=_fed_again()), 2, asked)
+    point = replace(asked[3], speculation=Speculation(2, REJECTION_GREEDY))
+    as_point, _ = answers(replace(loaded, drafter=_fed_again()), 2, [*asked[:3], point, *asked[4:]])
+    assert told == as_point
+
+
+def _fed_again() -> Again:
+    drafter = Again()
+    drafter.is_fed = True  # type: ignore[misc]
+    return drafter
+
+
+def test_a_class_of_ones_own_drafts(folder: Path) -> None:
+    loaded = load(folder, "speculation.drafter=tests.drafters:Again")
+    assert loaded.drafter.name == "again" and [group.name for group in loaded.groups] == ["main"]
+    asked = [greedy("r", [5, 6, 7], 20, ignore_eos=True)]
+    assert answers(loaded, 3, asked)[0] == answers(loaded, 0, asked)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle", "nowhere:Drafter", "tests.drafters:Nobody", "tests.drafters:NoDrafter"]
+)
+def test_a_drafter_that_is_not_there_is_refused_by_name(folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}' cannot be had .*use auto"):
+        load(folder, f"speculation.drafter={name}")
