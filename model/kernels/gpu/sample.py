@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.sampling import SamplingRows
 
-BLOCK = 4096
+TILE = 4096
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
         output_index_B,
         tokens_B,
         num_tokens,
-        BLOCK=min(BLOCK, triton.next_power_of_2(num_tokens)),
+        BLOCK=min(TILE, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
     return tokens_B
@@ -50,7 +50,7 @@ def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
         rows.min_p_B,
         out_BV,
         num_tokens,
-        BLOCK=min(BLOCK // 2, triton.next_power_of_2(num_tokens)),
+        BLOCK=min(TILE // 2, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
     return out_BV
