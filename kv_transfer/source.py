@@ -44,7 +44,7 @@ class Source:
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
             "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
-            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce)),
+            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce, "hung up")),
         }
 
     async def stop(self) -> None:
@@ -139,7 +139,7 @@ class Source:
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
             channel.abort(f"transfer {ask.transfer_id} failed: {error}")
-            self._channels.drop(ask.nonce)
+            self._channels.drop(ask.nonce, "it failed")
             raise
 
     def _group(self, ask: m.Send) -> Group:
