@@ -11,7 +11,7 @@ from core.control import Control, Done, ask
 from core.errors import HandoverError, NodeLost, TandemError
 from kv_transfer.base import Channel
 from kv_transfer.line import Line
-from kv_transfer.messages import Address, Connect, HangUp
+from kv_transfer.messages import Accepted, Connect, HangUp
 from kv_transfer.side import Side
 from kv_transfer.waiting import opened
 
@@ -83,7 +83,7 @@ class Link:
     async def _connect(self, nonce: str) -> Channel:
         maker, layout = self.side.maker, self.side.caches.layout
         hello = Connect(*self.me, nonce, maker.backend, layout)
-        address: Address = await self.call("connect", hello, Address)
+        address: Accepted = await self.call("connect", hello, Accepted)
         self.lease_s = address.lease_s
         make = partial(maker.connect, address.address, nonce, self.owner)
         try:

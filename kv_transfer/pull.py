@@ -18,14 +18,14 @@ from kv_transfer.line import Line
 from kv_transfer.links import Link
 from kv_transfer.side import Side
 from kv_transfer.staging import Buffer
-from kv_transfer.waiting import GRACE_S, settled
+from kv_transfer.waiting import SLACK_S, settled
 
 MAX_CHUNKS_IN_FLIGHT = 2
 """Per pull: one on the wire while another is scattered; others get their turn between."""
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class Pulling:
     """One pull under way: where from, into which pages, and its transfers on the wire; one that was
     started always runs to its end, even when nobody waits.
 
@@ -156,7 +156,7 @@ async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Task[None]") -> 
     both: list[asyncio.Task[Any]] = [call, done]
     await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
     if not call.done():
-        await asyncio.wait([call], timeout=GRACE_S)
+        await asyncio.wait([call], timeout=SLACK_S)
     if call.done():
         call.result()
     await done

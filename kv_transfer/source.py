@@ -16,7 +16,7 @@ from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group, check_same
-from kv_transfer.offered import Computed, First, OfferBook
+from kv_transfer.offered import Computed, FirstToken, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
 
@@ -78,7 +78,7 @@ class Source:
         identity: Identity,
         pages: list[int],
         num_tokens: tuple[int, ...],
-        first: First | None = None,
+        first: FirstToken | None = None,
     ) -> None:
         """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far. What
         comes with a ``first`` token is the last: D is told of both at once."""
@@ -106,13 +106,13 @@ class Source:
     def check_integrity(self) -> None:
         self._side.staging.check_integrity()
 
-    async def _connect(self, ask: m.Connect) -> m.Address:
+    async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend
         if ask.backend != backend:
             raise HandoverError(f"backend {backend!r} here, {ask.backend!r} there")
         check_same(self._layout, ask.layout)
         address = await self._channels.accept(ask)
-        return m.Address(address, self._book.lease_s)
+        return m.Accepted(address, self._book.lease_s)
 
     async def _pull(self, ask: m.Pull) -> m.Ready:
         num_groups = len(self._layout.groups)

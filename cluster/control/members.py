@@ -20,7 +20,7 @@ from core.schema import decode
 from core.tasks import cancelled, in_thread
 
 WAIT_S = 30.0
-GRACE_S = 5.0
+STOP_GRACE_S = 5.0
 RETRY_S = 0.5
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ async def stop_cluster(deadline_s: float) -> list[str]:
     try:
         controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
         try:
-            async with asyncio.timeout(deadline_s + GRACE_S):
+            async with asyncio.timeout(deadline_s + STOP_GRACE_S):
                 await controller.stop.remote(deadline_s)
         finally:
             ray.kill(controller)

@@ -19,11 +19,7 @@ from tests.sizes import (
 
 CIRCLES = {("cluster.control.controller", "cluster.control.gang", "cluster.control.rebalance")}
 """Imports that run in one, those for type checking too. None may be added."""
-TWINS = {
-    *("Address", "Caches", "Collectives", "Count", "DUMMY_PAGE", "FIXED", "First"),
-    *("GRACE_S", "GROUPS", "Json", "LONGEST_PAUSE_S", "ModelConfig", "POLL_S", "Pull"),
-    *("REMEMBER_S", "Scheduler", "Sequence"),
-}
+TWINS = {"Collectives", "FIXED", "LONGEST_PAUSE_S", "Scheduler", "Sequence"}
 """Names of two classes or constants. None may be added; Scheduler and Sequence are each node's
 own by intent."""
 
