@@ -39,20 +39,9 @@ def attend(
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend[(num_blocks, num_seqs, num_parts)](
-        q_XHC,
-        pe_XHR,
-        how.cos,
-        how.sin,
-        how.cache,
-        how.page_table_BP,
-        context_lens_BQ,
-        part,
-        lse,
-        how.scale,
-        *q_XHC.stride()[:2],
-        *pe_XHR.stride()[:2],
-        how.page_table_BP.stride(0),
-        num_q,
+        *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, context_lens_BQ),
+        *(part, lse, how.scale),
+        *(*q_XHC.stride()[:2], *pe_XHR.stride()[:2], how.page_table_BP.stride(0), num_q),
         NUM_HEADS=num_heads,
         C=width,
         R=num_pe,

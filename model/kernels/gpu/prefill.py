@@ -46,19 +46,8 @@ def attend(
         up_HUC = kv_b[first : first + num_at_once]
         kv_SU = latent_SL[:, : kv_b.shape[2]] @ up_HUC.flatten(0, 1).t()
         _attend[(len(tiles), len(up_HUC))](
-            q_THK,
-            kv_SU,
-            latent_SL,
-            how.cos,
-            how.sin,
-            tiles,
-            out_THV,
-            how.scale,
-            first,
-            *q_THK.stride()[:2],
-            kv_SU.stride(0),
-            latent_SL.stride(0),
-            num_heads,
+            *(q_THK, kv_SU, latent_SL, how.cos, how.sin, tiles, out_THV, how.scale, first),
+            *(*q_THK.stride()[:2], kv_SU.stride(0), latent_SL.stride(0), num_heads),
             N=width - num_pe,
             R=num_pe,
             C=kv_b.shape[2],

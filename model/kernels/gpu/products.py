@@ -45,11 +45,7 @@ def quantised(x_NK: Tensor, by_powers: bool) -> Blocks:
     values_NK = torch.empty(num_rows, width, dtype=FP8, device=x_NK.device)
     scales_NG = torch.empty(num_rows, num_groups, device=x_NK.device)
     _quantise[(triton.cdiv(num_rows * num_groups, QUANTISED_AT_ONCE),)](
-        x_NK,
-        values_NK,
-        scales_NG,
-        num_rows,
-        x_NK.stride(0),
+        *(x_NK, values_NK, scales_NG, num_rows, x_NK.stride(0)),
         K=width,
         BY_POWERS=by_powers,
         BLOCK_G=QUANTISED_AT_ONCE,
@@ -79,16 +75,8 @@ def product(
     order, starts = (values, values) if rows is None else rows[:2]
     tokens = None if rows is None else rows.tokens_P
     _product[(num_tiles, num_parts * triton.cdiv(part, block_n))](
-        values,
-        scales,
-        *w,
-        order,
-        starts,
-        values if tokens is None else tokens,
-        out,
-        num_rows,
-        values.stride(0),
-        1 if rows is None else rows.per_token,
+        *(values, scales, *w, order, starts, values if tokens is None else tokens, out),
+        *(num_rows, values.stride(0), 1 if rows is None else rows.per_token),
         S=num_sorted,
         SLOTS=triton.next_power_of_2(num_slots),
         PARTS=num_parts,

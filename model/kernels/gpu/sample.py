@@ -22,15 +22,8 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
     logits_BV = adjusted_BV.float().contiguous()
     tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     _draw[(num_rows,)](
-        logits_BV,
-        rows.temperature_B,
-        rows.top_k_B,
-        rows.top_p_B,
-        rows.min_p_B,
-        rows.seed_B,
-        output_index_B,
-        tokens_B,
-        num_tokens,
+        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(rows.seed_B, output_index_B, tokens_B, num_tokens),
         BLOCK=min(TILE, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
@@ -43,13 +36,8 @@ def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
     logits_BV = logits_BV.float().contiguous()
     out_BV = torch.empty_like(logits_BV)
     _filter[(num_rows,)](
-        logits_BV,
-        rows.temperature_B,
-        rows.top_k_B,
-        rows.top_p_B,
-        rows.min_p_B,
-        out_BV,
-        num_tokens,
+        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(out_BV, num_tokens),
         BLOCK=min(TILE // 2, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
