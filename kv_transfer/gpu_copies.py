@@ -29,10 +29,7 @@ def _launch(
     if slots_T.is_cuda:
         places_L = places_L.pin_memory().to(slots_T.device, non_blocking=True)
     _copy[(triton.cdiv(num_tokens * width, COPIED_AT_ONCE), num_layers)](
-        places_L,
-        slots_T,
-        rows_LTW,
-        num_tokens * width,
+        *(places_L, slots_T, rows_LTW, num_tokens * width),
         WIDTH=width,
         IS_GATHER=is_gather,
         BLOCK=COPIED_AT_ONCE,

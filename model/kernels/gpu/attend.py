@@ -63,9 +63,7 @@ def _merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
     out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
     block_c = min(128, triton.next_power_of_2(width))
     _merge[(num_rows * num_heads, triton.cdiv(width, block_c))](
-        part_XHPC,
-        lse_XHP,
-        out_XHC,
+        *(part_XHPC, lse_XHP, out_XHC),
         C=width,
         NUM_PARTS=num_parts,
         BLOCK_P=triton.next_power_of_2(num_parts),
