@@ -27,7 +27,7 @@ class Section(BaseModel):
     )
 
 
-class ModelConfig(Section):
+class CheckpointConfig(Section):
     path: Path = Field(default=TINY_MODEL, strict=False)
     """folder of the Hugging Face checkpoint"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -173,7 +173,7 @@ class TandemConfig(Section):
 
     mode: Literal["split", "colocated"] = "split"
     """prefill and decode on different nodes, or both in one rank"""
-    model: ModelConfig = ModelConfig()
+    model: CheckpointConfig = CheckpointConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

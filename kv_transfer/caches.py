@@ -14,7 +14,7 @@ from kv_transfer.staging import Buffer
 Mark = torch.cuda.Event
 
 
-class Caches:
+class PagedCaches:
     """Cache tensors by group name, ``[num_pages, page_size, width]`` each, one per layer.
 
     `gather` and `scatter` run beside the engine's steps, on one thread and on GPUs on a stream of

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+COPIED_AT_ONCE = 2048
 """Values of a program: 16 KiB as a rule."""
 
 
@@ -28,14 +28,11 @@ def _launch(
     places_L = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
     if slots_T.is_cuda:
         places_L = places_L.pin_memory().to(slots_T.device, non_blocking=True)
-    _copy[(triton.cdiv(num_tokens * width, BLOCK), num_layers)](
-        places_L,
-        slots_T,
-        rows_LTW,
-        num_tokens * width,
+    _copy[(triton.cdiv(num_tokens * width, COPIED_AT_ONCE), num_layers)](
+        *(places_L, slots_T, rows_LTW, num_tokens * width),
         WIDTH=width,
         IS_GATHER=is_gather,
-        BLOCK=BLOCK,
+        BLOCK=COPIED_AT_ONCE,
         num_warps=8,
     )
 

@@ -3,7 +3,7 @@
 =========  ========  =====================================================================
 method     reply     meaning
 =========  ========  =====================================================================
-connect    Address   P starts its end of a channel; both ends meet under the nonce
+connect    Accepted  P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
 send       Sent      D's receive is launched: P reads a chunk into staging and sends it
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
@@ -51,7 +51,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class Accepted:
     """Where P's rendezvous listens, and how long its leases are."""
 
     address: str

@@ -27,7 +27,7 @@ SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
 GROUP_TIMEOUT = timedelta(days=1)
-POLL_S = 0.0005
+EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0
 """From work that is said to be over to its event: longer, and it is over because it failed."""
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class NcclWire:
                 ends_at = min(ends_at, time.monotonic() + SETTLE_S)
             if self._aborting.is_set() or time.monotonic() > ends_at:
                 raise _reason(work, is_over, timeout_s)
-            time.sleep(POLL_S)
+            time.sleep(EVENT_POLL_S)
         if self._aborting.is_set():  # an aborted kernel ends too, and its event passes
             raise ConnectionAbortedError("aborted")
 
@@ -112,7 +112,7 @@ class NcclWire:
             self.abort()
         finally:
             while self._last is not None and not self._last.query():
-                time.sleep(POLL_S)
+                time.sleep(EVENT_POLL_S)
             with self._lock:
                 self._group = None
 

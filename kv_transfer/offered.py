@@ -14,14 +14,14 @@ from kv_transfer.messages import Seal
 if TYPE_CHECKING:
     from kv_transfer.caches import Mark
 
-REMEMBER_S = 600.0
+RELEASE_KNOWN_S = 600.0
 """How long an ended identity is known, so that late calls get its reason and not silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What there is of a sequence. ``num_tokens`` are per layout group. Pages only ever grow;
-    their ``generations`` are those they came with. ``mark`` is the device's (Caches.mark)."""
+    their ``generations`` are those they came with. ``mark`` is the device's (PagedCaches.mark)."""
 
     num_tokens: tuple[int, ...]
     pages: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Computed:
     mark: "Mark | None" = None
 
 
-class First(NamedTuple):
+class FirstToken(NamedTuple):
     """The first token, and the features of the token before it, as in a Seal."""
 
     token: int
@@ -96,7 +96,7 @@ class OfferBook:
             raise HandoverError(f"{identity}: not offered here")
         return entry
 
-    def advance(self, identity: Identity, now: Computed, first: First | None = None) -> None:
+    def advance(self, identity: Identity, now: Computed, first: FirstToken | None = None) -> None:
         """A later state of an entry, which its ``first`` token closes; what has ended stays ended.
         A page keeps the generation it came with: that of another owner of it must never look
         right."""
@@ -125,7 +125,7 @@ class OfferBook:
     def sweep(self) -> dict[Identity, Offered]:
         """End what expired and return it; forget what ended long ago."""
         now = self._clock()
-        horizon = now - max(REMEMBER_S, 4 * self.lease_s)
+        horizon = now - max(RELEASE_KNOWN_S, 4 * self.lease_s)
         self._ended = {key: end for key, end in self._ended.items() if end[1] >= horizon}
         expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}
         for identity in expired:

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from core.errors import StalePages
-
-DUMMY_PAGE = 0
-"""Never allocated: padding and suppressed writes go here."""
+from core.pages import DUMMY_PAGE
 
 
 class PagePool:

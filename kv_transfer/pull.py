@@ -14,17 +14,18 @@ from kv_transfer import messages as m
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group
+from kv_transfer.line import Line
 from kv_transfer.links import Link
 from kv_transfer.side import Side
 from kv_transfer.staging import Buffer
-from kv_transfer.waiting import GRACE_S, settled
+from kv_transfer.waiting import SLACK_S, settled
 
 MAX_CHUNKS_IN_FLIGHT = 2
 """Per pull: one on the wire while another is scattered; others get their turn between."""
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class Pulling:
     """One pull under way: where from, into which pages, and its transfers on the wire; one that was
     started always runs to its end, even when nobody waits.
 
@@ -98,21 +99,21 @@ class Pull:
         link = self.link
         await link.lock.acquire()
         try:
-            nonce, channel = await link.ready()
+            line, channel = await link.ready()
             buffer = await self.side.staging.reserve(self.side.deadlines.staging_s)
         except BaseException:
             link.lock.release()
             raise
         where = group.name, lo, hi
-        ask = m.Send(self.offer.identity, *where, nonce, channel.num_transfers)
+        ask = m.Send(self.offer.identity, *where, line.nonce, channel.num_transfers)
         data = staged(group, buffer, hi - lo).flatten()
-        exchange = self.side.tasks.start(self._exchange(channel, buffer, ask, data))
+        exchange = self.side.tasks.start(self._exchange(line, channel, buffer, ask, data))
         self.exchanges.add(exchange)
         exchange.add_done_callback(self.exchanges.discard)
         return exchange, buffer
 
     async def _exchange(
-        self, channel: Channel, buffer: Buffer, ask: m.Send, data: Tensor
+        self, line: Line, channel: Channel, buffer: Buffer, ask: m.Send, data: Tensor
     ) -> m.Sent:
         """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
         began, link, tasks = time.perf_counter(), self.link, self.side.tasks
@@ -125,7 +126,8 @@ class Pull:
             if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, data.nbytes):
                 raise HandoverError(f"asked for {ask} of {data.nbytes} B, got {sent}")
         except BaseException as error:
-            link.discard(ask.nonce, channel, f"transfer {ask.transfer_id} failed: {error}")
+            channel.abort(f"transfer {ask.transfer_id} failed: {error}")
+            line.drop("it failed")
             self.side.staging.quarantine(buffer, channel.terminal)
             raise
         finally:
@@ -154,7 +156,7 @@ async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Task[None]") -> 
     both: list[asyncio.Task[Any]] = [call, done]
     await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
     if not call.done():
-        await asyncio.wait([call], timeout=GRACE_S)
+        await asyncio.wait([call], timeout=SLACK_S)
     if call.done():
         call.result()
     await done

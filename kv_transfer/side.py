@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from core.config import KvTransferConfig
 from core.errors import HandoverError
 from core.tasks import Tasks
-from kv_transfer.caches import Caches, check_chunks
+from kv_transfer.caches import PagedCaches, check_chunks
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.staging import StagingPool
 
@@ -48,7 +48,7 @@ class Side:
     them, ``staging`` is all that the wire touches, and ``copier`` the one thread that copies
     between it and pages."""
 
-    caches: Caches
+    caches: PagedCaches
     engine: EngineThread
     maker: ChannelMaker
     config: KvTransferConfig

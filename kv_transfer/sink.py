@@ -14,7 +14,7 @@ from kv_transfer import messages as m
 from kv_transfer.caches import chunks
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.links import Link
-from kv_transfer.pull import Pull
+from kv_transfer.pull import Pulling
 from kv_transfer.side import Side
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought; the seconds of ``stats`` are those of Pull.stats."""
+    """What a pull brought; the seconds of ``stats`` are those of Pulling.stats."""
 
     seal: m.Seal
     stats: TransferStats
@@ -54,7 +54,7 @@ class Sink:
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
         link = self._link(offer.owner, offer.seat, offer.epoch, control)
-        pull = Pull(self._side, link, offer, pages, (0,) * len(self._layout.groups))
+        pull = Pulling(self._side, link, offer, pages, (0,) * len(self._layout.groups))
         renewal = self._side.tasks.start(self._keep_lease(pull))
         self._num_pulls += 1
         link.num_pulls += 1
@@ -127,7 +127,7 @@ class Sink:
             )
         await link.ready()
 
-    async def _follow(self, pull: Pull) -> m.Seal:
+    async def _follow(self, pull: Pulling) -> m.Seal:
         patience_s = self._side.deadlines.progress_s
         wait_s = min(self._side.deadlines.wait_s, patience_s)
         give_up_at = time.monotonic() + patience_s
@@ -147,7 +147,7 @@ class Sink:
                     f"tokens of {pull.offer.num_tokens} so far, opened: {ready.opened}"
                 )
 
-    async def _fetch(self, pull: Pull, ready: m.Ready) -> None:
+    async def _fetch(self, pull: Pulling, ready: m.Ready) -> None:
         parts = zip(self._layout.groups, pull.num_pulled, ready.num_tokens, strict=True)
         chunk_bytes = self._side.staging.chunk_bytes
         try:
@@ -159,7 +159,7 @@ class Sink:
             raise errors.exceptions[0] from None
         pull.num_pulled = ready.num_tokens
 
-    async def _keep_lease(self, pull: Pull) -> None:
+    async def _keep_lease(self, pull: Pulling) -> None:
         while True:
             await asyncio.sleep(pull.link.lease_s / 3)
             try:
@@ -167,7 +167,7 @@ class Sink:
             except TandemError as error:
                 log.warning("lease of %s was not renewed: %s", pull.offer.identity, error)
 
-    async def _release(self, pull: Pull, reason: str) -> None:
+    async def _release(self, pull: Pulling, reason: str) -> None:
         if pull.exchanges:
             # P may not have begun to send for a transfer that was cut off; released now, it
             # would fail, and its channel with it.

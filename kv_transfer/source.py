@@ -16,7 +16,7 @@ from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group, check_same
-from kv_transfer.offered import Computed, First, OfferBook
+from kv_transfer.offered import Computed, FirstToken, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
 
@@ -44,7 +44,7 @@ class Source:
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
             "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
-            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce)),
+            "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce, "hung up")),
         }
 
     async def stop(self) -> None:
@@ -78,7 +78,7 @@ class Source:
         identity: Identity,
         pages: list[int],
         num_tokens: tuple[int, ...],
-        first: First | None = None,
+        first: FirstToken | None = None,
     ) -> None:
         """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far. What
         comes with a ``first`` token is the last: D is told of both at once."""
@@ -106,13 +106,13 @@ class Source:
     def check_integrity(self) -> None:
         self._side.staging.check_integrity()
 
-    async def _connect(self, ask: m.Connect) -> m.Address:
+    async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend
         if ask.backend != backend:
             raise HandoverError(f"backend {backend!r} here, {ask.backend!r} there")
         check_same(self._layout, ask.layout)
         address = await self._channels.accept(ask)
-        return m.Address(address, self._book.lease_s)
+        return m.Accepted(address, self._book.lease_s)
 
     async def _pull(self, ask: m.Pull) -> m.Ready:
         num_groups = len(self._layout.groups)
@@ -139,7 +139,7 @@ class Source:
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
             channel.abort(f"transfer {ask.transfer_id} failed: {error}")
-            self._channels.drop(ask.nonce)
+            self._channels.drop(ask.nonce, "it failed")
             raise
 
     def _group(self, ask: m.Send) -> Group:

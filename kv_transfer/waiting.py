@@ -12,7 +12,7 @@ from kv_transfer.base import Channel
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
-GRACE_S = 1.0
+SLACK_S = 1.0
 """The backend's own deadline, or the other side's reason, may be a little behind."""
 
 
@@ -24,7 +24,7 @@ async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
     """
     making = threaded(make)
     try:
-        return await _within(making, timeout_s + GRACE_S, "a channel was not set up")
+        return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
     except HandoverError:
         if not making.done():
             log.error("setting up a channel hangs; its thread is abandoned")
@@ -38,13 +38,13 @@ async def settled(future: "Future[None]", channel: Channel) -> None:
     Raises HandoverError: the transfer's own, or, when the backend does not even keep its
     deadline, one of ours; the tensor belongs into quarantine then.
     """
-    await _within(future, channel.timeout_s + GRACE_S, f"channel {channel.name} hangs: no result")
+    await _within(future, channel.timeout_s + SLACK_S, f"channel {channel.name} hangs: no result")
 
 
 async def ended(channel: Channel) -> None:
     """Wait until the channel is terminal, or so late that it has said so in the log."""
     await asyncio.wait(
-        [asyncio.wrap_future(channel.terminal)], timeout=2 * channel.timeout_s + GRACE_S
+        [asyncio.wrap_future(channel.terminal)], timeout=2 * channel.timeout_s + SLACK_S
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DUMMY_PAGE = 0
+from core.pages import DUMMY_PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ _REMEDIES = {
     "rope_scaling": ["only yarn, without attention_factor, and default are implemented"],
 }
 
-Json = Mapping[str, Any]
-Count = Annotated[StrictInt, Field(ge=1)]
+JsonObject = Mapping[str, Any]
+Positive = Annotated[StrictInt, Field(ge=1)]
 Amount = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[StrictInt, Field(ge=0)]
 
@@ -61,7 +61,7 @@ class YarnScaling:
 
     type: Literal["yarn"]
     factor: Amount
-    original_max_position_embeddings: Count
+    original_max_position_embeddings: Positive
     beta_fast: Amount = 32.0
     beta_slow: Amount = 1.0
     mscale: Amount = 1.0
@@ -85,7 +85,7 @@ class Fp8Blocks:
     ``scale_fmt`` ue8m0 makes scales powers of two."""
 
     quant_method: Literal["fp8"]
-    weight_block_size: tuple[Count, Count]
+    weight_block_size: tuple[Positive, Positive]
     fmt: Literal["e4m3"] = "e4m3"
     scale_fmt: str | None = None
 
@@ -100,25 +100,25 @@ class ModelConfig:
     """
 
     model_type: Literal["deepseek_v3", "deepseek_v2", "kimi_k2"]
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    moe_intermediate_size: Count
-    num_hidden_layers: Count
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    moe_intermediate_size: Positive
+    num_hidden_layers: Positive
     num_nextn_predict_layers: Annotated[Whole, _NUM_MTP] = 0
-    num_attention_heads: Count
+    num_attention_heads: Positive
     q_lora_rank: Annotated[Whole, AfterValidator(lambda n: n or None)] | None
-    kv_lora_rank: Count
-    qk_nope_head_dim: Count
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
     qk_rope_head_dim: Annotated[StrictInt, Field(ge=2, multiple_of=2)]
-    v_head_dim: Count
+    v_head_dim: Positive
     first_k_dense_replace: Whole
-    moe_layer_freq: Count = 1
-    n_routed_experts: Count
+    moe_layer_freq: Positive = 1
+    n_routed_experts: Positive
     n_shared_experts: Whole = 0
-    num_experts_per_tok: Count
-    n_group: Count = 1
-    topk_group: Count = 1
+    num_experts_per_tok: Positive
+    n_group: Positive = 1
+    topk_group: Positive = 1
     scoring_func: str
     topk_method: str
     norm_topk_prob: StrictBool
@@ -126,7 +126,7 @@ class ModelConfig:
     rms_norm_eps: Amount
     rope_theta: Amount
     rope_interleave: StrictBool = True
-    max_position_embeddings: Count
+    max_position_embeddings: Positive
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
@@ -151,7 +151,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(
-        cls, raw: Json, generation: Json | None = None, origin: str = "config.json"
+        cls, raw: JsonObject, generation: JsonObject | None = None, origin: str = "config.json"
     ) -> "ModelConfig":
         """As `from_dir`, from the parsed files; `origin` is the file named in errors."""
         try:
@@ -225,7 +225,7 @@ class ModelConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _one_spelling(raw: Json, generation: Json) -> dict[str, Any]:
+def _one_spelling(raw: JsonObject, generation: JsonObject) -> dict[str, Any]:
     """Fields by their usual names; a null counts as absent, as checkpoints write both."""
     given = _known(raw) | {name: raw[name] for name in ("q_lora_rank",) if name in raw}
     rope = _known(given.pop("rope_scaling", {})) | _known(given.pop("rope_parameters", {}))
@@ -245,13 +245,13 @@ def _known(section: Any) -> dict[str, Any]:
     return {name: value for name, value in section.items() if value not in (None, {})}
 
 
-def _ids(section: Json) -> list[Any]:
+def _ids(section: JsonObject) -> list[Any]:
     """A file has one token id, a list of them, or none."""
     value = section.get("eos_token_id", [])
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _problem(detail: Json) -> str:
+def _problem(detail: JsonObject) -> str:
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "missing":
         return f"{name} is missing; take config.json from the checkpoint"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.batch import Batch
 from model.config import ModelConfig
-from model.kernels.base import BLOCK, Angles, Kernels
+from model.kernels.base import BLOCK, Angles, Attention, Kernels
 from model.layers import Linear, Part, RMSNorm, alike, joined
 
 
@@ -65,20 +65,24 @@ class MLA(Part):
         if config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_XHK = q.unflatten(1, (config.num_attention_heads, -1))
-        how = *angles, config.rope_interleave, cache, batch.page_table_BP
-        scale = config.softmax_scale
+        how = self._how(batch, cache, angles)
         if batch.segments is None:
-            lens_BQ = batch.context_lens_BQ
-            out_XHV = kernels.mla_attend(q_XHK, self._up_k, self._up_v, *how, lens_BQ, scale)
+            ups = self._up_k, self._up_v
+            out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ)
         else:
-            sizes = batch.segments.lengths, batch.segments.contexts, config.v_head_dim
-            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, *how, *sizes, scale)
+            num_values = config.v_head_dim
+            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, num_values)
         return self.o_proj(out_XHV.flatten(1))
 
     def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
         """This pass's latents into ``cache``; what queries are made of, on the way."""
         down = self.kernels.linear(x_XD, self._down, self._num_down)
         kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
-        how = *angles, self.config.rope_interleave, slots_X.flatten(), cache
-        self.kernels.mla_entry(kv_XL, norm.weight, norm.eps, *how)
+        how = self._how(batch, cache, angles)
+        self.kernels.mla_entry(kv_XL, norm.weight, norm.eps, how, slots_X.flatten())
         return down[:, : self._num_q]
+
+    def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
+        config = self.config
+        rest = batch.page_table_BP, config.softmax_scale
+        return Attention(*angles, config.rope_interleave, cache, *rest)

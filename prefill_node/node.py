@@ -16,7 +16,7 @@ from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.info import NodeStatus
 from core.tasks import resolve
-from kv_transfer.offered import First
+from kv_transfer.offered import FirstToken
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.messages import Cancel, Load, Prefill, Prefilled
@@ -62,7 +62,7 @@ class PrefillNode:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
         sequence, first = progress.sequence, None
         if progress.first_token is not None:
-            first = First(progress.first_token, *self._packed(progress.features_F))
+            first = FirstToken(progress.first_token, *self._packed(progress.features_F))
         self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
         if first is not None:
             self._settle(sequence.identity, progress)

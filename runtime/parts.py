@@ -43,10 +43,10 @@ class RankParts:
         asked, most = self.config.speculation.num_tokens, self.loaded.drafter.max_drafts
         return asked if most is None else min(asked, most)
 
-    def transfer_caches(self) -> transfer.Caches:
+    def transfer_caches(self) -> transfer.PagedCaches:
         """The same memory as the hand-over sees it."""
         dtype, model = self.loaded.dtype_name, self.loaded.config.identity()
-        return transfer.Caches(self.caches, self.pool, dtype, model)
+        return transfer.PagedCaches(self.caches, self.pool, dtype, model)
 
     def side(self) -> Side:
         """An end of hand-overs of this memory, on the rank's own address."""

@@ -13,7 +13,7 @@ from cluster.control import colocated
 from cluster.control.plan import LOOPBACK, plan_gangs
 from cluster.gateway.gateway import ClusterGateway
 from core.answer import Delta, Finished
-from core.config import ModelConfig, TandemConfig, load
+from core.config import CheckpointConfig, TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import NodeLost
 from core.info import COLOCATED, DECODE, PREFILL
@@ -33,7 +33,7 @@ SPARED = ["speculation.measure_at_start=false"]
 """A rank that measures steps computes longer than most answers here."""
 
 
-_loaded: dict[tuple[ModelConfig, str, bool], LoadedModel] = {}
+_loaded: dict[tuple[CheckpointConfig, str, bool], LoadedModel] = {}
 
 
 def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:

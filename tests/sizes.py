@@ -69,8 +69,8 @@ BESIDE = {
     "decode_node/planning": ("buckets",),
     "decode_node/program": ("clock",),
     "kv_transfer": (
-        *("accepted", "base", "caches", "copies", "gloo", "layout", "links", "offered"),
-        *("staging", "waiting"),
+        *("accepted", "base", "caches", "copies", "gloo", "layout", "line", "links"),
+        *("offered", "staging", "waiting"),
     ),
     "model": ("config", "experts", "loaded", "tensors", "think", "token_bytes", "tokenizer"),
     "model/kernels": ("native",),

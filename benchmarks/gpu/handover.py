@@ -9,7 +9,7 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from kv_transfer.caches import Caches
+from kv_transfer.caches import PagedCaches
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE = 64
@@ -21,7 +21,7 @@ def run(device: Device, say: Say) -> None:
     num_pages = -(-num_tokens // PAGE_SIZE)
     pool = PagePool(1 + num_pages, PAGE_SIZE)
     memory = loaded.allocate(pool.num_pages, PAGE_SIZE)
-    caches = Caches(memory, pool, loaded.dtype_name, loaded.config.identity())
+    caches = PagedCaches(memory, pool, loaded.dtype_name, loaded.config.identity())
     pages = [1 + int(page) for page in torch.randperm(num_pages)]
     for group in caches.layout.groups:
         shape = group.num_layers, num_tokens, loaded.config.latent_dim

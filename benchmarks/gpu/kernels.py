@@ -15,9 +15,10 @@ from benchmarks.gpu.floors import Work
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
 from core.request import SamplingParams
+from model.batch import Segments
 from model.config import ModelConfig
 from model.kernels import create_kernels
-from model.kernels.base import BLOCK, PLAIN, Blocks, Kernels, Weights
+from model.kernels.base import BLOCK, PLAIN, Attention, Blocks, Kernels, Weights
 from model.moe import routing
 from model.sampling import SamplingRows
 
@@ -87,11 +88,10 @@ def _attention(
 
     def attend(kernels: Kernels, rows: slice, kind: torch.dtype) -> Tensor:
         flat = slice(rows.start * num_q, rows.stop * num_q)
-        angles, where = (angle[flat].cos(), angle[flat].sin()), (table[rows], lens[rows])
+        angles, where = (angle[flat].cos(), angle[flat].sin()), (cache.to(kind), table[rows])
         ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
-        return kernels.mla_attend(
-            q[flat].to(kind), *ups, *angles, True, cache.to(kind), *where, c.softmax_scale
-        )
+        how = Attention(*angles, True, *where, c.softmax_scale)
+        return kernels.mla_attend(q[flat].to(kind), *ups, how, lens[rows])
 
     wanted = attend(PLAIN, slice(0, 1), torch.float64)
     wrong = error(attend(kernels, slice(0, num_rows), BF16)[:num_q], wanted)
@@ -112,13 +112,13 @@ def _prompt(
     q = draw(device, num_tokens, heads, c.qk_head_dim)
     kv_b = draw(device, heads, width, c.kv_lora_rank, scale=c.kv_lora_rank**-0.5)
     angle = torch.rand(num_tokens, c.qk_rope_head_dim // 2, device=device.kind)
-    length, angles = (num_tokens,), (angle.cos(), angle.sin(), True)
+    ends, angles = torch.tensor([num_tokens]), (angle.cos(), angle.sin())
+    segments = Segments((num_tokens,), (num_tokens,), ends)
 
     def attend(kernels: Kernels, num_heads: int, kind: torch.dtype) -> Tensor:
-        up, where = kernels.pack(kv_b[:num_heads].to(kind)), (cache.to(kind), pages)
-        told = *angles, *where, length, length
-        own_q, sizes = q[:, :num_heads].to(kind), (c.v_head_dim, c.softmax_scale)
-        return kernels.mla_prefill(own_q, up, *told, *sizes)
+        own_q, up = q[:, :num_heads].to(kind), kernels.pack(kv_b[:num_heads].to(kind))
+        how = Attention(*angles, True, cache.to(kind), pages, c.softmax_scale)
+        return kernels.mla_prefill(own_q, up, how, segments, c.v_head_dim)
 
     wrong = error(attend(kernels, heads, BF16)[:, :1], attend(PLAIN, 1, torch.float64))
     pairs = num_tokens * (num_tokens + 1) / 2

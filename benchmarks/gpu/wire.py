@@ -19,12 +19,12 @@ from benchmarks.gpu.shapes import SHAPES
 from core.config import KvTransferConfig
 from core.control import InProcessControl, Service
 from core.identity import Identity
-from kv_transfer.caches import Caches
+from kv_transfer.caches import PagedCaches
 from kv_transfer.channel import make_channels, store_client, store_server
 from kv_transfer.gloo import gloo_group
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from kv_transfer.offered import First
+from kv_transfer.offered import FirstToken
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
 from kv_transfer.sink import Sink
@@ -52,7 +52,7 @@ class Rank:
         memory = {
             name: [torch.randn(shape, **kind) for _ in range(num)] for name, num in layers.items()
         }
-        self.caches = Caches(memory, self.pool, "bfloat16", name)
+        self.caches = PagedCaches(memory, self.pool, "bfloat16", name)
         self.loop = EngineLoop("engine")
         self.loop.start()
         self.side = Side(self.caches, self.loop, make_channels("gloo", HOST), KvTransferConfig())
@@ -126,7 +126,7 @@ async def _offer(pipe: Connection, rank: Rank) -> None:
     for identity in identities:
         await rank.loop.call(lambda: source.open(identity, lambda: None))  # noqa: B023
         counts = (rank.num_tokens,) * len(rank.caches.layout.groups)
-        told = identity, rank.pages, counts, First(7)
+        told = identity, rank.pages, counts, FirstToken(7)
         await rank.loop.call(lambda: source.advance(*told))  # noqa: B023
     pipe.send(server.sockets[0].getsockname()[1])
     await asyncio.to_thread(pipe.recv)

@@ -16,18 +16,15 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from cluster.control.colocated_actor import ColocatedActor
+from cluster.control.actors import ACTORS, NAMESPACE
 from cluster.control.plan import Birth, GangPlan, hosts_of, no_room
 from cluster.control.verdict import LastWords
 from core.config import TandemConfig
 from core.errors import NodeLost, Overloaded
-from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
 from core.placement import Placement
 from core.schema import pack, unpack
 from core.tasks import in_thread
-from decode_node.actor import NAMESPACE, DecodeActor
-from prefill_node.actor import PrefillActor
 from runtime.black_box import read_box
 
 CONTROLLER = "controller"
@@ -36,7 +33,6 @@ GROUPS = "tandem:"
 WORDS_TIMEOUT_S = 10.0
 LOG_BYTES = 64 << 10
 log = logging.getLogger(__name__)
-ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}
 DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 10_000}
 
 

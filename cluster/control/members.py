@@ -7,8 +7,10 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from cluster.control.actors import NAMESPACE, RayControl
 from cluster.control.controller import Controller
 from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
+from cluster.control.ray_private import HEAD
 from cluster.control.rebalance import Rebalanced
 from core.config import TandemConfig
 from core.control import Control
@@ -16,10 +18,9 @@ from core.errors import TandemError
 from core.membership import Gang, Membership, RankSpec
 from core.schema import decode
 from core.tasks import cancelled, in_thread
-from decode_node.actor import NAMESPACE, RayControl
 
 WAIT_S = 30.0
-GRACE_S = 5.0
+STOP_GRACE_S = 5.0
 RETRY_S = 0.5
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class RayMembers:
 
 def _create_controller() -> Any:
     # Calls wait for its next life. It lives where Ray itself does: other machines come and go.
-    options: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD: 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
     return ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED).remote()
 
@@ -120,7 +121,7 @@ async def stop_cluster(deadline_s: float) -> list[str]:
     try:
         controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
         try:
-            async with asyncio.timeout(deadline_s + GRACE_S):
+            async with asyncio.timeout(deadline_s + STOP_GRACE_S):
                 await controller.stop.remote(deadline_s)
         finally:
             ray.kill(controller)

@@ -11,16 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, services, worker
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
 
-from cluster.control import reaper
+from cluster.control import ray_private, reaper
+from cluster.control.actors import NAMESPACE
 from core.tasks import in_thread
-from decode_node.actor import NAMESPACE
-
-log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_S = 10.0
@@ -37,8 +31,7 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
     outlives the block, nor this process, even if that is killed.
     Raises ValueError when there is no Ray at ``address`` or it does not let us in.
     """
-    # Ray prints its troubles to stdout, which is for answers.
-    worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
+    ray_private.log_troubles()
     watcher: subprocess.Popen[bytes] | None = None
     try:
         if address is not None:
@@ -80,21 +73,13 @@ async def _joined(address: str) -> None:
 
 
 def _join(address: str) -> None:
-    # Ray does this by itself only where it was given no address.
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    if found := services.canonicalize_bootstrap_address(address):
+    if found := ray_private.head_of(address):
         host, _, port = found.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
     ray.init(address=address, **COMMON)
 
 
 def _start(num_cpus: int) -> None:
-    # Ray replaces a loopback address by an outer one unless it is told that there is no cluster:
-    # this process reads the constant, those that it starts the variable.
-    # Nor are ranks nice, as Ray makes them: beside one busy process they would stand still.
-    os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_worker_niceness": "0"}
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    # It never grows, and prints no logs here: two processes less at its start.
-    node.Node.start_monitor = node.Node.start_log_monitor = lambda self: None
+    ray_private.be_alone()
     sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(address="local", include_dashboard=False, **sizes, **COMMON)

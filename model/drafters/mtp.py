@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.batch import DUMMY_PAGE, Batch, physical_slots
+from core.pages import DUMMY_PAGE
+from model.batch import Batch, physical_slots
 from model.cache import MTP, CacheGroup, Caches
 from model.config import ModelConfig
 from model.deepseek import DecoderLayer, DeepseekV3

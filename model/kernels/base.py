@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from core.forms import EAGER
 from model import sampling
-from model.batch import gather_pages, visible_slots
+from model.batch import Segments, gather_pages, visible_slots
 from model.kernels.repeated import Eager, Function, Repeated
 from model.sampling import SamplingRows
 
@@ -52,6 +52,19 @@ class Routing(NamedTuple):
     normalised: bool
     filler: float
     factor: float
+
+
+class Attention(NamedTuple):
+    """What all forms of a layer's attention have in common in one pass: angles of its rows, whether
+    pairs of what is rotated are interleaved, the cache [pages, page size, L] and the factor of
+    scores. The table is [B, P], or [1, P] of one segment's pages after the other's."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+    cache: Tensor
+    page_table_BP: Tensor
+    scale: float
 
 
 class Kernels:
@@ -114,33 +127,16 @@ class Kernels:
         return x_XD, self.rms_norm(x_XD, weight_D, eps)
 
     def mla_entry(
-        self,
-        kv_XL: Tensor,
-        weight_C: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        slots_X: Tensor,
-        cache: Tensor,
+        self, kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor
     ) -> None:
-        """Write [normed latent, rotated key] of each row at its physical slot of ``cache``."""
+        """Write [normed latent, rotated key] of each row at its physical slot of the cache."""
         latent, pe = kv_XL.split([len(weight_C), kv_XL.shape[1] - len(weight_C)], -1)
-        latent, pe = self.rms_norm(latent, weight_C, eps), rotate(pe, (cos, sin), is_interleaved)
-        cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
+        latent = self.rms_norm(latent, weight_C, eps)
+        pe = rotate(pe, (how.cos, how.sin), how.is_interleaved)
+        how.cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
 
     def mla_attend(
-        self,
-        q_XHK: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        cache: Tensor,
-        page_table_BP: Tensor,
-        context_lens_BQ: Tensor,
-        scale: float,
+        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
     ) -> Tensor:
         """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
 
@@ -150,11 +146,11 @@ class Kernels:
         """
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
-        pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), is_interleaved)
+        pe = _rotated_heads(pe, how)
         num_seqs, num_q = context_lens_BQ.shape
-        q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, cache.shape[-1])
-        context_BSL = gather_pages(cache, page_table_BP)
-        scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * scale
+        q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, how.cache.shape[-1])
+        context_BSL = gather_pages(how.cache, how.page_table_BP)
+        scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * how.scale
         hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1])
         scores_BQHS = scores.unflatten(1, (num_q, -1))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
@@ -163,38 +159,27 @@ class Kernels:
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
     def mla_prefill(
-        self,
-        q_THK: Tensor,
-        kv_b: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        is_interleaved: bool,
-        cache: Tensor,
-        page_table_1P: Tensor,
-        lengths: tuple[int, ...],
-        contexts: tuple[int, ...],
-        num_values: int,
-        scale: float,
+        self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
     ) -> Tensor:
         """Attention of packed segments over their own contexts, zeros for padding: [T, H, V]. Keys
         and values of every head are rebuilt from the latents by packed [H, N + V, C]: fewest flops
         for many rows. Values are padded to the width of keys, or fused kernels refuse."""
-        page_size, num_heads = cache.shape[1], q_THK.shape[1]
-        nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * cos.shape[1]], -1)
-        pe = rotate(pe, (cos.unsqueeze(1), sin.unsqueeze(1)), is_interleaved)
-        q_HTK = torch.cat((nope, pe), -1).transpose(0, 1)
-        c_SC, k_pe_SR = gather_pages(cache, page_table_1P)[0].split([kv_b.shape[2], pe.shape[2]], 1)
+        page_size, num_heads = how.cache.shape[1], q_THK.shape[1]
+        nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * how.cos.shape[1]], -1)
+        q_HTK = torch.cat((nope, _rotated_heads(pe, how)), -1).transpose(0, 1)
+        latent_SL = gather_pages(how.cache, how.page_table_BP)[0]
+        c_SC, k_pe_SR = latent_SL.split([kv_b.shape[2], pe.shape[2]], 1)
         k_HSN, v_HSV = torch.matmul(c_SC, kv_b.transpose(1, 2)).split(
             [nope.shape[2], num_values], 2
         )
         k_HSK = torch.cat((k_HSN, k_pe_SR.expand(num_heads, -1, -1)), -1)
         v_HSK = F.pad(v_HSV, (0, max(0, k_HSK.shape[2] - num_values)))
         out_HTV, row, slot = q_HTK.new_zeros(*q_HTK.shape[:2], num_values), 0, 0
-        for num, context in zip(lengths, contexts, strict=True):
+        for num, context in zip(segments.lengths, segments.contexts, strict=True):
             rows, slots = slice(row, row + num), slice(slot, slot + context)
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
             seen = causal_lower_right(num, context)
-            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=how.scale)
             out_HTV[:, rows] = out[0, ..., :num_values]
             row, slot = row + num, slot + -(-context // page_size) * page_size
         return out_HTV.transpose(0, 1)
@@ -284,6 +269,10 @@ def rotate(x: Tensor, angles: Angles, is_interleaved: bool) -> Tensor:
     pairs = x.float().unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
     a, b = pairs.unbind(-1 if is_interleaved else -2)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _rotated_heads(pe_XHR: Tensor, how: Attention) -> Tensor:
+    return rotate(pe_XHR, (how.cos.unsqueeze(1), how.sin.unsqueeze(1)), how.is_interleaved)
 
 
 def _silu_mul(gate_up: Tensor) -> Tensor:

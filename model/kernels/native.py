@@ -4,36 +4,32 @@ A row's results are the same bits in every batch and with any number of threads.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.forms import RECORDED
+from model.batch import Segments
 from model.config import ModelConfig
-from model.kernels.base import Kernels, Routing
+from model.kernels.base import Attention, Kernels, Routing
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Function, Repeated
 
-BLOCK = 16
+LANES = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""
-OPS = [
-    "linear",
-    "rms_norm",
-    "add_rms_norm",
-    "mla_entry",
-    "mla_attend",
-    "mla_prefill",
-    "experts",
-    "combine",
-]
-"""Of cpu/native.cpp, called as they are."""
 
 
 def fits(config: ModelConfig) -> bool:
     """Whether heads and latents are whole vectors."""
     widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
-    return all(width % BLOCK == 0 for width in widths)
+    return all(width % LANES == 0 for width in widths)
+
+
+def _op(name: str) -> Any:
+    """Of cpu/native.cpp, called as it is; it is there once that is loaded."""
+    return property(lambda self: getattr(torch.ops.tandem, name).default)
 
 
 class Native(Kernels):
@@ -42,25 +38,45 @@ class Native(Kernels):
     name = "native"
     form = RECORDED
     reads_pages = True
+    linear = _op("linear")
+    rms_norm = _op("rms_norm")
+    add_rms_norm = _op("add_rms_norm")
+    experts = _op("experts")
+    combine = _op("combine")
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(library)
-        for name in OPS:
-            setattr(self, name, getattr(torch.ops.tandem, name).default)
 
     def repeated(self, function: Function) -> Repeated:
         return Recorded(function)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """[..., M, K] as [..., M / BLOCK, K, BLOCK], filled up with zeros."""
-        filled = F.pad(weight, (0, 0, 0, -weight.shape[-2] % BLOCK))
-        return filled.unflatten(-2, (-1, BLOCK)).transpose(-1, -2).contiguous()
+        """[..., M, K] as [..., M / LANES, K, LANES], filled up with zeros."""
+        filled = F.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
+        return filled.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks of gate and up rows take turns; their product is as wide as whole blocks."""
         gate, up = map(self.pack, gate_up.chunk(2, 1))
-        down = F.pad(down, (0, -down.shape[2] % BLOCK))
+        down = F.pad(down, (0, -down.shape[2] % LANES))
         return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
+
+    def mla_entry(
+        self, kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor
+    ) -> None:
+        torch.ops.tandem.mla_entry.default(kv_XL, weight_C, eps, *how[:3], slots_X, how.cache)
+
+    def mla_attend(
+        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+    ) -> Tensor:
+        rest = *how[:5], context_lens_BQ, how.scale
+        return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
+
+    def mla_prefill(
+        self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
+    ) -> Tensor:
+        rest = *how[:5], segments.lengths, segments.contexts, num_values, how.scale
+        return torch.ops.tandem.mla_prefill.default(q_THK, kv_b, *rest)
 
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing

@@ -14,10 +14,10 @@ import torch
 from core.config import KvTransferConfig
 from core.control import Service
 from core.identity import Identity
-from kv_transfer.caches import Caches
+from kv_transfer.caches import PagedCaches
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.layout import Group, Layout
-from kv_transfer.offered import First
+from kv_transfer.offered import FirstToken
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Deadlines, Side
 from kv_transfer.source import Source
@@ -46,7 +46,7 @@ class Rank:
             group.name: [torch.zeros(num_pages * page_size, WIDTH) for _ in range(group.num_layers)]
             for group in layout.groups
         }
-        self.caches = Caches(self.tensors, self.pool, layout.dtype, layout.model)
+        self.caches = PagedCaches(self.tensors, self.pool, layout.dtype, layout.model)
         assert self.caches.layout == layout
         self.engine = EngineLoop(name)
         self.engine.start()
@@ -125,7 +125,7 @@ class Prefill(Rank):
             cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
         self.num_computed[key] = hi
         hidden = struct.pack("4f", 1, 2, 3, 4)
-        first = First(77, hidden, "float32") if seal and hi == num_tokens else None
+        first = FirstToken(77, hidden, "float32") if seal and hi == num_tokens else None
         self.source.advance(key, pages, counts, first)
 
     async def seal(self, request_id: str, attempt: int) -> None:
@@ -135,7 +135,7 @@ class Prefill(Rank):
         def end() -> None:
             pages = self.pages[key]
             num_tokens = self.num_computed[key]
-            self.source.advance(key, pages, (num_tokens, num_tokens), First(77))
+            self.source.advance(key, pages, (num_tokens, num_tokens), FirstToken(77))
 
         await self.engine.call(end)
 

@@ -103,8 +103,8 @@ async def before_the_pull(at: Scene) -> None:
 
 async def on_the_wire(at: Scene) -> None:
     """Bytes are being sent when the request ends."""
-    [accepted] = at.cluster.prefills[0].source._channels._accepted.values()
-    channel = accepted.building.result()
+    [(_, line)] = at.cluster.prefills[0].source._channels._accepted.values()
+    channel = await line.channel()
     transfer, goes_on = channel._transfer, asyncio.Event()
     loop = asyncio.get_running_loop()
 

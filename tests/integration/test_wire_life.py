@@ -73,16 +73,16 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
         still, *others = worlds
         await pull_and_check(still)
         await still.prefill(asked := offer(30))
-        link = still.sink._links["p0"]
-        nonce, channel = await link.ready()
-        chunk = m.Send(asked.identity, "main", 0, 7, nonce, channel.num_transfers)
+        line, channel = await still.sink._links["p0"].ready()
+        chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, channel.num_transfers)
         standing = asyncio.create_task(ask(still.control(), "send", chunk, m.Sent, 5.0))
         await until(lambda: prefill.source.counts()["staging"] == 1)
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
         with pytest.raises(HandoverError):
             await standing
-        link.discard(nonce, channel, "as a pull does whose chunk did not come")
+        channel.abort("as a pull does whose chunk did not come")
+        line.drop("it failed")
         _, pages = await still.pull(asked)
         await still.check_bytes(asked, pages)
         for world in worlds:
@@ -95,13 +95,14 @@ async def test_a_send_that_is_not_the_next_transfer_is_refused(off_by: int) -> N
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await pull_and_check(world)
         await world.prefill(asked := offer(20))
-        nonce, channel = await world.sink._links["p0"].ready()
+        line, channel = await world.sink._links["p0"].ready()
         number = channel.num_transfers + off_by
-        chunk = m.Send(asked.identity, "main", 0, 7, nonce, number)
+        chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, number)
         with pytest.raises(HandoverError, match=f"is next here, {number} there"):
             await ask(world.control(), "send", chunk, m.Sent, 5.0)
         assert not prefill.source.counts()["channels"], "its ends are a transfer apart"
-        world.sink._links["p0"].discard(nonce, channel, "as a pull does whose chunk did not come")
+        channel.abort("as a pull does whose chunk did not come")
+        line.drop("it failed")
         _, pages = await world.pull(asked)
         await world.check_bytes(asked, pages)
         await world.check_clean(channels=1)

@@ -13,11 +13,11 @@ from ray.exceptions import (
     OutOfDiskError,
 )
 
+from cluster.control.actors import RayControl
 from cluster.door.status_codes import status_of
 from core.control import Service
 from core.errors import NodeLost, Overloaded, RankDied, TandemError
 from core.schema import Failure, decode
-from decode_node.actor import RayControl
 
 WANT = [
     MemoryError(),

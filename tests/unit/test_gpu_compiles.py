@@ -12,7 +12,8 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from kv_transfer.gpu_copies import AllLayers
-from model.kernels.base import BLOCK, Blocks, Routing
+from model.batch import Segments
+from model.kernels.base import BLOCK, Attention, Blocks, Routing
 from model.sampling import SamplingRows
 from tests.kernels import IS_INTERPRETED
 
@@ -81,7 +82,8 @@ def fp8(num_slots: int, rows: int, columns: int) -> Blocks:
 def test_attention_of_prompts(compiled: list[str], kind: torch.dtype, num_heads: int) -> None:
     q, kv_b, cache = zeros(130, num_heads, 192), zeros(num_heads, 256, 512), zeros(5, 64, 576)
     pages, angles = torch.tensor([[1, 2, 3, 4]]), zeros(130, 32).float()
-    told = angles, angles, True, cache.to(kind), pages, (130,), (250,), 128, 0.1
+    how = Attention(angles, angles, True, cache.to(kind), pages, 0.1)
+    told = how, Segments((130,), (250,), torch.tensor([130])), 128
     assert Triton(132).mla_prefill(q.to(kind), kv_b.to(kind), *told).shape == (130, num_heads, 128)
     assert compiled == ["_attend"]
 
@@ -121,8 +123,8 @@ def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
         zeros(num_heads, 128, 512),
     )
     table, lens = torch.zeros(8, 9, dtype=torch.int64), torch.zeros(8, num_q, dtype=torch.int64)
-    told = angles, angles, True, cache, table, lens, 0.1
-    assert Triton(132).mla_attend(q, up_k, up_v, *told).shape == (num_rows, num_heads, 128)
+    how = Attention(angles, angles, True, cache, table, 0.1)
+    assert Triton(132).mla_attend(q, up_k, up_v, how, lens).shape == (num_rows, num_heads, 128)
     assert compiled == ["_attend", "_merge"]
 
 
@@ -132,7 +134,8 @@ def test_rows(compiled: list[str], dim: int) -> None:
     kernels.rms_norm(x, x[0], 1e-6)
     kernels.add_rms_norm(x, x, x[0], 1e-6)
     slots = torch.zeros(4, dtype=torch.int64)
-    kernels.mla_entry(kv, zeros(512), 1e-6, angles, angles, True, slots, zeros(4, 64, 576))
+    how = Attention(angles, angles, True, zeros(4, 64, 576), slots[None], 0.1)
+    kernels.mla_entry(kv, zeros(512), 1e-6, how, slots)
     kernels.combine(zeros(4, 8, dim), zeros(4, 8).float(), x)
     assert compiled == ["_rms_norm", "_rms_norm", "_entry", "_combine"]
 

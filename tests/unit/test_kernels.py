@@ -15,10 +15,10 @@ from torch import Tensor
 from core.config import TINY_MODEL
 from core.request import SamplingParams
 from model import sampling
-from model.batch import Batch
+from model.batch import Batch, Segments
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
-from model.kernels.base import PLAIN, Kernels, Routing
+from model.kernels.base import PLAIN, Attention, Kernels, Routing
 from model.sampling import SamplingRows
 from tests.kernels import IS_INTERPRETED, TYPES, gpu_only, native_only, ours
 
@@ -134,12 +134,12 @@ class Pages:
         """By the tested kernels, of these sequences."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         rows = slice(first * num_q, None if last is None else last * num_q)
-        part = batch.page_table_BP[first:last], batch.context_lens_BQ[first:last]
+        table, lens = batch.page_table_BP[first:last], batch.context_lens_BQ[first:last]
         cos, sin = (angle[rows] for angle in self.angles)
         kernels = ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
-        told = cos, sin, self.is_interleaved, self.cache, *part, SCALE
-        return kernels.mla_attend(self.q_XHK[rows], *ups, *told)
+        how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE)
+        return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens)
 
     def wanted(self) -> Tensor:
         """One sequence after the other, over what it may read."""
@@ -147,11 +147,11 @@ class Pages:
         for b, lens_Q in enumerate(self.batch.context_lens_BQ):
             context = self.cache[self.batch.page_table_BP[b]].flatten(0, 1)[: int(lens_Q.max())]
             rows = slice(b * len(lens_Q), (b + 1) * len(lens_Q))
-            pages = torch.tensor([[0]]), lens_Q[None]
             cos, sin = (angle[rows] for angle in self.angles)
-            told = cos, sin, self.is_interleaved, context[None].double(), *pages, SCALE
+            where = context[None].double(), torch.tensor([[0]])
+            how = Attention(cos, sin, self.is_interleaved, *where, SCALE)
             ups = self.up_k.double(), self.up_v.double()
-            outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, *told))
+            outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, how, lens_Q[None]))
         return torch.cat(outs)
 
 
@@ -217,7 +217,9 @@ class Packed:
         contexts = tuple(PACKED[g][1] for g in chosen)
         cos, sin = (angle[index] for angle in self.angles)
         table = torch.cat([self.pages[g] for g in chosen])[None]
-        told = cos, sin, True, self.cache, table, tuple(lengths), contexts, VALUE, SCALE
+        how = Attention(cos, sin, True, self.cache, table, SCALE)
+        segments = Segments(tuple(lengths), contexts, torch.tensor(lengths).cumsum(0))
+        told = how, segments, VALUE
         out = kernels.mla_prefill(self.q_THK[index], kernels.pack(self.kv_b), *told)
         *parts, padding = out.split([*lengths, len(index) - sum(lengths)])
         assert not padding.any()
@@ -293,9 +295,9 @@ def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
     kv, weight = draw(num, rank + pe, dtype=dtype), draw(rank, seed=1, dtype=dtype)
     slots = torch.tensor([5, 0, 9, 17, 30, 2, 11])
     caches = [torch.full((4, 8, rank + pe), 7.0, dtype=kind) for kind in (dtype, torch.float64)]
-    ours().mla_entry(kv, weight, 1e-6, *angles, is_interleaved, slots, caches[0])
-    wide = kv.double(), weight.double(), 1e-6
-    PLAIN.mla_entry(*wide, *angles, is_interleaved, slots, caches[1])
+    hows = [Attention(*angles, is_interleaved, cache, slots[None], SCALE) for cache in caches]
+    ours().mla_entry(kv, weight, 1e-6, hows[0], slots)
+    PLAIN.mla_entry(kv.double(), weight.double(), 1e-6, hows[1], slots)
     check(caches[0], caches[1], dtype)
 
 
@@ -367,7 +369,7 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
     """Mixtures of filters beside torch's sorting, and the likeliest of two rows more."""
     from model.kernels.gpu import sample
 
-    monkeypatch.setattr(sample, "BLOCK", 64)
+    monkeypatch.setattr(sample, "TILE", 64)
     ways = itertools.product((0, 7, 60), (1.0, 0.9, 1e-6))
     filters = [(k, p, m) for (k, p), m in zip(ways, itertools.cycle((0.0, 0.05)), strict=False)]
     asked = [(0.0, filters[0]), (0.0, filters[-1]), *((1.2, one) for one in filters)]
@@ -386,7 +388,7 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
     got, wanted = ours().drawn(logits, rows, indices), sampling.drawn(logits, rows, indices)
     assert got.tolist() == wanted.tolist()
     sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
-    monkeypatch.setattr(sample, "BLOCK", 128)
+    monkeypatch.setattr(sample, "TILE", 128)
     left = ours().filtered_log_probs(logits[2:], sampled)
     told = sampling.filtered_log_probs(logits[2:], sampled)
     torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)

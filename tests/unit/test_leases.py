@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
-from kv_transfer.offered import REMEMBER_S, Computed, First, OfferBook
+from kv_transfer.offered import RELEASE_KNOWN_S, Computed, FirstToken, OfferBook
 from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
@@ -103,7 +103,7 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     entry = await waiting
     assert entry is not None and entry.computed.num_tokens == (3, 2) and book.num_waiting == 0
     assert await book.wait(KEY, (3, 2), 0.01) is entry
-    book.advance(KEY, Computed((3, 3), (1,), (1,)), First(5))
+    book.advance(KEY, Computed((3, 3), (1,), (1,)), FirstToken(5))
     sealed = await book.wait(KEY, (3, 3), 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
     assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
@@ -129,7 +129,7 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     assert not book.open_ones() and book.num_waiting == 0
 
 
-@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, REMEMBER_S), (300.0, 1200.0)])
+@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, RELEASE_KNOWN_S), (300.0, 1200.0)])
 async def test_a_release_that_comes_first_keeps_the_key_shut(
     lease_s: float, known_s: float
 ) -> None:
@@ -153,10 +153,10 @@ async def test_a_page_keeps_the_generation_it_came_with() -> None:
     book.advance(KEY, Computed((4,), (1,), (1,)))
     with pytest.raises(AssertionError, match="pages were exchanged"):
         book.advance(KEY, Computed((9,), (2, 1), (5, 3)))
-    book.advance(KEY, Computed((8,), (1, 2), (3, 5)), First(7))
+    book.advance(KEY, Computed((8,), (1, 2), (3, 5)), FirstToken(7))
     entry = book.need(KEY)
     assert entry.computed.generations == (1, 5)
     assert entry.seal is not None and entry.seal.generations == (3, 5), "as they are now"
     with pytest.raises(AssertionError, match="was sealed before"):
-        book.advance(KEY, Computed((8,), (1, 2), (3, 5)), First(7))
+        book.advance(KEY, Computed((8,), (1, 2), (3, 5)), FirstToken(7))
     book.end(KEY, "done")

@@ -12,7 +12,8 @@ from benchmarks.driven import tiny
 from core.config import load as load_config
 from core.errors import StalePages
 from core.info import DECODE
-from kv_transfer.pages import DUMMY_PAGE, PagePool
+from core.pages import DUMMY_PAGE
+from kv_transfer.pages import PagePool
 from model.loaded import default_num_pages, load_model
 
 

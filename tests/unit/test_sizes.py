@@ -19,13 +19,8 @@ from tests.sizes import (
 
 CIRCLES = {("cluster.control.controller", "cluster.control.gang", "cluster.control.rebalance")}
 """Imports that run in one, those for type checking too. None may be added."""
-TWINS = {
-    *("Address", "BLOCK", "Caches", "Collectives", "Count", "DUMMY_PAGE", "FIXED"),
-    *("GRACE_S", "GROUPS", "Json", "LONGEST_PAUSE_S", "ModelConfig", "POLL_S", "Pull"),
-    *("REMEMBER_S", "Scheduler"),
-}
-"""Names of two classes or constants. None may be added; Scheduler is each node's own by
-intent."""
+TWINS = {"Collectives", "FIXED", "LONGEST_PAUSE_S", "Scheduler"}
+"""Names of two classes or constants. None may be added; Scheduler is each node's own by intent."""
 
 
 def lines(files: Iterable[str]) -> dict[str, int]:

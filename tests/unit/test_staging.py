@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import caches as caches_module
-from kv_transfer.caches import Caches, check_chunks, chunks, staged
+from kv_transfer.caches import PagedCaches, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
@@ -37,12 +37,12 @@ def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor
 def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: int) -> None:
     source = [random_bytes(40, width, dtype) for _ in range(3)]
     target = [random_bytes(24, width, dtype) for _ in range(3)]
-    before, sides = [cache.view(torch.uint8).clone() for cache in target], list[Caches]()
+    before, sides = [cache.view(torch.uint8).clone() for cache in target], list[PagedCaches]()
     read_T, write_T = torch.tensor([4, 39, 0, 17, 5]), torch.tensor([23, 1, 2, 11, 7])
     out = torch.zeros(3, 5, width * dtype.itemsize, dtype=torch.uint8)
     for cache in (source, target):
         pages_of_one = [layer.view(len(layer), 1, width) for layer in cache]
-        sides.append(Caches({"g": pages_of_one}, PagePool(len(cache[0]), 1), "any", "m"))
+        sides.append(PagedCaches({"g": pages_of_one}, PagePool(len(cache[0]), 1), "any", "m"))
     group = sides[0].layout.groups[0]
     sides[0].gather(group, read_T.tolist(), 0, 5, out)
     sides[1].scatter(group, write_T.tolist(), 0, 5, out)
@@ -67,7 +67,7 @@ def test_token_wise_copies_between_different_page_sizes() -> None:
             ]
             for group in layout.groups
         }
-        caches = Caches(tensors, pool, "float32", "m")
+        caches = PagedCaches(tensors, pool, "float32", "m")
         assert caches.layout == layout
         sides.append((caches, tensors, pool.allocate(5)[::-1]))
     (source, from_tensors, from_pages), (target, to_tensors, to_pages) = sides

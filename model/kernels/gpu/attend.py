@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
 from model.kernels.gpu.softmax import weighed
 
@@ -24,16 +25,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def attend(
-    q_XHC: Tensor,
-    pe_XHR: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    is_interleaved: bool,
-    cache: Tensor,
-    page_table_BP: Tensor,
-    context_lens_BQ: Tensor,
-    scale: float,
-    num_processors: int,
+    q_XHC: Tensor, pe_XHR: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int
 ) -> Tensor:
     """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
     until ``num_processors`` have work, into as many parts whatever they are."""
@@ -47,26 +39,15 @@ def attend(
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend[(num_blocks, num_seqs, num_parts)](
-        q_XHC,
-        pe_XHR,
-        cos,
-        sin,
-        cache,
-        page_table_BP,
-        context_lens_BQ,
-        part,
-        lse,
-        scale,
-        *q_XHC.stride()[:2],
-        *pe_XHR.stride()[:2],
-        page_table_BP.stride(0),
-        num_q,
+        *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, context_lens_BQ),
+        *(part, lse, how.scale),
+        *(*q_XHC.stride()[:2], *pe_XHR.stride()[:2], how.page_table_BP.stride(0), num_q),
         NUM_HEADS=num_heads,
         C=width,
         R=num_pe,
-        PAGE_SIZE=cache.shape[1],
+        PAGE_SIZE=how.cache.shape[1],
         NUM_PARTS=num_parts,
-        IS_INTERLEAVED=is_interleaved,
+        IS_INTERLEAVED=how.is_interleaved,
         BLOCK_M=block_m,
         BLOCK_S=16 if is_exact else 32,
         BLOCK_C=triton.next_power_of_2(width),
@@ -82,9 +63,7 @@ def _merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
     out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
     block_c = min(128, triton.next_power_of_2(width))
     _merge[(num_rows * num_heads, triton.cdiv(width, block_c))](
-        part_XHPC,
-        lse_XHP,
-        out_XHC,
+        *(part_XHPC, lse_XHP, out_XHC),
         C=width,
         NUM_PARTS=num_parts,
         BLOCK_P=triton.next_power_of_2(num_parts),

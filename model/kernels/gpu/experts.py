@@ -43,14 +43,8 @@ def experts(
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
     block_f, block_k = 32, 32 if is_exact else 128
     _gate_up[(pairs.num_programs, triton.cdiv(width, block_f))](
-        x_ND,
-        gate_up,
-        scales1,
-        slots_P if tokens_P is None else tokens_P,
-        *told,
-        hidden_PF,
-        x_ND.stride(0),
-        num_pairs // len(x_ND),
+        *(x_ND, gate_up, scales1, slots_P if tokens_P is None else tokens_P, *told),
+        *(hidden_PF, x_ND.stride(0), num_pairs // len(x_ND)),
         D=dim,
         F=width,
         HAS_TOKENS=tokens_P is not None,
@@ -64,11 +58,7 @@ def experts(
     out_PD = torch.empty(num_pairs, dim, dtype=dtype, device=device)
     block_d = 64 if pairs.num_programs * dim >= 64 * FEW_PROGRAMS else 32
     _down[(pairs.num_programs, triton.cdiv(dim, block_d))](
-        hidden_PF,
-        down,
-        scales2,
-        *told,
-        out_PD,
+        *(hidden_PF, down, scales2, *told, out_PD),
         D=dim,
         F=width,
         HAS_BLOCKS=isinstance(w2, Blocks),
@@ -99,10 +89,7 @@ def combine(out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tens
     num_tokens, num_chosen, dim = out_TKD.shape
     y_TD = torch.empty(num_tokens, dim, dtype=out_TKD.dtype, device=out_TKD.device)
     _combine[(num_tokens, triton.cdiv(dim, 1024))](
-        out_TKD,
-        weights_TK,
-        out_TKD if more_TD is None else more_TD,
-        y_TD,
+        *(out_TKD, weights_TK, out_TKD if more_TD is None else more_TD, y_TD),
         K=num_chosen,
         D=dim,
         HAS_MORE=more_TD is not None,

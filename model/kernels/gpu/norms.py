@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
 
 
@@ -20,12 +21,7 @@ def rms_norm(
     sum_XD = x_XD if more_XD is None else torch.empty_like(y_XD)
     block = triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
-        x_XD,
-        x_XD if more_XD is None else more_XD,
-        weight_D,
-        sum_XD,
-        y_XD,
-        eps,
+        *(x_XD, x_XD if more_XD is None else more_XD, weight_D, sum_XD, y_XD, eps),
         x_XD.stride(0),
         0 if more_XD is None else more_XD.stride(0),
         D=dim,
@@ -36,31 +32,15 @@ def rms_norm(
     return sum_XD, y_XD
 
 
-def mla_entry(
-    kv_XL: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    is_interleaved: bool,
-    slots_X: Tensor,
-    cache: Tensor,
-) -> None:
+def mla_entry(kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor) -> None:
     """See Kernels.mla_entry."""
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
     _entry[(len(kv_XL),)](
-        kv_XL,
-        weight_C,
-        cos,
-        sin,
-        slots_X,
-        cache,
-        eps,
-        kv_XL.stride(0),
+        *(kv_XL, weight_C, how.cos, how.sin, slots_X, how.cache, eps, kv_XL.stride(0)),
         C=width,
         R=num_pe,
-        IS_INTERLEAVED=is_interleaved,
+        IS_INTERLEAVED=how.is_interleaved,
         BLOCK_C=triton.next_power_of_2(width),
         BLOCK_R=triton.next_power_of_2(num_pe),
     )

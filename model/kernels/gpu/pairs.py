@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+PAIRS = 1024
 MOST_LOOKED_THROUGH = 64
 
 
@@ -40,7 +40,7 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     which are elsewhere, are left out."""
     order_P = torch.empty_like(slots_P, dtype=torch.int32)
     starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
-    _by_slot[(num_slots + 1,)](slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=BLOCK)
+    _by_slot[(num_slots + 1,)](slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=PAIRS)
     return order_P, starts_S
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.batch import gather_pages
+from model.batch import Segments, gather_pages
+from model.kernels.base import Attention
 from model.kernels.gpu.attend import LOG2_E
 from model.kernels.gpu.rotary import rotated
 from model.kernels.gpu.softmax import weighed
@@ -27,24 +28,15 @@ MOST_EXPANDED_BYTES = 1 << 30
 
 
 def attend(
-    q_THK: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    is_interleaved: bool,
-    cache: Tensor,
-    page_table_1P: Tensor,
-    lengths: tuple[int, ...],
-    contexts: tuple[int, ...],
-    num_values: int,
-    scale: float,
+    q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
 ) -> Tensor:
     """See Kernels.mla_prefill: [T, H, V]; ``kv_b`` is [H, N + V, C]."""
-    latent_SL = gather_pages(cache, page_table_1P)[0]
-    (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * cos.shape[1]
+    latent_SL = gather_pages(how.cache, how.page_table_BP)[0]
+    (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * how.cos.shape[1]
     is_exact = q_THK.dtype == torch.float32
     block_m = 16 if is_exact else 128
-    tiles = _tiles(lengths, contexts, cache.shape[1], block_m, q_THK.device)
+    lengths, page_size = segments.lengths, how.cache.shape[1]
+    tiles = _tiles(lengths, segments.contexts, page_size, block_m, q_THK.device)
     is_padded = sum(lengths) < num_rows
     make = q_THK.new_zeros if is_padded else q_THK.new_empty
     out_THV = make(num_rows, num_heads, num_values)
@@ -54,24 +46,13 @@ def attend(
         up_HUC = kv_b[first : first + num_at_once]
         kv_SU = latent_SL[:, : kv_b.shape[2]] @ up_HUC.flatten(0, 1).t()
         _attend[(len(tiles), len(up_HUC))](
-            q_THK,
-            kv_SU,
-            latent_SL,
-            cos,
-            sin,
-            tiles,
-            out_THV,
-            scale,
-            first,
-            *q_THK.stride()[:2],
-            kv_SU.stride(0),
-            latent_SL.stride(0),
-            num_heads,
+            *(q_THK, kv_SU, latent_SL, how.cos, how.sin, tiles, out_THV, how.scale, first),
+            *(*q_THK.stride()[:2], kv_SU.stride(0), latent_SL.stride(0), num_heads),
             N=width - num_pe,
             R=num_pe,
             C=kv_b.shape[2],
             V=num_values,
-            IS_INTERLEAVED=is_interleaved,
+            IS_INTERLEAVED=how.is_interleaved,
             BLOCK_M=block_m,
             BLOCK_S=16 if is_exact else 64,
             BLOCK_N=_block(width - num_pe),

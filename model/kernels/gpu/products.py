@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
 LEAST = tl.constexpr(1e-4)
 """Of what a group's largest is taken for (spec §6)."""
-GROUPS = 16
+QUANTISED_AT_ONCE = 16
 """Of 128 values that one program quantises."""
 
 
@@ -44,15 +44,11 @@ def quantised(x_NK: Tensor, by_powers: bool) -> Blocks:
     num_groups = triton.cdiv(width, BLOCK)
     values_NK = torch.empty(num_rows, width, dtype=FP8, device=x_NK.device)
     scales_NG = torch.empty(num_rows, num_groups, device=x_NK.device)
-    _quantise[(triton.cdiv(num_rows * num_groups, GROUPS),)](
-        x_NK,
-        values_NK,
-        scales_NG,
-        num_rows,
-        x_NK.stride(0),
+    _quantise[(triton.cdiv(num_rows * num_groups, QUANTISED_AT_ONCE),)](
+        *(x_NK, values_NK, scales_NG, num_rows, x_NK.stride(0)),
         K=width,
         BY_POWERS=by_powers,
-        BLOCK_G=GROUPS,
+        BLOCK_G=QUANTISED_AT_ONCE,
     )
     return Blocks(values_NK, scales_NG)
 
@@ -79,16 +75,8 @@ def product(
     order, starts = (values, values) if rows is None else rows[:2]
     tokens = None if rows is None else rows.tokens_P
     _product[(num_tiles, num_parts * triton.cdiv(part, block_n))](
-        values,
-        scales,
-        *w,
-        order,
-        starts,
-        values if tokens is None else tokens,
-        out,
-        num_rows,
-        values.stride(0),
-        1 if rows is None else rows.per_token,
+        *(values, scales, *w, order, starts, values if tokens is None else tokens, out),
+        *(num_rows, values.stride(0), 1 if rows is None else rows.per_token),
         S=num_sorted,
         SLOTS=triton.next_power_of_2(num_slots),
         PARTS=num_parts,

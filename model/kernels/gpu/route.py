@@ -18,12 +18,8 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tens
     ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     _choose[(num_tokens,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        ids_TK,
-        weights_TK,
-        how.filler,
-        how.factor,
+        *(logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, weights_TK),
+        *(how.filler, how.factor),
         E=num_experts,
         G=num_groups,
         NUM_KEPT=num_kept,

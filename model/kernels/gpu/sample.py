@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.sampling import SamplingRows
 
-BLOCK = 4096
+TILE = 4096
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
@@ -22,16 +22,9 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
     logits_BV = adjusted_BV.float().contiguous()
     tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     _draw[(num_rows,)](
-        logits_BV,
-        rows.temperature_B,
-        rows.top_k_B,
-        rows.top_p_B,
-        rows.min_p_B,
-        rows.seed_B,
-        output_index_B,
-        tokens_B,
-        num_tokens,
-        BLOCK=min(BLOCK, triton.next_power_of_2(num_tokens)),
+        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(rows.seed_B, output_index_B, tokens_B, num_tokens),
+        BLOCK=min(TILE, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
     return tokens_B
@@ -43,14 +36,9 @@ def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
     logits_BV = logits_BV.float().contiguous()
     out_BV = torch.empty_like(logits_BV)
     _filter[(num_rows,)](
-        logits_BV,
-        rows.temperature_B,
-        rows.top_k_B,
-        rows.top_p_B,
-        rows.min_p_B,
-        out_BV,
-        num_tokens,
-        BLOCK=min(BLOCK // 2, triton.next_power_of_2(num_tokens)),
+        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(out_BV, num_tokens),
+        BLOCK=min(TILE // 2, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
     return out_BV

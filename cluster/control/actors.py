@@ -1,4 +1,4 @@
-"""The decode rank as a Ray actor, and control calls from one process to a rank's actor."""
+"""Ranks as Ray actors, and control calls from one process to a rank's actor."""
 
 import asyncio
 from types import MappingProxyType
@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayError
 
 from core.errors import NodeLost, Overloaded, RankDied
+from core.info import COLOCATED, DECODE, PREFILL
 from runtime.shell import RankShell
 
 NAMESPACE = "tandem"
@@ -37,6 +38,17 @@ class RayControl:
             raise (RankDied if is_dead else NodeLost)(text) from error
 
 
+class PrefillActor(RankShell):
+    builder = "prefill_node.node"
+
+
 class DecodeActor(RankShell):
     builder = "decode_node.node"
     links = MappingProxyType({"find_owner": RayControl})
+
+
+class ColocatedActor(RankShell):
+    builder = "cluster.control.colocated"
+
+
+ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}
