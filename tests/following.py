@@ -50,7 +50,8 @@ class Body(Scope):
 
 
 class Walk:
-    """``entries`` of the walks from ``places``, each FILE:FUNCTION:PARAM, one after the other."""
+    """``entries`` of the walks from ``places``, each FILE:FUNCTION:PARAM, one after the other.
+    Raises ValueError for one that is not there."""
 
     def __init__(self, index: Index, *places: str) -> None:
         self._index = index
@@ -60,7 +61,8 @@ class Walk:
         for place in places:
             name, _, param = place.rpartition(":")
             function = index.find(name)
-            assert param in function.params, f"{place}: no such parameter"
+            if param not in function.params:
+                raise ValueError(f"{place}: it has no such parameter")
             self._enter(function, {param: ITSELF}, 0)
 
     def _enter(self, function: Function, given: Values, depth: int) -> Value | None:

@@ -101,14 +101,15 @@ class Index:
         self.classes.append(made)
         return made
 
-    def find(self, start: str) -> Function:
-        """FILE:FUNCTION or FILE:CLASS.METHOD. Raises KeyError when there is none."""
-        file, _, name = start.partition(":")
+    def find(self, place: str) -> Function:
+        """FILE:FUNCTION or FILE:CLASS.METHOD. Raises ValueError when there is none."""
+        file, _, name = place.partition(":")
         first, _, method = name.partition(".")
-        found = self._names[file][first]
+        found = self._names.get(file, {}).get(first)
         if isinstance(found, Class):
-            found = found.methods[method]
-        assert isinstance(found, Function), start
+            found = found.methods.get(method)
+        if not isinstance(found, Function):
+            raise ValueError(f"{place!r}: there is no such function")
         return found
 
     def meant(self, file: str, expr: ast.expr) -> Meant | None:

@@ -100,7 +100,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="counts alone")
     parser.add_argument("--write", action="store_true", help=f"today's counts to {WRITTEN.name}")
     args = parser.parse_args()
-    walks = {name: Walk(index(), *STARTS.get(name, (name,))) for name in args.names}
+    try:
+        walks = {name: Walk(index(), *STARTS.get(name, (name,))) for name in args.names}
+    except ValueError as error:
+        parser.error(f"{error}; where walks begin stands in STARTS")
     figures = {name: vars(counts(walk)) for name, walk in walks.items()}
     if args.write:
         today = {name: vars(one) for name, one in walked().items()}
