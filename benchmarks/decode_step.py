@@ -1,9 +1,16 @@
-"""Time of a decode step with each kind of kernels and in each form, by rows and drafts.
+"""Time of a decode step with each kind of kernels and in each form, by rows, drafts and sampling.
 
-    python -m benchmarks.decode_step [--rows 1,8,32] [--drafts 0,3] [--num-threads 2] [--json]
+    python -m benchmarks.decode_step [--rows 1,8,32] [--drafts 0,3] [--sampling greedy,top-p]
+        [--arms "recorded bf16"] [--rounds 4] [--steps 20] [--num-threads 2] [--json]
 
 All arms decode the same held-out prompts of 128 tokens and take turns, so that drift hits them
-alike. A step is what the engine thread does for it: planning, the tensor program, reading.
+alike. A step is what the engine thread does for it: planning, the tensor program, reading; what is
+outside of the program is the host's part of it.
+
+``benchmarks.two_commits`` runs this file on other commits' code. So of the engines it knows only
+``load``, ``greedy`` and ``Bench`` (its fields num_drafts, max_rows, num_pages and page_size; start,
+drop, decode.step, decode.step_s and decode.program_s) of ``benchmarks/driven/engines.py``, and
+``held_out``; the eager arm, which no other commit is asked for, knows one name more.
 """
 
 import argparse
@@ -11,15 +18,17 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.accepted_length import TINY
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
 
 EAGER = "eager bf16"
 ARMS = {
@@ -28,16 +37,42 @@ ARMS = {
     "recorded fp32": ("model.kernels=native", "model.dtype=float32"),
     "recorded bf16": ("model.kernels=native", "model.dtype=bfloat16"),
 }
-NUM_STEPS = 20
-"""Of each arm in a turn, after two that do not count."""
-Times = dict[tuple[int, int], dict[str, list[float]]]
-"""Milliseconds of steps, by (rows, drafts) and arm."""
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+}
+NUM_UNCOUNTED = 2
+"""Steps of a turn in which its program is recorded."""
+MOST_TOKENS = 200
 
 
-def benches(path: Path, num_drafts: int, num_threads: int, max_rows: int) -> dict[str, Bench]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    rows: int
+    drafts: int
+    sampling: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Milliseconds: by the clock, of all threads' CPU time, and by the clock less the program."""
+
+    wall: float
+    cpu: float
+    outside: float
+
+
+Steps = dict[Case, dict[str, list[Step]]]
+"""By case and arm."""
+
+
+def benches(
+    path: Path, arms: list[str], num_drafts: int, num_threads: int, max_rows: int
+) -> dict[str, Bench]:
     more = f"decode.num_threads={num_threads}", f"speculation.num_tokens={num_drafts}"
-    loaded = {name: load(path, *sets, *more) for name, sets in ARMS.items()}
-    loaded[EAGER].dispatch.why_eager = "to be compared"
+    loaded = {name: load(path, *ARMS[name], *more) for name in arms}
+    if EAGER in loaded:
+        loaded[EAGER].dispatch.why_eager = "to be compared"
     return {
         name: Bench(
             one, num_drafts=num_drafts, max_rows=max_rows, num_pages=1 + 8 * max_rows, page_size=64
@@ -46,59 +81,85 @@ def benches(path: Path, num_drafts: int, num_threads: int, max_rows: int) -> dic
     }
 
 
-def turn(bench: Bench, num_rows: int) -> list[float]:
-    for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):
-        bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
-    times = []
-    for _ in range(NUM_STEPS + 2):
-        began_at = time.perf_counter()
-        bench.decode.step()
-        times.append(1e3 * (time.perf_counter() - began_at))
-    for i in range(num_rows):
+def turn(bench: Bench, case: Case, num_steps: int) -> list[Step]:
+    more = SAMPLING[case.sampling]
+    for i, ids in enumerate(held_out(case.rows, 128, 129, seed=3)):
+        bench.start(greedy(f"r{i}", ids, MOST_TOKENS, ignore_eos=True, **more))
+    steps = [timed(bench) for _ in range(NUM_UNCOUNTED + num_steps)]
+    for i in range(case.rows):
         bench.drop(f"r{i}")
-    return times[2:]
+    return steps[NUM_UNCOUNTED:]
 
 
-def show(times: Times) -> Table:
-    table = Table(title="ms a step: median (best)")
-    for column in ("rows", "drafts", *ARMS, "by the first"):
+def timed(bench: Bench) -> Step:
+    engine = bench.decode
+    outside_s = engine.step_s - engine.program_s
+    wall_at, cpu_at = time.perf_counter(), time.process_time()
+    engine.step()
+    wall_s, cpu_s = time.perf_counter() - wall_at, time.process_time() - cpu_at
+    outside_s = engine.step_s - engine.program_s - outside_s
+    return Step(1e3 * wall_s, 1e3 * cpu_s, 1e3 * outside_s)
+
+
+def lines(steps: Steps) -> Iterator[dict[str, object]]:
+    """A figure is that of the best step, which other work on the machine has disturbed least."""
+    for case, by_arm in steps.items():
+        for arm, all_steps in by_arm.items():
+            best = {
+                f"{name}_ms": min(getattr(step, name) for step in all_steps)
+                for name in Step.__slots__
+            }
+            yield {"arm": arm, **asdict(case), **best}
+
+
+def show(steps: Steps, arms: list[str]) -> Table:
+    table = Table(title="ms a step: median (best; CPU time of the best)")
+    for column in ("rows", "drafts", "sampling", *arms, "by the first"):
         table.add_column(column, justify="right")
-    for (num_rows, num_drafts), by_arm in times.items():
-        medians = {name: statistics.median(by_arm[name]) for name in ARMS}
-        first = next(iter(medians.values()))
-        figures = [f"{medians[name]:.1f} ({min(by_arm[name]):.1f})" for name in ARMS]
-        ratios = " ".join(f"{median / first:.2f}" for median in list(medians.values())[1:])
-        table.add_row(str(num_rows), str(num_drafts), *figures, ratios)
+    for case, by_arm in steps.items():
+        walls = {name: [step.wall for step in by_arm[name]] for name in arms}
+        medians = [statistics.median(walls[name]) for name in arms]
+        cpus = [min(step.cpu for step in by_arm[name]) for name in arms]
+        figures = [
+            f"{median:.1f} ({min(walls[name]):.1f}; {cpu:.1f})"
+            for name, median, cpu in zip(arms, medians, cpus, strict=True)
+        ]
+        ratios = " ".join(f"{median / medians[0]:.2f}" for median in medians[1:])
+        table.add_row(str(case.rows), str(case.drafts), case.sampling, *figures, ratios)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
+    parser.add_argument("--path", type=Path, default=TINY_MODEL, help="checkpoint folder")
     parser.add_argument("--rows", default="1,8,32", metavar="N,N,..")
     parser.add_argument("--drafts", default="0,3", metavar="N,N,..")
+    parser.add_argument("--sampling", default="greedy", metavar=",".join(SAMPLING))
+    parser.add_argument("--arms", default=",".join(ARMS), metavar="NAME,NAME,..")
     parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
+    parser.add_argument("--steps", type=int, default=20, help="of each arm in a turn")
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
-    rows = [int(num) for num in args.rows.split(",")]
-    times: Times = defaultdict(lambda: defaultdict(list))
+    rows, drafts = ([int(num) for num in text.split(",")] for text in (args.rows, args.drafts))
+    arms, sampling = args.arms.split(","), args.sampling.split(",")
+    for names, known in ((arms, ARMS), (sampling, SAMPLING)):
+        if unknown := set(names) - known.keys():
+            parser.error(f"{sorted(unknown)}: choose among {', '.join(known)}")
+    if (max(drafts) + 1) * (args.steps + NUM_UNCOUNTED) >= MOST_TOKENS:
+        parser.error(f"--steps {args.steps}: rows would end; take fewer")
+    steps: Steps = defaultdict(lambda: defaultdict(list))
     with Progress(console=Console(stderr=True)) as bar:
-        for num_drafts in map(int, args.drafts.split(",")):
-            arms = benches(args.path, num_drafts, args.num_threads, max(rows))
-            for num_rows in bar.track(rows * args.rounds, description=f"{num_drafts} drafts"):
-                for name, bench in arms.items():
-                    times[num_rows, num_drafts][name] += turn(bench, num_rows)
+        for num_drafts in drafts:
+            by_arm = benches(args.path, arms, num_drafts, args.num_threads, max(rows))
+            cases = [Case(num, num_drafts, name) for num in rows for name in sampling]
+            for case in bar.track(cases * args.rounds, description=f"{num_drafts} drafts"):
+                for name, bench in by_arm.items():
+                    steps[case][name] += turn(bench, case, args.steps)
     if args.json:
-        medians = {
-            f"{num_rows} rows, {num_drafts} drafts": {
-                name: statistics.median(one) for name, one in by_arm.items()
-            }
-            for (num_rows, num_drafts), by_arm in times.items()
-        }
-        print(json.dumps(medians))
+        print(json.dumps(list(lines(steps))))
     else:
-        Console().print(show(times))
+        Console().print(show(steps, arms))
 
 
 if __name__ == "__main__":

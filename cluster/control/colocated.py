@@ -86,9 +86,8 @@ async def build(parts: RankParts) -> ColocatedRank:
     """Both engines on one thread."""
     intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
     decode = DecodeNode(parts, intake, lambda owner, epoch: control)
-    rows = decode.engine.scheduler
-    pages_of = lambda identity: rows.held(identity).pages  # noqa: E731
-    pages = AdoptedPages(parts.pool, parts.loaded.lag, pages_of, rows.share)
+    held, share = decode.engine.scheduler.held, decode.engine.scheduler.share
+    pages = AdoptedPages(parts.pool, parts.loaded.lag, lambda one: held(one).pages, share)
     prefill = PrefillNode(parts, pages)
     control = InProcessControl(prefill.handle, parts.spec.epoch)
     await decode.listen()

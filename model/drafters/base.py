@@ -72,12 +72,10 @@ class Drafter(Protocol):
 
     name: str
     is_fed: bool
+    meets_ranks: bool
     max_drafts: int | None
     num_features: int
     cache_groups: tuple[CacheGroup, ...]
-
-    @property
-    def meets_ranks(self) -> bool: ...
 
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""

@@ -68,6 +68,7 @@ class MtpDrafter:
         self._network = network
         self._layer = layer
         self.num_features = network.config.hidden_size
+        self.meets_ranks = network.dispatch.placement is not None
         group = CacheGroup(MTP, 1, network.config.latent_dim, lag=1)
         self.cache_groups: tuple[CacheGroup, ...] = (group,)
 
@@ -78,11 +79,6 @@ class MtpDrafter:
             layer = MtpLayer(checkpoint.config, network.dispatch)
         load_mtp(layer, checkpoint)
         return cls(network, layer.eval())
-
-    @property
-    def meets_ranks(self) -> bool:
-        """Its layer's tokens travel like any other's."""
-        return self._network.dispatch.placement is not None
 
     def adopt(self, kernels: Kernels) -> None:
         adopt(self._layer, kernels)

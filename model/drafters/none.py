@@ -26,7 +26,8 @@ class NeverBehind:
 
 class NoDrafter:
     name = "none"
-    is_fed = meets_ranks = False
+    is_fed = False
+    meets_ranks = False
     max_drafts: int | None = 0
     num_features = 0
     cache_groups: tuple[CacheGroup, ...] = ()

@@ -80,6 +80,7 @@ class Recorder:
     """Stands where network and MTP layer stand; keeps every pass, answers from a script."""
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
+    dispatch = Local(1)
     model = SimpleNamespace(embed_tokens=lambda ids: ids)
     rope = SimpleNamespace(at=lambda positions: (positions, positions))
 

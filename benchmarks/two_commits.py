@@ -1,0 +1,202 @@
+"""Whether a decode step of one commit takes longer than of another: both in turns, as processes.
+
+    python -m benchmarks.two_commits BASE [HEAD] [--pairs 10] [--json] [options of decode_step]
+
+Each commit gets a worktree of its own in a temporary folder. A turn is one process that runs this
+checkout's ``benchmarks/decode_step.py`` on a commit's code, with this interpreter and what is
+installed for it: ``--rows 1,8,32 --drafts 0,3 --sampling greedy,top-p --arms "recorded bf16"``
+unless options say otherwise. A turn's figure is its best step. Commits take turns base, head, head,
+base and so on, and a pair's ratio is head by base, so that drift cancels. What is not committed is
+not measured. BASE against itself says how much ratios mean in this hour on this machine: look at
+it first, and take more pairs while it is not within 1.5 %.
+
+``wall`` and ``cpu`` are a step's time by the clock and of all threads; ``outside`` is its wall less
+the wall of its program, the least of all turns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import benchmarks.decode_step
+from core.config import TINY_MODEL
+
+DRIVER = Path(benchmarks.decode_step.__file__)
+ROOT = DRIVER.parents[1]
+USUAL = ("--sampling", "greedy,top-p", "--arms", "recorded bf16", "--rounds", "1")
+WARM_UP = ("--rows", "1", "--drafts", "0", "--sampling", "greedy", "--rounds", "1", "--steps", "1")
+"""A turn of each commit that does not count: its kernels are compiled, its files are read."""
+BASE, HEAD = "base", "head"
+Case = tuple[object, ...]
+"""Arm, rows, drafts, sampling."""
+Turn = dict[Case, dict[str, float]]
+"""Figures of decode_step by case."""
+
+
+class Failed(Exception):
+    """What the user can mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Ratios are head by base, of pairs; times are the best of all turns (base, head)."""
+
+    wall: Spread
+    cpu: Spread
+    wall_ms: tuple[float, float]
+    outside_ms: tuple[float, float]
+
+    @property
+    def outside(self) -> float:
+        base, head = self.outside_ms
+        return head / base
+
+
+def order(num_pairs: int) -> list[str]:
+    """Whose turn it is: each pair the other way round than the one before."""
+    pairs = ((BASE, HEAD) if i % 2 == 0 else (HEAD, BASE) for i in range(num_pairs))
+    return [side for pair in pairs for side in pair]
+
+
+def compared(base: Sequence[Turn], head: Sequence[Turn]) -> dict[Case, Compared]:
+    """Turn i of one belongs to turn i of the other."""
+    found = {}
+    for case in base[0]:
+        ours = {name: [turn[case][name] for turn in base] for name in base[0][case]}
+        theirs = {name: [turn[case][name] for turn in head] for name in base[0][case]}
+        ratios = {
+            name: [new / old for old, new in zip(ours[name], theirs[name], strict=True)]
+            for name in ("wall_ms", "cpu_ms")
+        }
+        found[case] = Compared(
+            Spread.of(ratios["wall_ms"]),
+            Spread.of(ratios["cpu_ms"]),
+            (min(ours["wall_ms"]), min(theirs["wall_ms"])),
+            (min(ours["outside_ms"]), min(theirs["outside_ms"])),
+        )
+    return found
+
+
+def read_turn(line: str) -> Turn:
+    """What decode_step prints: figures are in ms, all else names the case."""
+    turn: Turn = {}
+    for one in json.loads(line):
+        figures = {name: one.pop(name) for name in list(one) if name.endswith("_ms")}
+        turn[tuple(one.values())] = figures
+    return turn
+
+
+def run(tree: Path, options: Sequence[str]) -> Turn:
+    """A turn on the code in ``tree``. Raises Failed with the last thing that it said."""
+    command = [sys.executable, "-P", str(DRIVER), "--json", "--path", str(TINY_MODEL), *options]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise Failed(f"decode_step cannot run on {tree.name}: {said[-1]}")
+    return read_turn(ran.stdout)
+
+
+def commit_of(name: str) -> str:
+    """Its full hash. Raises Failed."""
+    try:
+        return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+    except Failed:
+        raise Failed(f"{name!r} is no commit of this repository") from None
+
+
+@contextmanager
+def worktrees(commits: dict[str, str]) -> Iterator[dict[str, Path]]:
+    """One for each of ``commits``, by the same names; gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="two-commits-") as folder:
+        trees = {side: Path(folder, f"{side}-{commit[:12]}") for side, commit in commits.items()}
+        try:
+            for side, tree in trees.items():
+                _git("worktree", "add", "--detach", "--quiet", str(tree), commits[side])
+            yield trees
+        finally:
+            for tree in filter(Path.exists, trees.values()):
+                _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*args: str) -> str:
+    ran = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    if ran.returncode:
+        raise Failed(f"git {args[0]}: {ran.stderr.strip()}")
+    return ran.stdout.strip()
+
+
+def measure(
+    commits: dict[str, str], num_pairs: int, options: Sequence[str]
+) -> dict[Case, Compared]:
+    turns: dict[str, list[Turn]] = {BASE: [], HEAD: []}
+    with worktrees(commits) as trees:
+        for tree in trees.values():
+            run(tree, [*USUAL, *options, *WARM_UP])
+        for side in tqdm(order(num_pairs), desc="turns", file=sys.stderr):
+            turns[side].append(run(trees[side], [*USUAL, *options]))
+    return compared(turns[BASE], turns[HEAD])
+
+
+def show(found: dict[Case, Compared], num_pairs: int) -> Table:
+    table = Table(title=f"head / base: median of {num_pairs} pairs (least to most)")
+    for name in ("arm", "case", "wall", "cpu", "wall ms", "outside ms", "outside"):
+        table.add_column(name, justify="right")
+    for (arm, rows, drafts, sampling), one in found.items():
+        ratios = (f"{r.median:.3f} ({r.least:.2f} to {r.most:.2f})" for r in (one.wall, one.cpu))
+        times = (f"{base:.2f}, {head:.2f}" for base, head in (one.wall_ms, one.outside_ms))
+        case = f"{rows} rows, {drafts} drafts, {sampling}"
+        table.add_row(str(arm), case, *ratios, *times, f"{one.outside:.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("base", metavar="BASE")
+    parser.add_argument("head", metavar="HEAD", nargs="?", default="HEAD")
+    parser.add_argument("--pairs", type=int, default=10, help="turns of each")
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args, options = parser.parse_known_args()
+    try:
+        if args.pairs < 1:
+            raise Failed(f"--pairs {args.pairs}: at least 1")
+        commits = {BASE: commit_of(args.base), HEAD: commit_of(args.head)}
+        found = measure(commits, args.pairs, options)
+    except Failed as error:
+        parser.exit(2, f"two_commits: {error}\n")
+    if args.json:
+        cases = [
+            {"case": case, "outside": one.outside, **asdict(one)} for case, one in found.items()
+        ]
+        print(json.dumps({**commits, "pairs": args.pairs, "cases": cases}))
+    else:
+        Console(width=120).print(show(found, args.pairs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""docs/structure.md is the reading path: what it names is there, and the spine is named."""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.sizes import PRODUCT, ROOT, SPINE, names
+
+PAGE = ROOT / "docs/structure.md"
+FOLDERS = *PRODUCT, "benchmarks", "deploy", "docs", "tests", "training"
+_NAMED = re.compile(r"[`(]([\w./-]+(?:/|\.(?:py|md|cpp|toml|json)))(?:: [\w, ]+)?[`)]")
+
+
+def paths() -> set[str]:
+    """Every file and, with a slash behind, every folder."""
+    found = set()
+    for folder in FOLDERS:
+        inside = [path for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+        for path in (ROOT / folder, *inside):
+            found.add(f"{path.relative_to(ROOT)}{'/' * path.is_dir()}")
+    return found
+
+
+def paragraphs(text: str) -> list[str]:
+    """Lines of a table and points of a list are their own."""
+    return re.split(r"\n\n|\n(?=\d+\. |- |\|)", text)
+
+
+def meant(paragraph: str, there: set[str]) -> Iterator[str]:
+    """The paths that it names: whole ones; ends of paths beside or below what was named last; or
+    ends that only one path has. Raises ValueError for anything else."""
+    near: list[PurePosixPath] = [PurePosixPath("docs")]
+    for name in _NAMED.findall(paragraph):
+        beside = (f"{folder}/{name}" for folder in reversed(near))
+        ends = [path for path in there if f"/{path}".endswith(f"/{name}")]
+        path = next((path for path in (name, *beside) if path in there), None)
+        if path is None and len(ends) != 1:
+            raise ValueError(f"{name}: {sorted(ends)} could be meant, after {near[-1]}")
+        path = path or ends[0]
+        yield path
+        whole = PurePosixPath(path)
+        near += [whole.parent, whole] if path.endswith("/") else [whole.parent]
+
+
+def named(text: str, there: set[str]) -> set[str]:
+    return {path for part in paragraphs(text) for path in meant(part, there)}
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    text = PAGE.read_text()
+    assert len(_NAMED.findall(text)) > 100
+    named(text, paths())
+
+
+def test_every_file_of_the_spine_is_named() -> None:
+    missing = names(SPINE) - named(PAGE.read_text(), paths())
+    assert not missing, f"{PAGE.name} does not name {sorted(missing)}"
+
+
+def test_a_name_is_looked_for_near_the_last_one() -> None:
+    there = {"a/", "a/one.py", "a/two.py", "b/", "b/two.py", "b/c/", "b/c/three.py", "docs/x.md"}
+    assert named("`a/one.py`, `two.py: f, g`", there) == {"a/one.py", "a/two.py"}
+    assert named("`b/` has `two.py` and `c/`: `three.py`", there) == {
+        *("b/", "b/two.py", "b/c/", "b/c/three.py")
+    }
+    assert named("`three.py` [x](x.md)", there) == {"b/c/three.py", "docs/x.md"}
+    for text in ("`two.py`", "`a/one.py`\n\n`two.py`", "`gone.py`", "`a/one.py`, `c/gone/`"):
+        with pytest.raises(ValueError, match="could be meant"):
+            named(text, there)
