@@ -310,7 +310,7 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
         broken = Mock(is_ready=False, side_effect=RuntimeError("out of memory"))
         monkeypatch.setattr(kernels, "repeated", lambda function: broken)
     monkeypatch.setattr("decode_node.planning.forms.MOST_EAGER", 2)
-    monkeypatch.setattr("decode_node.engine.usual_keys", lambda *told: [])
+    monkeypatch.setattr("decode_node.planning.step_planner.usual_keys", lambda *told: [])
     bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, loop=loop)
     step, busy = bench.decode.step, list[int]()
 
