@@ -20,7 +20,7 @@ from tests.sizes import (
 CIRCLES = {("cluster.control.controller", "cluster.control.gang", "cluster.control.rebalance")}
 """Imports that run in one, those for type checking too. None may be added."""
 TWINS = {
-    *("Address", "BLOCK", "Caches", "Collectives", "Count", "DUMMY_PAGE", "FIXED", "First"),
+    *("Address", "BLOCK", "Caches", "Collectives", "Count", "DUMMY_PAGE", "First"),
     *("GRACE_S", "GROUPS", "Json", "LONGEST_PAUSE_S", "ModelConfig", "POLL_S", "Pull"),
     *("REMEMBER_S", "Scheduler", "Sequence"),
 }
