@@ -83,8 +83,7 @@ class Admission:
             request = await asyncio.to_thread(
                 checked, replace(asked, request_id=name), gateway.model_info(), gateway.tokenizer
             )
-            answer = gateway.generate(request, is_aborted=stream.is_aborted)
-            async with aclosing(answer) as pieces:
+            async with aclosing(gateway.generate(request, is_aborted=stream.is_aborted)) as pieces:
                 async for piece in pieces:
                     await self._write(piece, write)
 

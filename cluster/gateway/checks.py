@@ -81,10 +81,8 @@ def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Reque
 
     Raises ``ValueError`` naming the field, its value and what would be right.
     """
-    token, most = (
-        Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}"),
-        model.max_model_len - 1,
-    )
+    token = Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}")
+    most = model.max_model_len - 1
     request = Request(
         request_id=request_id(asked.request_id),
         prompt_ids=_prompt_ids(asked.prompt, model, tokenizer, token),

@@ -29,7 +29,7 @@ from core.answer import (
 )
 from core.config import TINY_MODEL
 from core.info import ModelInfo, NodeStatus, ServerStatus
-from core.request import Request, SamplingParams, TokenBias, Unchecked
+from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
 from model.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
@@ -228,6 +228,25 @@ def test_a_wrong_prompt_name_or_resume_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=expected):
         mapped(message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"sampling": SamplingParams(top_p=1.5)}, r"sampling\.top_p=1\.5: use a number above 0"),
+        ({"sampling": SamplingParams(stop=("x",) * 33)}, r"len\(sampling\.stop\)=33: use at most"),
+        ({"speculation": Speculation(acceptance="lax")}, r"speculation\.acceptance='lax': use one"),
+        ({"prompt": None}, "no prompt"),
+        ({"request_id": "a\tb"}, r"request_id='a\\tb': use 1 to 128"),
+    ],
+)
+def test_what_comes_through_no_message_is_checked_alike(
+    asked: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        checked(Unchecked(**({"prompt": [5]} | asked)), MODEL, Bytes())
+    request = checked(Unchecked([5], "a"), MODEL, Bytes())
+    assert request == Request("a", (5,)) == mapped(make(request_id="a", token_ids={"ids": [5]}))
 
 
 def test_fields_of_a_newer_client_are_refused() -> None:
