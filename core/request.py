@@ -4,6 +4,7 @@ A *request* is what a user sent. A *sequence* is its state on one node, and is a
 function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` stay apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.answer import SpeculationCounts, TokenLogprobs
@@ -19,8 +20,8 @@ see this reason."""
 
 STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
 REJECTION, REJECTION_GREEDY = "rejection", "rejection_greedy"
-"""The kinds of acceptance, spelled as on the wire but for case and prefix."""
-ACCEPTANCES = STRICT, RELAXED, RELAXED_LOG_PROBS, REJECTION, REJECTION_GREEDY
+ACCEPTANCES = (STRICT, RELAXED, REJECTION, RELAXED_LOG_PROBS, REJECTION_GREEDY)
+"""The kinds of acceptance, spelled and in order as on the wire, but for case and prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,22 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """A request as a door took it: the types are right, no value has been looked at.
+
+    ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
+    of what the door owns. A ``request_id`` of "" is to be made up. What the door was not given, or
+    as a 0 that stands for the default, is the default.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    request_id: str = ""
+    resume_token_ids: Sequence[int] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
 

@@ -38,8 +38,8 @@ SPINE = {
     "cluster/client": ("client", "options", "stream"),
     "cluster/door": ("request_mapping", "servicer"),
     "cluster/gateway": (
-        *("answer", "fleet", "flow", "frame_reader", "gateway", "handles", "router"),
-        "stop_text",
+        *("admission", "answer", "checks", "fleet", "flow", "frame_reader", "gateway", "handles"),
+        *("router", "stop_text"),
     ),
     "core": ("answer", "request"),
     "decode_node": (

@@ -212,11 +212,7 @@ def _done(coroutine: Coroutine[Any, Any, _T]) -> _T:
 def _stepped(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
     """The items of an async generator that never suspends; closing it closes that one."""
     try:
-        while True:
-            try:
-                piece = _done(pieces.__anext__())
-            except StopAsyncIteration:
-                return
+        while (piece := _done(anext(pieces, None))) is not None:
             yield piece
     finally:
         _done(pieces.aclose())

@@ -75,23 +75,22 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
 
     Raises ``ValueError`` if a value cannot be put into the message at all.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
         raise ValueError(f"{sorted(unknown)}: use {', '.join(GenerateOptions.__annotations__)}")
-    fields = GenerateOptions(**given)  # type: ignore[typeddict-item]
-    if (max_tokens := fields.get("max_tokens", 1)) < 1:
+    if (max_tokens := given.get("max_tokens", 1)) < 1:
         raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
-    if fields.get("temperature", 0) > 0:
-        fields.setdefault("seed", secrets.randbits(63))
-    fields["acceptance"] = acceptance_to_proto(fields.get("acceptance", STRICT))
+    if given.get("temperature", 0) > 0:
+        given.setdefault("seed", secrets.randbits(63))
+    given["acceptance"] = acceptance_to_proto(given.get("acceptance", STRICT))
     try:
         return pb.GenerateRequest(
-            request_id=fields.get("request_id") or uuid.uuid4().hex,
+            request_id=given.get("request_id") or uuid.uuid4().hex,
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-            sampling=_part(pb.Sampling, fields),
-            speculation=_part(pb.Speculation, fields),
-            resume_token_ids=fields.get("resume_token_ids", ()),
+            sampling=_part(pb.Sampling, given),
+            speculation=_part(pb.Speculation, given),
+            resume_token_ids=given.get("resume_token_ids", ()),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error

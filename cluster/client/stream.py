@@ -38,10 +38,8 @@ class InferenceError(Exception):
     @classmethod
     def of(cls, error: grpc.RpcError) -> Self:
         """``error`` of either kind of channel, with the server's hint."""
-        hints = dict(tuple(error.trailing_metadata() or ()))
-        retry_after = hints.get(RETRY_AFTER_KEY)
-        retry_after_s = None if retry_after is None else float(retry_after)
-        return cls(error.code(), error.details() or "", retry_after_s)
+        hint = dict(tuple(error.trailing_metadata() or ())).get(RETRY_AFTER_KEY)
+        return cls(error.code(), error.details() or "", hint and float(hint))
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.details}"

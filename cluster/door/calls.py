@@ -1,5 +1,5 @@
-"""What holds for every call: bytes that are no message of its method are refused, and streams that
-cost a client nothing to keep are few."""
+"""What holds for every call: bytes that are no message of its method are refused, an error becomes
+its status, and streams that cost a client nothing to keep are few."""
 
 import asyncio
 import inspect
@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
+
+from cluster.door.status_codes import status_of
 
 MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
 MAX_IDLE_S = 300.0
@@ -56,6 +58,26 @@ class EveryCall(grpc.aio.ServerInterceptor):
             self._idle -= Counter([peer])
 
 
+@asynccontextmanager
+async def _reported(context: _Context) -> AsyncIterator[None]:
+    """An error ends the call with its status, unless the client has gone, which a write of ours may
+    be the first to learn."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        is_ended = context.cancelled() or (task is not None and task.cancelling())
+        if is_ended or isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
+        try:
+            # It follows what the client leaves unread, and may wait here for as long as that stays.
+            await context.abort(*status_of(error))
+        except grpc.aio.InternalError:  # the client has gone
+            raise asyncio.CancelledError from None
+
+
 def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler:
     """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
 
@@ -64,11 +86,11 @@ def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler
             return handler.request_deserializer(data)
         except Exception as error:  # what a parser raises has no type of its own
             reason = f"{len(data)} bytes are no message of {method} ({error})"
-        _log.warning("%s; sent by %s", reason, context.peer())
-        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+            _log.warning("%s; sent by %s", reason, context.peer())
+            raise ValueError(reason) from None
 
     async def behave(asked: bytes | AsyncIterator[bytes], context: _Context) -> Any:
-        async with place(context):
+        async with place(context), _reported(context):
             if isinstance(asked, bytes):
                 message = await parse(asked, context)
             else:

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from cluster.gateway.checks import refuse
 from cluster.gateway.stop_text import AnswerText
 from core.answer import (
     Delta,
@@ -15,7 +16,7 @@ from core.answer import (
 )
 from core.errors import Preempted
 from core.info import ModelInfo
-from core.request import ABORT, LENGTH, PREEMPTED, STOP, Request, SequenceUpdate
+from core.request import ABORT, PREEMPTED, STOP, Request, SequenceUpdate
 from core.stopping import cut, num_budget, stop_ids
 from model.tokenizer import TextStream
 from prefill_node.messages import Prefilled
@@ -100,13 +101,19 @@ class Answer:
         self.token_ids.extend(token_ids)
         return Delta(self.index, token_ids, text, logprobs[: len(token_ids)])
 
-    def _resume(self, output_ids: tuple[int, ...]) -> None:
-        """Go on after these tokens; they may be a whole answer."""
-        self._text.push(output_ids)
-        if self._text.stopped or (output_ids and output_ids[-1] in self._stops):
+    def _resume(self, resumed: tuple[int, ...]) -> None:
+        """Go on after these tokens; they may be a whole answer, ``ValueError`` if they are more."""
+        num_most = self._budget() + len(resumed)
+        if len(resumed) > num_most:
+            remedy = f"an answer to this request has at most {num_most} tokens"
+            refuse("len(resume_token_ids)", len(resumed), remedy)
+        kept, self.finish_reason = cut(resumed, self._stops, num_most)
+        if kept != resumed:
+            field = f"resume_token_ids[{len(kept) - 1}]"
+            refuse(field, kept[-1], "ends the answer, but more tokens follow")
+        self._text.push(resumed)
+        if self._text.stopped:
             self.finish_reason = STOP
-        elif self._budget() == 0:
-            self.finish_reason = LENGTH
 
     def _budget(self) -> int:
         """How many more tokens the answer may have."""

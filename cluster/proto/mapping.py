@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from cluster.proto import tandem_pb2 as pb
 from core.answer import Delta, Finished, Piece, TokenLogprobs
+from core.request import ACCEPTANCES
 
-_PREFIX = "ACCEPTANCE_"
 _Noun = TypeVar("_Noun")
 _Message = TypeVar("_Message", bound=Message)
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
@@ -69,13 +69,16 @@ def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     )
 
 
-def acceptance_to_proto(kind: str) -> str:
-    """The proto's name of a kind of acceptance. Raises ``ValueError`` naming those there are."""
-    kinds = [acceptance_from_proto(number) for number in pb.Acceptance.values()]
-    if kind not in kinds:
-        raise ValueError(f"acceptance={kind!r}: use one of {kinds}")
-    return _PREFIX + kind.upper()
+def acceptance_to_proto(kind: str) -> int:
+    """The proto's number of a kind of acceptance. Raises ``ValueError`` naming those there are."""
+    if kind not in ACCEPTANCES:
+        raise ValueError(f"acceptance={kind!r}: use one of {list(ACCEPTANCES)}")
+    return ACCEPTANCES.index(kind)
 
 
 def acceptance_from_proto(number: int) -> str:
-    return pb.Acceptance.Name(number).removeprefix(_PREFIX).lower()
+    """The inverse. Raises ``ValueError`` naming those there are."""
+    if number not in pb.Acceptance.values():
+        kinds = ", ".join(f"{known} ({name})" for name, known in pb.Acceptance.items())
+        raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
+    return ACCEPTANCES[number]

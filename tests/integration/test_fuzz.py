@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import Serving, serving
-from cluster.door.server import SERVICE
+from cluster.door.grpc_door import SERVICE
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.wire import STREAM_KEY
 from core.config import TINY_MODEL

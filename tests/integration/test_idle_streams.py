@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection
 from benchmarks.driven.procs import serving
 from benchmarks.soak.load import nothing_left
 from cluster.door import calls
-from cluster.door import server as door
-from cluster.door.server import SERVICE
+from cluster.door import grpc_door as door
+from cluster.door.grpc_door import SERVICE
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from tandem import AsyncClient

@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from cluster.client.stream import StreamPlan
-from cluster.door.server import SERVICE, Server
+from cluster.door.grpc_door import SERVICE
+from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import STREAM_KEY

@@ -8,8 +8,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from cluster.client.options import GenerateOptions, build_request
-from cluster.door.request_mapping import bounds, to_request
+from cluster.door.request_mapping import to_unchecked
 from cluster.gateway.answer import Answer
+from cluster.gateway.checks import bounds, checked
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.mapping import (
     from_proto,
@@ -28,7 +29,7 @@ from core.answer import (
 )
 from core.config import TINY_MODEL
 from core.info import ModelInfo, NodeStatus, ServerStatus
-from core.request import Request, SamplingParams, TokenBias
+from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
 from model.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
@@ -47,6 +48,10 @@ class Bytes:
 
 def make(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(**({"text": "ab"} | fields))
+
+
+def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Any) -> Request:
+    return checked(to_unchecked(message), model, tokenizer)
 
 
 def mapped(message: pb.GenerateRequest) -> Request:
@@ -214,10 +219,8 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         (make(request_id="a b"), "request_id='a b'"),
         (make(request_id="x" * 129), "request_id="),
         (make(resume_token_ids=[300]), r"resume_token_ids\[0\]=300"),
-        (make(resume_token_ids=[2, 5]), r"resume_token_ids\[0\]=2: ends the answer"),
         (make(resume_token_ids=[300] * 32), r"len\(resume_token_ids\)=32: .* at most 31"),
         (make(token_ids=pb.TokenIds(ids=[-1] * 32)), "32 tokens; at most 31"),
-        (make(resume_token_ids=[5] * 30), r"len\(resume_token_ids\)=30: .* at most 29"),
     ],
 )
 def test_a_wrong_prompt_name_or_resume_is_refused(
@@ -225,6 +228,25 @@ def test_a_wrong_prompt_name_or_resume_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=expected):
         mapped(message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"sampling": SamplingParams(top_p=1.5)}, r"sampling\.top_p=1\.5: use a number above 0"),
+        ({"sampling": SamplingParams(stop=("x",) * 33)}, r"len\(sampling\.stop\)=33: use at most"),
+        ({"speculation": Speculation(acceptance="lax")}, r"speculation\.acceptance='lax': use one"),
+        ({"prompt": None}, "no prompt"),
+        ({"request_id": "a\tb"}, r"request_id='a\\tb': use 1 to 128"),
+    ],
+)
+def test_what_comes_through_no_message_is_checked_alike(
+    asked: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        checked(Unchecked(**({"prompt": [5]} | asked)), MODEL, Bytes())
+    request = checked(Unchecked([5], "a"), MODEL, Bytes())
+    assert request == Request("a", (5,)) == mapped(make(request_id="a", token_ids={"ids": [5]}))
 
 
 def test_fields_of_a_newer_client_are_refused() -> None:
@@ -235,6 +257,26 @@ def test_fields_of_a_newer_client_are_refused() -> None:
     newer.sampling.MergeFromString(b"\xf8\x06\x01")
     with pytest.raises(ValueError, match="sampling.field number 111"):
         mapped(newer)
+
+
+def resumed(**fields: Any) -> Answer:
+    request = mapped(make(**fields))
+    request = replace(request, sampling=replace(request.sampling, seed=7))
+    return Answer(request, TextStream(Tokenizer(TINY_MODEL)), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([2, 5], r"resume_token_ids\[0\]=2: ends the answer"),
+        ([5] * 30, r"len\(resume_token_ids\)=30: .* at most 29"),
+    ],
+)
+def test_what_goes_on_after_the_end_of_its_answer_is_refused(
+    token_ids: list[int], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        resumed(resume_token_ids=token_ids)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +290,7 @@ def test_fields_of_a_newer_client_are_refused() -> None:
     ],
 )
 def test_resumed_tokens_may_be_a_whole_answer(fields: dict[str, Any], reason: str | None) -> None:
-    request = mapped(make(**fields))
-    request = replace(request, sampling=replace(request.sampling, seed=7))
-    text = TextStream(Tokenizer(TINY_MODEL))
-    answer = Answer(request, text, MODEL)
+    answer = resumed(**fields)
     assert answer.finish_reason == reason
     if reason is not None:
         finished = answer.finished()
@@ -260,8 +299,8 @@ def test_resumed_tokens_may_be_a_whole_answer(fields: dict[str, Any], reason: st
 
 
 def test_every_number_of_a_request_has_bounds() -> None:
-    kinds = {FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_BOOL}
-    table = bounds(make(), MODEL)
+    kinds = {getattr(FieldDescriptor, f"CPPTYPE_{kind}") for kind in ("STRING", "BOOL", "ENUM")}
+    table = bounds(Unchecked(), MODEL)
     for prefix, message in (("sampling.", pb.Sampling), ("speculation.", pb.Speculation)):
         for field in message.DESCRIPTOR.fields:
             if not field.is_repeated and field.cpp_type not in kinds:

@@ -19,7 +19,7 @@ from tests.sizes import (
 
 CIRCLES = {("cluster.control.controller", "cluster.control.gang", "cluster.control.rebalance")}
 """Imports that run in one, those for type checking too. None may be added."""
-TWINS = {"Collectives", "FIXED", "LONGEST_PAUSE_S", "Scheduler"}
+TWINS = {"Collectives", "LONGEST_PAUSE_S", "Scheduler"}
 """Names of two classes or constants. None may be added; Scheduler is each node's own by intent."""
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.client.options import GenerateOptions, build_request
-from cluster.door.request_mapping import to_request
 from cluster.proto import tandem_pb2 as pb
 from core.request import REJECTION, REJECTION_GREEDY, RELAXED, RELAXED_LOG_PROBS, Speculation
-from tests.unit.test_request_mapping import THINKER, Bytes, make, mapped
+from tests.unit.test_request_mapping import THINKER, Bytes, make, mapped, to_request
 
 
 def test_the_clients_options_arrive() -> None:

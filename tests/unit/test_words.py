@@ -9,6 +9,7 @@ from tests.sizes import ROOT, product
 PAGE = ROOT / "docs/words.md"
 KNOWN = {
     ("block", "kv_transfer", "BLOCK"),
+    ("draft", "cluster/gateway", "num_draft_tokens"),
     ("gang", "decode_node", "gang"),
     *(("mtp", folder, "has_mtp") for folder in ("cluster", "core", "runtime")),
     *(("mtp", folder, "num_mtp_layers") for folder in ("cluster", "core", "runtime")),

@@ -1,0 +1,81 @@
+"""The gRPC server: address, health and reflection."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.door.calls import EveryCall
+from cluster.door.health import Health
+from cluster.door.servicer import InferenceServicer
+from cluster.gateway.admission import Admission
+from cluster.proto import tandem_pb2_grpc as rpc
+from cluster.proto.wire import MAX_MESSAGE_BYTES
+from core.config import ServerConfig, TandemConfig
+
+SERVICE = "tandem.v1.Inference"
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+SPARE_CALLS = 1024
+
+
+@asynccontextmanager
+async def opened(admission: Admission) -> AsyncIterator[str]:
+    """Listen meanwhile; the address has the port in use. ``ValueError`` if it cannot be had.
+
+    Health and status are answered whether or not there is a gateway.
+    """
+    # No bound on all calls together: a stream whose end its client leaves unread would count.
+    server = grpc.aio.server(
+        interceptors=(EveryCall(),),
+        options=(*_OPTIONS, ("grpc.max_concurrent_streams", max_streams(admission.config))),
+    )
+    rpc.add_InferenceServicer_to_server(InferenceServicer(admission), server)
+    told = Health(("", SERVICE), admission.is_serving)
+    health_pb2_grpc.add_HealthServicer_to_server(told, server)
+    services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(services, server)
+    try:
+        address = await _bound(server, admission.config.server)
+        await server.start()
+        yield address
+    finally:
+        await server.stop(None)
+
+
+def max_streams(config: TandemConfig) -> int:
+    """Calls that one connection may have open at once, well above the streams that a gateway lets
+    in: all clients may be behind one proxy. It bounds what a client can leave unread."""
+    num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
+    return 2 * (num_rows + config.server.max_queued) + SPARE_CALLS
+
+
+async def _bound(server: grpc.aio.Server, config: ServerConfig) -> str:
+    address = config.address
+    try:
+        return f"{address.rpartition(':')[0]}:{server.add_insecure_port(address)}"
+    except RuntimeError as error:
+        problem = await asyncio.to_thread(_bind_problem, *config.host_port)
+        raise ValueError(
+            f"server.address={address!r}: cannot listen there ({problem}); stop what uses "
+            "it or choose another address, such as --set server.address=127.0.0.1:0"
+        ) from error
+
+
+def _bind_problem(host: str, port: int) -> str:
+    """What the operating system says to binding the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "the reason has gone meanwhile"

@@ -1,0 +1,152 @@
+"""Who is being answered: the open streams of all doors, their names, and how they end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from cluster.gateway.checks import checked, request_id
+from core.answer import Piece
+from core.config import TandemConfig
+from core.errors import Draining
+from core.info import DRAINING, STARTING, ServerStatus
+from core.request import Unchecked
+
+if TYPE_CHECKING:  # the client's commands need no torch
+    from cluster.gateway.gateway import ClusterGateway
+
+CLOSE_S = 5.0
+"""How long evicted streams may take to free what they hold."""
+Write = Callable[[Piece], Awaitable[None]]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """An open one. ``nonce`` is that of the client's stream, "" if it sent none."""
+
+    nonce: str
+    is_aborted: bool = False
+    end_reason: str = ""
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+    def end(self, reason: str) -> None:
+        """Break it off with ``Draining``."""
+        if not self.scope.expired():
+            self.end_reason = reason
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
+class Admission:
+    """What a door needs. Refuses requests with ``Draining`` until it has a gateway, and from
+    ``drain`` on."""
+
+    def __init__(self, config: TandemConfig) -> None:
+        self.config = config
+        self._gateway: ClusterGateway | None = None
+        self._is_draining = False
+        self._streams: dict[str, _Stream] = {}
+
+    async def attach(self, gateway: "ClusterGateway") -> None:
+        """Serve requests through ``gateway`` from now on."""
+        self._gateway = gateway
+
+    def ready(self) -> "ClusterGateway":
+        """``Draining`` if there is none yet."""
+        if self._gateway is None:
+            raise Draining("the server is still starting; try again in a while")
+        return self._gateway
+
+    def is_serving(self) -> bool:
+        """Whether requests belong here."""
+        return not self._is_draining and self._gateway is not None and self._gateway.is_healthy()
+
+    async def status(self) -> ServerStatus:
+        """Told while starting and draining too."""
+        status = ServerStatus(STARTING, self.config.mode, 0)
+        if self._gateway is not None:
+            status = await self._gateway.status()
+        state = DRAINING if self._is_draining else status.state
+        return replace(status, state=state, num_running=len(self._streams))
+
+    async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
+        """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one
+        stream have the same ``nonce``: a later one ends an earlier.
+
+        Raises what ``checked`` and ``ClusterGateway.generate`` raise; ``Overloaded`` before
+        anything is tokenised; ``Draining`` if it is ended or given up, so that its client resumes.
+        """
+        gateway, name = self.ready(), request_id(asked.request_id)
+        async with self._admitted(name, nonce) as stream:
+            gateway.check_room(len(self._streams))
+            request = await asyncio.to_thread(
+                checked, replace(asked, request_id=name), gateway.model_info(), gateway.tokenizer
+            )
+            async with aclosing(gateway.generate(request, is_aborted=stream.is_aborted)) as pieces:
+                async for piece in pieces:
+                    await self._write(piece, write)
+
+    async def abort(self, name: str) -> bool:
+        """End a request, also one that has not begun; False if there is none of this name."""
+        if not name:
+            raise ValueError("request_id='': name the request to abort")
+        if stream := self._streams.get(name):
+            stream.is_aborted = True
+        return await self.ready().abort(name) or stream is not None
+
+    async def drain(self) -> None:
+        """Refuse new requests, let running ones finish for ``server.drain_s``, ``end`` the rest."""
+        self._is_draining = True
+        await self._gone(self.config.server.drain_s)
+        await self.end()
+
+    async def end(self) -> None:
+        """Every open stream, with ``Draining``; it has CLOSE_S to free things."""
+        self._is_draining = True
+        for stream in self._streams.values():
+            stream.end("the server shut down before the answer ended")
+        await self._gone(CLOSE_S)
+
+    async def _gone(self, timeout_s: float) -> None:
+        """Wait for those that are open now; none may be added meanwhile."""
+        if self._streams:
+            gone = [stream.gone for stream in self._streams.values()]
+            await asyncio.wait(gone, timeout=timeout_s)
+
+    @asynccontextmanager
+    async def _admitted(self, name: str, nonce: str) -> AsyncIterator[_Stream]:
+        """A stream that is open and has the name. An earlier attempt at it, whose break this server
+        has not noticed, is ended first; ``ValueError`` if another request has the name,
+        ``Draining`` if there is no entry, or when it is ended."""
+        while not self._is_draining and (earlier := self._streams.get(name)):
+            if not nonce or earlier.nonce != nonce:
+                raise ValueError(
+                    f"request_id={name!r}: a request of this name is running; "
+                    "use another or leave it empty"
+                )
+            earlier.end("a later attempt at this stream took its place")
+            await asyncio.wait([earlier.gone])
+        if self._is_draining:
+            raise Draining("the server is shutting down and takes no new requests")
+        stream = self._streams[name] = _Stream(nonce)
+        try:
+            async with stream.scope:
+                yield stream
+        except TimeoutError as error:
+            if stream.scope.expired():
+                raise Draining(stream.end_reason) from error
+            raise
+        finally:
+            del self._streams[name]
+            stream.gone.set_result(None)
+
+    async def _write(self, piece: Piece, write: Write) -> None:
+        """``Draining`` if the client does not read it, nor what came before, in that time."""
+        within_s = self.config.server.write_s
+        try:
+            async with asyncio.timeout(within_s):
+                await write(piece)
+        except TimeoutError:
+            reason = f"the answer was left unread for {within_s:g} s (server.write_s); resume it"
+            raise Draining(reason) from None

@@ -1,0 +1,178 @@
+"""What may be asked of a model: from ``Unchecked`` to ``Request``, whichever door it came through.
+
+Fields are named as users know them: as those of ``Unchecked``, and as on the wire.
+"""
+
+import math
+import uuid
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from core.info import ModelInfo
+from core.request import ACCEPTANCES, RELAXED, RELAXED_LOG_PROBS, Request, Unchecked
+
+if TYPE_CHECKING:
+    from model.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_LEN = 128
+MAX_STOP_CHARS = 4096
+MOST = {"sampling.stop": 32, "sampling.stop_token_ids": 1024, "sampling.logit_bias": 1024}
+"""Of each list, whatever the model."""
+MAX_DELTA = {RELAXED: 1, RELAXED_LOG_PROBS: 100}
+ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
+_DEFAULT = Unchecked()
+_RANGE = "{low} to {high}"
+_ABOVE_0 = "use a number above 0 and up to {high}"
+_ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
+_ONLY_GREEDY = (
+    "ACCEPTANCE_RELAXED is for greedy requests; use 0, or ACCEPTANCE_STRICT or _REJECTION"
+)
+_Items = TypeVar("_Items", bound=Collection[Any])
+
+
+class Bounds(NamedTuple):
+    """The lowest and the highest value of a field, and what to say to any other."""
+
+    low: float
+    high: float
+    remedy: str = f"use {_RANGE}"
+
+    def check(self, field: str, value: float) -> None:
+        if not self.low <= value <= self.high:
+            refuse(field, value, self.remedy.format(low=self.low, high=self.high))
+
+
+def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
+    """Of every number that can be set. What is left at its default is not looked up."""
+    max_tokens, default = asked.sampling.max_tokens, _DEFAULT.sampling.max_tokens
+    table = {
+        "sampling.temperature": Bounds(1e-5, 100, f"use 0 (greedy) or {_RANGE}"),
+        "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
+        "sampling.top_p": Bounds(ABOVE_0, 1, _ABOVE_0),
+        "sampling.min_p": Bounds(0, BELOW_1, "use a number from 0 to below 1"),
+        "sampling.repetition_penalty": Bounds(ABOVE_0, 10, f"{_ABOVE_0}; 1 is none"),
+        "sampling.presence_penalty": Bounds(-2, 2),
+        "sampling.frequency_penalty": Bounds(-2, 2),
+        "sampling.seed": Bounds(0, (1 << 63) - 1, "use 0 to 2^63-1"),
+        "sampling.max_tokens": Bounds(1, MAX_INT32, f"use 1 or more, or 0 for {default}"),
+        "sampling.min_tokens": Bounds(0, max_tokens, f"use {_RANGE}, which is max_tokens"),
+        "sampling.logprobs": Bounds(
+            0, min(20, model.vocab_size), f"use {_RANGE}, or leave it unset"
+        ),
+        "sampling.n": Bounds(1, 16, f"use {_RANGE}, or 0 for 1"),
+        "speculation.max_drafts": Bounds(
+            0, model.num_draft_tokens, f"use {_RANGE}, this server's speculation.num_tokens"
+        ),
+        "speculation.relaxed_top_n": Bounds(0, 0, _ONLY_RELAXED),
+        "speculation.relaxed_delta": Bounds(0, 0, _ONLY_RELAXED),
+    }
+    if (most_delta := MAX_DELTA.get(asked.speculation.acceptance)) is None:
+        return table
+    return table | {
+        "sampling.temperature": Bounds(0, 0, _ONLY_GREEDY),
+        "speculation.relaxed_top_n": Bounds(1, model.vocab_size, f"use {_RANGE}, or 0 for 1"),
+        "speculation.relaxed_delta": Bounds(0, most_delta),
+    }
+
+
+def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
+    """``asked`` as a request that ``model`` can serve.
+
+    Raises ``ValueError`` naming the field, its value and what would be right.
+    """
+    token = Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}")
+    most = model.max_model_len - 1
+    request = Request(
+        request_id=request_id(asked.request_id),
+        prompt_ids=_prompt_ids(asked.prompt, model, tokenizer, token),
+        output_ids=_token_ids("resume_token_ids", asked.resume_token_ids, token, most),
+        sampling=asked.sampling,
+        speculation=asked.speculation,
+    )
+    for field, bound in bounds(asked, model).items():
+        if (value := attrgetter(field)(asked)) != attrgetter(field)(_DEFAULT):
+            bound.check(field, value)
+    _check_lists(asked, token)
+    _check_acceptance(asked.speculation.acceptance, model)
+    if request.output_ids and request.sampling.n > 1:
+        remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
+        refuse("sampling.n", request.sampling.n, remedy)
+    return request
+
+
+def refuse(field: str, value: Any, remedy: str) -> NoReturn:
+    raise ValueError(f"{field}={value!r}: {remedy}")
+
+
+def few(field: str, values: _Items, most: int = 0) -> _Items:
+    """``values``, not yet read; ``ValueError`` if there are more than MOST, else ``most``."""
+    if len(values) > (most := MOST.get(field, most)):
+        refuse(f"len({field})", len(values), f"use at most {most}")
+    return values
+
+
+def request_id(given: str) -> str:
+    """The name that was given, one made up if it is "". ``ValueError`` if it cannot be one."""
+    if len(given) > MAX_REQUEST_ID_LEN or not given.isprintable() or " " in given:
+        remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
+        refuse("request_id", given[: MAX_REQUEST_ID_LEN + 1], remedy)
+    return given or uuid.uuid4().hex
+
+
+def _prompt_ids(
+    prompt: str | Sequence[int] | None, model: ModelInfo, tokenizer: "Tokenizer", token: Bounds
+) -> tuple[int, ...]:
+    if prompt is None:
+        raise ValueError("the request has no prompt; give text or token_ids")
+    kind = "text" if isinstance(prompt, str) else "token_ids"
+    ids = _encoded(prompt, model, tokenizer) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
+    if len(ids) >= model.max_model_len:
+        raise ValueError(
+            f"{kind}: the prompt has {len(ids)} tokens; at most {model.max_model_len - 1} leave "
+            f"room for an answer in model.max_model_len={model.max_model_len}"
+        )
+    return _token_ids(kind, ids, token, len(ids))
+
+
+def _encoded(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
+    """Untokenised is refused what has too many tokens however it is tokenised."""
+    if not text:
+        refuse("text", "", "the prompt is empty; give some text")
+    num_bytes, longest = len(text.encode()), tokenizer.longest_token_bytes
+    if longest is not None and num_bytes > (most := (model.max_model_len - 1) * longest):
+        raise ValueError(
+            f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "
+            f"in model.max_model_len={model.max_model_len} hold {most} at the very most"
+        )
+    return tokenizer.encode(text)
+
+
+def _token_ids(field: str, ids: Collection[int], token: Bounds, most: int = 0) -> tuple[int, ...]:
+    """In the order given; counted before they are looked at."""
+    for i, value in enumerate(few(field, ids, most)):
+        token.check(f"{field}[{i}]", value)
+    return tuple(ids)
+
+
+def _check_lists(asked: Unchecked, token: Bounds) -> None:
+    sampling = asked.sampling
+    few("sampling.stop", sampling.stop)
+    if (num_chars := sum(map(len, sampling.stop))) > MAX_STOP_CHARS:
+        raise ValueError(f"sampling.stop: {num_chars} characters; use at most {MAX_STOP_CHARS}")
+    if "" in sampling.stop:
+        refuse("sampling.stop", list(sampling.stop), "use texts of at least one character")
+    _token_ids("sampling.stop_token_ids", sampling.stop_token_ids, token)
+    _token_ids("sampling.logit_bias", [item.token_id for item in sampling.logit_bias], token)
+    for item in sampling.logit_bias:
+        Bounds(-100, 100).check(f"sampling.logit_bias[{item.token_id}]", item.bias)
+
+
+def _check_acceptance(kind: str, model: ModelInfo) -> None:
+    if kind not in ACCEPTANCES:
+        refuse("speculation.acceptance", kind, f"use one of {', '.join(ACCEPTANCES)}")
+    if kind in MAX_DELTA and not model.think_token_ids:
+        remedy = f"{model.name} has no think tokens (model.think_tokens); use ACCEPTANCE_STRICT"
+        refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)

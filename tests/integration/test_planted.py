@@ -1,0 +1,10 @@
+"""Parts that are planted by a patch of one new file and one line, used in a copy of the tree."""
+
+from pathlib import Path
+
+from tests.planted import plant, run
+
+
+def test_a_second_door_answers_and_refuses_as_the_first(small_model: Path, tmp_path: Path) -> None:
+    plant("echo_door", tmp_path)
+    run(tmp_path, "tests.integration.second_door", str(small_model))
