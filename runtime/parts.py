@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
+from core.beat import Counters
 from core.config import TandemConfig
 from core.info import PREFILL, ModelInfo, NodeStatus
 from core.membership import Meeting, NodeInfo, RankSpec
@@ -77,22 +79,20 @@ class RankParts:
             why_plain=loaded.kernels.why_plain,
         )
 
-    async def status(self) -> NodeStatus:
-        """Its name and pages; the figures of its engine are for the rank to add."""
-        spec, pool = self.spec, self.pool
-        computed = self.loaded.dispatch.computed
-        num_free, rows = await self.loop.call(lambda: (pool.num_available, computed()))
-        kernels = self.loaded.kernels.name
+    async def status(self, counters: Callable[[], Counters]) -> NodeStatus:
+        """What it is, and its ``counters`` between two steps."""
+        spec, kernels = self.spec, self.loaded.kernels.name
+        rows = await self.loop.call(self.loaded.dispatch.computed)
         if spec.kind != PREFILL:
             kernels += f", {self.loaded.form}"
         return NodeStatus(
             spec.label,
             spec.kind,
             spec.epoch,
-            num_free_pages=num_free,
-            num_pages=pool.num_pages,
+            num_pages=self.pool.num_pages,
             rows_by_layer=tuple(rows),
             kernels=kernels,
+            **asdict(counters()),
         )
 
 

@@ -38,8 +38,8 @@ SPINE = {
     "cluster/client": ("client", "options", "stream"),
     "cluster/door": ("request_mapping", "servicer"),
     "cluster/gateway": (
-        *("answer", "fleet", "flow", "frame_reader", "gateway", "handles", "router"),
-        "stop_text",
+        *("answer", "fleet", "flow", "frame_reader", "gateway", "handles", "liveness"),
+        *("router", "stop_text"),
     ),
     "core": ("answer", "request"),
     "decode_node": (
@@ -62,8 +62,8 @@ BESIDE = {
     "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
     "cluster/proto": ("mapping",),
     "core": (
-        *("control", "identity", "membership", "pace", "prefixes", "schema", "stopping"),
-        "tasks",
+        *("beat", "control", "identity", "membership", "pace", "prefixes", "schema"),
+        *("stopping", "tasks"),
     ),
     "decode_node": ("buckets", "clock"),
     "kv_transfer": (
