@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from core.beat import Counters
+
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
 NOT_SERVING, DEGRADED = "NOT_SERVING", "DEGRADED"
@@ -28,35 +30,24 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(Counters):
     """A node as it is now; of one that does not answer only ``alive`` False is known, and the
     ``cause`` where the controller tells one.
 
-    ``kind`` is prefill, decode or colocated. Pages that only the prefix cache holds count as free.
-    Of a rank of a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed,
-    and ``balance_ratio`` is how evenly those of its gang are spread (core/balance.py).
-    ``kernels`` names what computes its steps (model/kernels), and for decode steps in which form.
-    Of its staging ``num_quarantined`` buffers wait for a channel to end (kv_transfer/staging.py).
-    ``step_s`` is the time of all decode steps, ``program_s`` that of their tensor programs.
+    ``kind`` is prefill, decode or colocated. ``kernels`` names what computes its steps
+    (model/kernels), and for decode steps in which form. Of a rank of a gang ``rows_by_layer`` are
+    the rows that its experts of each MoE layer computed, and ``balance_ratio`` is how evenly those
+    of its gang are spread (core/balance.py).
     """
 
     name: str
     kind: str
     epoch: int
     alive: bool = True
-    num_active_rows: int = 0
-    num_free_pages: int = 0
     num_pages: int = 0
-    num_open_leases: int = 0
-    num_channels: int = 0
-    num_steps: int = 0
-    step_s: float = 0.0
-    program_s: float = 0.0
-    num_preempted: int = 0
     rows_by_layer: tuple[int, ...] = ()
     balance_ratio: float = 0.0
     kernels: str = ""
-    num_quarantined: int = 0
     cause: str = ""
 
 

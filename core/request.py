@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.answer import SpeculationCounts, TokenLogprobs
+from core.beat import Beat
 from core.identity import Identity
-from core.pace import Pace
 from core.schema import Failure
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
@@ -121,18 +121,6 @@ class SequenceUpdate:
     failure: Failure | None = None
     counts: SpeculationCounts | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """A decode rank's answer to a heartbeat: how far it is, its load, and which of the session's
-    sequences it still holds."""
-
-    pace: Pace
-    num_rows: int
-    num_waiting: int
-    num_free_pages: int
-    alive: tuple[Identity, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ from typing import Protocol
 import torch
 
 from core.answer import TransferStats
+from core.beat import Beat, Counters
 from core.control import Control, Methods, Service
 from core.errors import HandoverError, RankDied
 from core.identity import Identity
-from core.info import NodeStatus
-from core.request import Beat
 from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
 from decode_node.messages import Abort, Grant, Start
@@ -76,7 +75,7 @@ class DecodeNode:
             "grant": (Grant, self._grant),
             "start": (Start, self._start),
             "abort": (Abort, lambda asked: self._end(asked.identity)),
-            "status": (None, self._status),
+            "status": (None, lambda _: parts.status(self._counters, self.engine.programs.form)),
         }
         self.handle = Service(parts.spec.name, parts.spec.epoch, methods).handle
 
@@ -186,23 +185,15 @@ class DecodeNode:
             self._settle(identity, RankDied(f"the engine stopped: {error!r}"))
 
     def _beat(self, alive: tuple[Identity, ...]) -> Beat:
-        """How far this rank is; read without waiting for the engine."""
-        scheduler = self.engine.scheduler
-        return Beat(
-            pace=self.loop.watch.pace(),
-            num_rows=len(scheduler.sequences),
-            num_waiting=scheduler.num_waiting,
-            num_free_pages=self.pool.num_free,
-            alive=alive,
-        )
+        """Read without waiting for the engine: how far that is, is what it tells."""
+        num_waiting = self.engine.scheduler.num_waiting
+        return Beat(self.loop.watch.pace(), self._counters(), num_waiting, alive=alive)
 
-    async def _status(self, _: None) -> NodeStatus:
+    def _counters(self) -> Counters:
         engine, counts = self.engine, self.intake.counts()
-        status = await self._parts.status()
-        return replace(
-            status,
-            kernels=status.kernels + engine.programs.told,
+        return Counters(
             num_active_rows=len(engine.scheduler.sequences),
+            num_free_pages=self.pool.num_available,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
             num_quarantined=counts.get("quarantined", 0),

@@ -4,8 +4,9 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
+from core.beat import Beat
 from core.identity import Identity
-from core.request import Beat, SequenceUpdate, TokenFrame
+from core.request import SequenceUpdate, TokenFrame
 from core.schema import pack
 from decode_node.sessions import Sessions
 from runtime.frames import Frame
@@ -14,14 +15,14 @@ from runtime.frames import Frame
 class FramePublisher:
     """Owned by the asyncio loop it was made in; ``publish`` is called on the engine thread.
 
-    ``beat_of`` makes the beat of a session that holds these, without waiting for the engine: how
-    far that is, is what it tells.
+    ``beat_of`` makes the beat of a session that holds these, without waiting for the engine.
     """
 
     def __init__(self, sessions: Sessions, beat_of: Callable[[tuple[Identity, ...]], Beat]) -> None:
         self._sessions = sessions
         self._beat_of = beat_of
         self._readers: dict[int, Callable[[Frame], None]] = {}
+        self._failure: BaseException | None = None
         self._asyncio = asyncio.get_running_loop()
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
@@ -37,9 +38,11 @@ class FramePublisher:
         return unsubscribe
 
     def beat(self, session: int) -> None:
-        """A heartbeat: renew what the session holds, and tell it what that is."""
+        """A heartbeat: renew what the session holds, and tell it what that is, or why the engine
+        has stopped."""
         self._sessions.renew(session)
-        self._tell(session, TokenFrame(beat=self._beat_of(self._sessions.held(session))))
+        beat = self._beat_of(self._sessions.held(session))
+        self._tell(session, self._failure or pack(TokenFrame(beat=beat)))
 
     def publish(self, updates: list[SequenceUpdate]) -> None:
         """What a step gave. Engine thread."""
@@ -48,6 +51,7 @@ class FramePublisher:
 
     def fail(self, error: BaseException) -> None:
         """The engine has stopped."""
+        self._failure = error
         for reader in list(self._readers.values()):
             reader(error)
 
@@ -60,8 +64,8 @@ class FramePublisher:
             if update.finish_reason is not None:
                 self._sessions.let_go(update.identity)
         for session, own in by_session.items():
-            self._tell(session, TokenFrame(tuple(own)))
+            self._tell(session, pack(TokenFrame(tuple(own))))
 
-    def _tell(self, session: int, frame: TokenFrame) -> None:
+    def _tell(self, session: int, frame: Frame) -> None:
         if session in self._readers:
-            self._readers[session](pack(frame))
+            self._readers[session](frame)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from core.identity import Identity
-from core.pace import Pace
 from core.request import Request, TokenLogprobs
 
 
@@ -27,14 +26,6 @@ class Prefilled:
     queue_ms: float
     prefill_ms: float
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How far the rank is, and how many tokens it has still to compute."""
-
-    pace: Pace
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,19 @@ engine's progress with the hand-over's source: a chunk computed is a chunk offer
 
 import asyncio
 import time
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from core.beat import Beat, Counters
 from core.control import Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
-from core.info import NodeStatus
 from core.tasks import resolve
 from kv_transfer.offered import FirstToken
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
-from prefill_node.messages import Cancel, Load, Prefill, Prefilled
+from prefill_node.messages import Cancel, Prefill, Prefilled
 from prefill_node.page_source import PageSource
 from runtime.parts import RankParts
 
@@ -35,7 +34,6 @@ class PrefillNode:
         self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
         self.source = Source(parts.side())
         self.info = parts.info()
-        self._parts = parts
         self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
         self._callers: dict[Identity, asyncio.Future[Progress]] = {}
         self._asyncio = asyncio.get_running_loop()
@@ -44,8 +42,8 @@ class PrefillNode:
         own: Methods = {
             "prefill": (Prefill, self._prefill),
             "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
-            "load": (None, self._load),
-            "status": (None, self._status),
+            "beat": (None, self._beat),
+            "status": (None, lambda _: parts.status(self._counters)),
         }
         service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
         self.handle = service.handle
@@ -122,15 +120,18 @@ class PrefillNode:
         raw = features_F.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw, str(features_F.dtype).removeprefix("torch.")
 
-    def _load(self, _: None) -> Load:
+    def _beat(self, _: None) -> Beat:
         """Read without waiting for the engine: how far that is, is what it tells."""
-        return Load(self.loop.watch.pace(), self.engine.scheduler.num_tokens_left)
+        if self.loop.failure is not None:
+            raise RankDied(f"the engine stopped: {self.loop.failure!r}")
+        num_left = self.engine.scheduler.num_tokens_left
+        return Beat(self.loop.watch.pace(), self._counters(), num_tokens_left=num_left)
 
-    async def _status(self, _: None) -> NodeStatus:
+    def _counters(self) -> Counters:
         scheduler, counts = self.engine.scheduler, self.source.counts()
-        return replace(
-            await self._parts.status(),
+        return Counters(
             num_active_rows=scheduler.num_waiting + scheduler.num_queued,
+            num_free_pages=self.pool.num_available,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],
             num_quarantined=counts["quarantined"],

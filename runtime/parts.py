@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
+from core.beat import Counters
 from core.config import TandemConfig
-from core.info import PREFILL, ModelInfo, NodeStatus
+from core.info import ModelInfo, NodeStatus
 from core.membership import Meeting, NodeInfo, RankSpec
 from core.placement import Placement
 from core.tasks import in_thread
@@ -77,24 +79,18 @@ class RankParts:
             why_plain=loaded.kernels.why_plain,
         )
 
-    async def status(self) -> NodeStatus:
-        """Its name and pages; the figures of its engine are for the rank to add."""
-        spec, pool = self.spec, self.pool
-        computed = self.loaded.dispatch.computed
-        num_free, rows = await self.loop.call(lambda: (pool.num_available, computed()))
-        loaded, kernels = self.loaded, self.loaded.kernels.name
-        if spec.kind != PREFILL:
-            kernels += f", {loaded.form}"
-            if loaded.form != loaded.kernels.form:
-                kernels += f": {loaded.dispatch.why_eager}"
+    async def status(self, counters: Callable[[], Counters], form: str = "") -> NodeStatus:
+        """What it is, and its ``counters`` between two steps, which are computed in this form."""
+        spec, loaded = self.spec, self.loaded
+        rows = await self.loop.call(loaded.dispatch.computed)
         return NodeStatus(
             spec.label,
             spec.kind,
             spec.epoch,
-            num_free_pages=num_free,
-            num_pages=pool.num_pages,
+            num_pages=self.pool.num_pages,
             rows_by_layer=tuple(rows),
-            kernels=kernels,
+            kernels=", ".join(filter(None, (loaded.kernels.name, form))),
+            **asdict(counters()),
         )
 
 

@@ -126,7 +126,7 @@ class Scene:
         [handle] = self.cluster.gateway.fleet.of_kind("decode")
         return (
             name in self.cluster.gateway._running
-            or any(identity.request_id == name for identity in handle.inboxes)
+            or any(identity.request_id == name for identity in handle.inboxes.queues)
             or self.on_prefill(name)
             or self.on_decode(name)
         )

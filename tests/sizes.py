@@ -39,6 +39,7 @@ SPINE = {
     "cluster/door": ("request_mapping", "servicer"),
     "cluster/gateway": (
         *("admission", "answer", "checks", "fleet", "flow", "frame_reader", "gateway", "handles"),
+        "liveness",
         *("router", "stop_text"),
     ),
     "core": ("answer", "request"),
@@ -63,8 +64,8 @@ BESIDE = {
     "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
     "cluster/proto": ("mapping",),
     "core": (
-        *("forms", "control", "identity", "membership", "pace", "prefixes", "schema", "stopping"),
-        "tasks",
+        *("beat", "control", "forms", "identity", "membership", "pace", "prefixes", "schema"),
+        *("stopping", "tasks"),
     ),
     "decode_node/planning": ("buckets",),
     "decode_node/program": ("clock",),

@@ -6,13 +6,13 @@ New ranks are warmed before they get requests, those found lost are left out unt
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Set
 from itertools import product
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.gateway.frame_reader import LONGEST_PAUSE_S, listen
-from cluster.gateway.handles import Handle
+from cluster.gateway.handles import Handle, Pair
+from cluster.gateway.liveness import Event, Phase
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.config import TandemConfig
@@ -20,12 +20,11 @@ from core.control import Control
 from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
-from core.tasks import cancelled
+from core.tasks import Tasks, cancelled
 
 log = logging.getLogger(__name__)
-HEAR, PROBE, WARM_UP = "hear", "probe", "warm-up"
 LOOK_S, WAIT_S = 0.05, 0.2
-LONGEST_BEAT_S = 1.0
+LONGEST_BEAT_S = RELEASED_S = 1.0
 VERDICT_S = 3.0
 """How long an answer waits to learn what a rank died of before it goes on elsewhere."""
 
@@ -47,21 +46,6 @@ class Members(Protocol):
         """Tell the controller of a suspicion."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Where an attempt runs; the same rank twice in colocated mode. One that ``is_suspect`` begins
-    in steps of its own."""
-
-    prefill: Handle
-    decode: Handle
-    identity: Identity
-    is_suspect: bool = False
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.prefill.name, self.decode.name
-
-
 class Fleet:
     """Owned by one asyncio loop. ``warm`` sends a request over a new pair, ``session`` is the nonce
     under which its ranks hold what they are asked for."""
@@ -75,8 +59,10 @@ class Fleet:
         self._beat_s = min(LONGEST_BEAT_S, config.kv_transfer.lease_s / 4)
         self._stuck_s = config.control.stuck_s
         self._warm = warm
-        self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
-        """By what they do and the names of the ranks that they do it for."""
+        self._background = Tasks()
+        self._listeners: dict[Handle, asyncio.Task[None]] = {}
+        self._warming: dict[Ranks, asyncio.Task[None]] = {}
+        self._are_warm: set[Ranks] = set()
         self._deaths: deque[InStep] = deque(maxlen=256)
         """The latest: when one is told of, its answers may be elsewhere."""
         self._apply(members.membership)
@@ -84,10 +70,14 @@ class Fleet:
 
     async def ready(self) -> None:
         """Every pair of today's ranks is warm. Raises what kept one from it."""
-        await asyncio.gather(*(task for key, task in self._tasks.items() if key[0] == WARM_UP))
+        await asyncio.gather(*self._warming.values())
 
     async def stop(self) -> None:
-        await cancelled(self._follower, *self._tasks.values())
+        """Hear nobody any more. The releases under way are finished, or given up with their rank
+        after RELEASED_S."""
+        await cancelled(self._follower, *self._warming.values(), *self._listeners.values())
+        finished = asyncio.create_task(self._background.finish())
+        await asyncio.wait([finished], timeout=RELEASED_S)
 
     def of_kind(self, kind: str) -> list[Handle]:
         """The ranks that prefill, or those that decode; a colocated one does both."""
@@ -100,11 +90,8 @@ class Fleet:
 
     def usable(self) -> list[Ranks]:
         """Warm pairs of ranks that cache alike and are not lost."""
-        return [
-            (p, d)
-            for p, d in self._pairs()
-            if _has_succeeded(self._tasks[WARM_UP, p.name, d.name]) and p.is_well and d.is_well
-        ]
+        well = {rank for rank in self.ranks.values() if rank.liveness.state.is_well}
+        return [pair for pair in self._warming if pair in self._are_warm and well.issuperset(pair)]
 
     async def pairs(self, patience_s: float) -> list[Ranks]:
         """``usable`` as soon as there is one, or after ``patience_s``."""
@@ -117,10 +104,8 @@ class Fleet:
     async def verdict(self, handle: Handle) -> None:
         """The controller has told what a lost rank died of; not waited for if it lives, nor for
         longer than VERDICT_S."""
-        spec, now = handle.info.spec, asyncio.get_running_loop().time
-        give_up_at = now() + VERDICT_S
-        # Not whether it is heard: a call may learn of its death before a heartbeat does.
-        while handle.is_out and now() < give_up_at:
+        spec, give_up_at = handle.info.spec, asyncio.get_running_loop().time() + VERDICT_S
+        while handle.liveness.state.is_out and asyncio.get_running_loop().time() < give_up_at:
             gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
             if all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs):
                 return
@@ -130,26 +115,24 @@ class Fleet:
         """The steps with one of these in them that a rank died of, as far as is told by now."""
         return [step for step in self._deaths if not identities.isdisjoint(step.identities)]
 
-    def lose(self, handle: Handle, error: BaseException) -> None:
-        """It was found lost: left out until it answers, and asked from now on."""
-        if handle.is_out or handle.name not in self.ranks:
-            return
-        log.warning("%s is lost and gets no requests until it answers: %s", handle.name, error)
-        handle.is_out = True
-        spec = handle.info.spec
-        self._members.report(spec.gang, spec.epoch, str(error))
-        self._start(self._probe(handle), PROBE, handle.name)
+    def accuse(self, rank: Handle, error: Exception) -> None:
+        """A call to it failed: left out until one is answered."""
+        if rank.liveness.tell(Event.ACCUSED):
+            self._report(rank, error)
+            self._background.start(self._ask(rank))
 
-    async def _probe(self, handle: Handle) -> None:
-        retries = Retries(LONGEST_PAUSE_S)
-        while handle.is_out:
-            try:
-                await handle.status()
-                handle.is_out = False
-                log.warning("%s answers again and gets requests", handle.name)
-            except Exception as error:
-                log.debug("%s does not answer: %r", handle.name, error)
-                await retries.pause()
+    async def _ask(self, rank: Handle) -> None:
+        retries = Retries(LONGEST_BEAT_S)
+        while rank.liveness.state.phase is Phase.SUSPECT and not (await rank.status()).alive:
+            await retries.pause()
+        if rank.liveness.tell(Event.ANSWERED):
+            log.warning("%s answers again and gets requests", rank.name)
+
+    def _report(self, rank: Handle, error: Exception) -> None:
+        if rank.name in self.ranks:
+            log.warning("%s is lost and gets no requests until it answers: %s", rank.name, error)
+            spec = rank.info.spec
+            self._members.report(spec.gang, spec.epoch, str(error))
 
     async def _follow(self) -> None:
         while True:
@@ -160,45 +143,37 @@ class Fleet:
         self._applied = now
         infos = {info.spec.name: info for info in now.ready()}
         for name in self.ranks.keys() - infos.keys():
-            del self.ranks[name]
-            for key in [key for key in self._tasks if name in key]:
-                self._tasks.pop(key).cancel()
+            rank = self.ranks.pop(name)
+            self._listeners.pop(rank).cancel()
+            for pair in [pair for pair in self._warming if rank in pair]:
+                self._warming.pop(pair).cancel()
+                self._are_warm.discard(pair)
         for name in infos.keys() - self.ranks.keys():
-            handle = self.ranks[name] = Handle(infos[name], self._members.control(infos[name].spec))
-            hear = listen(handle, self.session, self._beat_s, self._stuck_s, self.lose)
-            self._start(hear, HEAR, name)
+            control = self._members.control(infos[name].spec)
+            rank = self.ranks[name] = Handle(infos[name], control, self._background)
+            hear = listen(rank, self.session, self._beat_s, self._stuck_s, self._report)
+            self._listeners[rank] = asyncio.create_task(hear, name=f"hear-{name}")
         for gang in now.gangs:
             step = gang.ended and gang.ended.in_step
             if step and step not in self._deaths:
                 self._deaths.append(step)
-            for info in gang.members:
-                if info.spec.name in self.ranks:
-                    self.ranks[info.spec.name].is_draining = gang.state == DRAINING
-        for p, d in self._pairs():
-            if (WARM_UP, p.name, d.name) not in self._tasks:
-                self._start(self._warm_up(p, d), WARM_UP, p.name, d.name)
-
-    def _pairs(self) -> list[Ranks]:
-        """Ranks that cache alike; a colocated one goes with itself alone."""
-        return [
-            (p, d)
-            for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE))
-            if p.info.fingerprint == d.info.fingerprint
-            and (p is d or COLOCATED not in (p.info.spec.kind, d.info.spec.kind))
-        ]
-
-    def _start(self, work: Coroutine[Any, Any, None], *key: str) -> None:
-        self._tasks[key] = asyncio.create_task(work, name="-".join(key))
+            if gang.state == DRAINING:
+                for info in gang.members:
+                    self.ranks[info.spec.name].liveness.tell(Event.DRAINS)
+        for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
+            if (p, d) not in self._warming and _are_alike(p, d):
+                name = f"warm-up-{p.name}-{d.name}"
+                self._warming[p, d] = asyncio.create_task(self._warm_up(p, d), name=name)
 
     async def _warm_up(self, p: Handle, d: Handle) -> None:
         """Channels and first calls are slow, and no user shall wait for them."""
         retries = Retries(LONGEST_PAUSE_S)
         while True:
             try:
-                await p.is_heard.wait()
-                await d.is_heard.wait()
+                await p.liveness.heard.wait()
+                await d.liveness.heard.wait()
                 await self._warm(Pair(p, d, Identity("warm-up")))
-                return
+                return self._are_warm.add((p, d))
             except ValueError:
                 raise
             except Exception as error:
@@ -206,5 +181,7 @@ class Fleet:
             await retries.pause()
 
 
-def _has_succeeded(task: "asyncio.Task[None]") -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+def _are_alike(p: Handle, d: Handle) -> bool:
+    """They cache alike; a colocated rank goes with itself alone."""
+    is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)
+    return p.info.fingerprint == d.info.fingerprint and (p is d or is_split)

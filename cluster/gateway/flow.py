@@ -5,12 +5,10 @@ One function, one ``finally`` that releases everything (design.md, Life of a req
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TypeVar
 
 from cluster.gateway.answer import Answer
-from cluster.gateway.fleet import Pair
-from cluster.gateway.handles import Handle
+from cluster.gateway.handles import Handle, Pair
 from core.answer import Piece, TransferStats
 from core.control import Done
 from core.errors import NodeLost
@@ -38,50 +36,35 @@ async def run_request(
     StepFailed or NodeLost, the latter also when a rank is found lost that it waits for; after any
     but the first ``answer.rest()`` may be tried again.
     """
-    inbox = pair.decode.open_inbox(pair.identity)
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
-    decoded, load = False, ExitStack()
-    load.enter_context(pair.prefill.computing(num_tokens))
+    inbox, load = pair.decode.inboxes.open(pair.identity), pair.prefill.load.computing(num_tokens)
+    on_d, on_p = pair.decode.liveness.needed(), pair.prefill.liveness.needed()
+    arriving: asyncio.Task[TransferStats] | None = None
+    is_decoded = False
     try:
-        async with pair.decode.needed():
+        async with on_d:
             await _grant(request, pair, session)
-            async with pair.prefill.needed():
-                await _hand_over(request, pair, num_tokens, answer, tell, load)
+            async with on_p:
+                arriving = asyncio.create_task(_start(request, pair, num_tokens))
+                prefilled = await _prefill(request, pair, arriving)
+                load.close()
+                answer.prefilled(prefilled)
+                tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
+                if not answer.is_finished:
+                    answer.pulled(await arriving)
             while not answer.is_finished:
                 update = await inbox.get()
                 if update.failure is not None:
                     raise error_of(update.failure)
-                decoded = update.finish_reason is not None
+                is_decoded = update.finish_reason is not None
                 answer.update(update)
                 tell(answer.delta(update.token_ids, update.logprobs))
         tell(answer.finished())
     finally:
         load.close()
-        pair.decode.close_inbox(pair.identity)
-        if not decoded:
-            await _released(pair)
-
-
-async def _hand_over(
-    request: Request,
-    pair: Pair,
-    num_tokens: int,
-    answer: Answer,
-    tell: Callable[[Piece], None],
-    load: ExitStack,
-) -> None:
-    """From the grant to a sequence that steps, or to an answer that its first token ends; then
-    the prompt is a ``load`` no more."""
-    arriving = asyncio.create_task(_start(request, pair, num_tokens))
-    try:
-        prefilled = await _prefill(request, pair, arriving)
-        load.close()
-        answer.prefilled(prefilled)
-        tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
-        if not answer.is_finished:
-            answer.pulled(await arriving)
-    finally:
-        arriving.cancel()
+        if arriving is not None:
+            arriving.cancel()
+        await pair.close(is_decoded)
 
 
 async def _grant(request: Request, pair: Pair, session: int) -> None:
@@ -89,15 +72,14 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
     size = on_decode.Size(num_prompt, num_output, request.sampling.max_tokens)
     asked = on_decode.Grant(pair.identity, session, size)
     await _call(pair.decode, "grant", asked, Done)
-    pair.decode.granted.add(pair.identity)
+    pair.decode.inboxes.granted.add(pair.identity)
 
 
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
-    owner, identity = pair.prefill.info.spec, pair.identity
-    fingerprint = pair.prefill.info.fingerprint
+    info, owner = pair.prefill.info, pair.prefill.info.spec
     place = owner.process, owner.seat, owner.epoch
-    offer = Offer(PROTOCOL, *place, identity, fingerprint, num_tokens)
-    asked = on_decode.Start(identity, request, offer, pair.is_suspect)
+    offer = Offer(PROTOCOL, *place, pair.identity, info.fingerprint, num_tokens)
+    asked = on_decode.Start(pair.identity, request, offer, pair.is_suspect)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 
 
@@ -132,12 +114,3 @@ async def _call(
     except NodeLost as error:
         error.node = lost.name
         raise
-
-
-async def _released(pair: Pair) -> None:
-    """Both sides are free; one that is lost is told too, but nobody waits for that."""
-    abort, cancel = on_decode.Abort(pair.identity), on_prefill.Cancel(pair.identity)
-    releases = (pair.decode, "abort", abort), (pair.prefill, "cancel", cancel)
-    told = [(rank, rank.release(method, asked)) for rank, method, asked in releases]
-    waited_for = (asyncio.shield(release) for rank, release in told if rank.is_heard.is_set())
-    await asyncio.gather(*waited_for, return_exceptions=True)

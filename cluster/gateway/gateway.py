@@ -15,9 +15,9 @@ from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
 from cluster.gateway.balance import with_balance
 from cluster.gateway.fan_out import Streams, expand
-from cluster.gateway.fleet import Fleet, Members, Pair
+from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
-from cluster.gateway.handles import Handle
+from cluster.gateway.handles import Pair
 from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece
@@ -101,7 +101,7 @@ class ClusterGateway:
 
     async def status(self) -> ServerStatus:
         handles = list(self.fleet.ranks.values())
-        nodes = await asyncio.gather(*map(_node_status, handles))
+        nodes = await asyncio.gather(*(handle.status() for handle in handles))
         nodes = with_balance(nodes, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         nodes += [NodeStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
@@ -122,7 +122,8 @@ class ClusterGateway:
 
     def _num_rows(self) -> int:
         """Of the decode ranks that are well."""
-        return sum(rank.info.max_rows for rank in self.fleet.of_kind(DECODE) if rank.is_well)
+        ranks = self.fleet.of_kind(DECODE)
+        return sum(rank.info.max_rows for rank in ranks if rank.liveness.state.is_well)
 
     def _check_queue(self, num_answers: int) -> None:
         num_queued = sum(map(len, self._running.values())) - self._num_rows()
@@ -176,20 +177,10 @@ class ClusterGateway:
         between two ranks is not tried there again if there are others."""
         patience_s = self.config.server.patience_s if request.output_ids else 0.0
         pairs = await self.fleet.pairs(patience_s)
-        others = [(p, d) for p, d in pairs if (p.name, d.name) not in trials.avoided]
+        others = [pair for pair in pairs if pair not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.name)
         identity = Identity(request.request_id, index)
         return Pair(prefill, decode, identity, trials.is_suspect(self.fleet))
-
-
-async def _node_status(handle: Handle) -> NodeStatus:
-    try:
-        status = await handle.status()
-        return replace(status, cause="draining") if handle.is_draining else status
-    except Exception as error:
-        spec = handle.info.spec
-        log.warning("%s gives no status: %r", spec.label, error)
-        return NodeStatus(spec.label, spec.kind, spec.epoch, alive=False)

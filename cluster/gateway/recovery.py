@@ -2,17 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from cluster.gateway.fleet import Fleet, Pair
+from cluster.gateway.fleet import Fleet
+from cluster.gateway.handles import Pair
 from cluster.gateway.retries import Retries
-from core.errors import (
-    HandoverError,
-    NodeLost,
-    Overloaded,
-    Poisonous,
-    RankDied,
-    StepFailed,
-    TandemError,
-)
+from cluster.gateway.router import Ranks
+from core.errors import HandoverError, NodeLost, Overloaded, Poisonous, RankDied, StepFailed
 from core.identity import Identity
 
 MAX_FAILURES = 4
@@ -26,16 +20,15 @@ LONGEST_PAUSE_S = 1.0
 @dataclass(slots=True)
 class Trials:
     """Of one answer. It ``has_failed`` once it was in a step that failed; ``lost`` are its attempts
-    on ranks that were lost, ``avoided`` pairs of ranks, by name, between which a hand-over of it
-    failed."""
+    on ranks that were lost, ``avoided`` pairs of ranks between which a hand-over of it failed."""
 
     retries: Retries = field(default_factory=lambda: Retries(LONGEST_PAUSE_S))
     has_failed: bool = False
     lost: set[Identity] = field(default_factory=set)
-    avoided: set[tuple[str, str]] = field(default_factory=set)
+    avoided: set[Ranks] = field(default_factory=set)
 
     async def failed(
-        self, error: TandemError, pair: Pair | None, fleet: Fleet, is_begun: bool
+        self, error: Exception, pair: Pair | None, fleet: Fleet, is_begun: bool
     ) -> None:
         """Learn from it, and return when it is time for another try. A rank that is lost gets no
         more requests until it answers again.
@@ -50,7 +43,7 @@ class Trials:
         if pair is not None and isinstance(error, NodeLost):
             await self._lose(error, pair, fleet)
         if pair is not None and isinstance(error, HandoverError):
-            self.avoided.add(pair.names)
+            self.avoided.add((pair.prefill, pair.decode))
         self.is_suspect(fleet)
         has_waited = is_begun and pair is None
         finds_no_room = isinstance(error, Overloaded) and not is_begun
@@ -75,6 +68,6 @@ class Trials:
         self.lost.add(pair.identity)
         for rank in {pair.prefill, pair.decode}:
             if rank.name == error.node:
-                fleet.lose(rank, error)
+                fleet.accuse(rank, error)
                 if isinstance(error, RankDied):
                     await fleet.verdict(rank)

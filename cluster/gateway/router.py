@@ -25,8 +25,10 @@ def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, in
 
     def cost(pair: Ranks) -> tuple[bool, int, int, int, int, str]:
         p, d = pair
-        is_full = d.num_free_pages * d.info.page_size < num_tokens
-        waits = p.num_waiting_tokens - min(known.get(p.name, 0), num_tokens)
-        return is_full, d.num_rows, waits, p.num_sent, -d.num_free_pages, d.name
+        is_full = d.load.num_free_pages * d.info.page_size < num_tokens
+        rows = len(d.inboxes.queues) + d.load.num_other_rows
+        waits = p.load.num_tokens + p.load.num_other_tokens
+        waits -= min(known.get(p.name, 0), num_tokens)
+        return is_full, rows, waits, p.load.num_sent, -d.load.num_free_pages, d.name
 
     return min(pairs, key=cost)

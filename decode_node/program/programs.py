@@ -55,11 +55,15 @@ class Programs:
         """Steps whose drafts a fed drafter did not give."""
 
     @property
-    def told(self) -> str:
-        """Of what is not as it should be, in a status."""
-        refused = list(self.refused.values())
-        told = f", {len(refused)} programs eager: {refused[-1]}" if refused else ""
-        return told + (f", {self.num_unfed} steps without drafts" if self.num_unfed else "")
+    def form(self) -> str:
+        """In which they are had, and what is not as it could be; for a status."""
+        form, refused = self._loaded.form, list(self.refused.values())
+        told = [form]
+        if form != self._loaded.kernels.form:
+            told = [f"{form}: {self._loaded.dispatch.why_eager}"]
+        told += [f"{len(refused)} programs eager: {refused[-1]}"] if refused else []
+        told += [f"{self.num_unfed} steps without drafts"] if self.num_unfed else []
+        return ", ".join(told)
 
     def run(
         self, plan: StepPlan, num_pages: int | None, read_B: Tensor, write_B: Tensor

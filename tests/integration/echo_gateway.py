@@ -61,7 +61,10 @@ class EchoGateway:
         return True
 
     async def status(self) -> ServerStatus:
-        node = NodeStatus("decode-0", "decode", 1, True, 1, 2, 3, 4, 5, 6)
+        node = NodeStatus(
+            "decode-0", "decode", 1, True, 3, num_active_rows=1, num_free_pages=2,
+            num_open_leases=4, num_channels=5, num_steps=6,
+        )  # fmt: skip
         return ServerStatus(self.state, "split", 99, (node,))
 
     async def abort(self, request_id: str) -> bool:

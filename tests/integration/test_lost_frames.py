@@ -34,20 +34,6 @@ async def test_answers_go_on_exactly_once_the_frames_are_read_again(small_model:
         await cluster.check_empty()
 
 
-class Asked:
-    """A control that counts how often its rank has said how it is."""
-
-    def __init__(self, control: Control) -> None:
-        self.num_told = 0
-        self._control = control
-
-    async def call(self, method: str, payload: bytes) -> bytes:
-        try:
-            return await self._control.call(method, payload)
-        finally:
-            self.num_told += method == "status"
-
-
 async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -> None:
     async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
 
@@ -57,12 +43,16 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
         [decode] = cluster.decodes
         decode.engine.step = step  # type: ignore[method-assign]
         handle = cluster.gateway.fleet.ranks[decode.spec.name]
-        handle.control = asking = Asked(handle.control)
+        beats, beat = list[int](), decode.frames.beat
+        decode.frames.beat = lambda session: (beats.append(session), beat(session))[1]  # type: ignore[method-assign]
         with pytest.raises(NodeLost):
             await cluster.complete(greedy("r", prompts(1, 9)[0], 8))
-        await until(lambda: asking.num_told)
+        num_before = len(beats)
+        await until(lambda: len(beats) > num_before + 1)
         await turns()
-        assert handle.is_out and not cluster.gateway.is_healthy(), "it says itself that it is dead"
+        assert handle.liveness.state.is_out and not cluster.gateway.is_healthy(), (
+            "it says itself that it is dead"
+        )
         [(gang, epoch, _)] = cluster.members.reports
         assert (gang, epoch) == (decode.spec.gang, decode.spec.epoch)
 

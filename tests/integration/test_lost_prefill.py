@@ -57,9 +57,9 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         assert "prefill" in cut.calls and cluster.gateway.is_healthy()
         cut.calls.clear()
         await ask("left out")
-        assert set(cut.calls) <= {"status", "load"}
+        assert set(cut.calls) <= {"status", "beat"}
         cut.is_down = False
-        await until(lambda: handle.is_well)
+        await until(lambda: handle.liveness.state.is_well)
         await ask("back")
         assert "prefill" in cut.calls
         await cluster.check_empty()
@@ -80,7 +80,8 @@ async def test_a_prefill_node_whose_engine_stopped_is_left_out(small_model: Path
         assert isinstance(broken.loop.failure, RuntimeError)
         await cluster.complete(greedy("one more", prompts(1, seed=7)[0], 8))
         await cluster.complete(greedy("and one", prompts(1, seed=8)[0], 8))
-        out = [h.info.spec.gang for h in cluster.gateway.fleet.ranks.values() if h.is_out]
+        ranks = cluster.gateway.fleet.ranks.values()
+        out = [rank.info.spec.gang for rank in ranks if rank.liveness.state.is_out]
         assert out == ["prefill-0"]
         for decode in cluster.decodes:
             assert not decode.engine.scheduler.sequences and not decode.intake.counts()["pulls"]

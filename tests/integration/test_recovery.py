@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from cluster.gateway import fleet
+from cluster.gateway.liveness import Phase
 from cluster.gateway.recovery import MAX_DEATHS
 from core.control import Control
 from core.errors import HandoverError, NodeLost, Poisonous, RankDied
@@ -86,8 +88,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
         handle.control = dying = Dying(handle.control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
-        await until(lambda: handle.is_out)
-        assert handle.is_heard.is_set()
+        await until(lambda: handle.liveness.state.phase is Phase.SUSPECT)
         guilty = dying.asked[0].identity if is_in_step else Identity("another")
         tell_death(cluster, spec, InStep((guilty,), not is_in_step))
         dying.is_back = True
@@ -112,7 +113,9 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert not cluster.members.reports
-        assert not [key for key in cluster.gateway.fleet._tasks if busy.spec.name in key]
+        kept = cluster.gateway.fleet
+        asked = {rank.name for rank in (*kept._listeners, *chain(*kept._warming))}
+        assert busy.spec.name not in asked and not len(kept._background)
         await cluster.check_empty()
 
 

@@ -107,9 +107,9 @@ def test_a_rank_that_cannot_capture_serves_on_without_graphs(
     loop.add(bench.decode)
     loop.start()
     try:
-        while "3 programs eager" not in loop.post(lambda: bench.decode.programs.told).result(60):
+        while "3 programs eager" not in loop.post(lambda: bench.decode.programs.form).result(60):
             loop.post(lambda: bench.decode.drop(Identity("nobody"))).result(60)
-        assert "not permitted" in bench.decode.programs.told
+        assert "not permitted" in bench.decode.programs.form
         loop.post(lambda: None).result(60)
         assert loop.failure is None and loop.is_running
     finally:

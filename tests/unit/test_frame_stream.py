@@ -11,12 +11,13 @@ import pytest
 
 from cluster.gateway.frame_reader import listen
 from cluster.gateway.handles import Handle
+from core.beat import Beat, Counters
 from core.errors import NodeLost
 from core.identity import Identity
 from core.pace import Pace
-from core.request import ERROR, Beat, TokenFrame
+from core.request import ERROR, TokenFrame
 from core.schema import pack
-from core.tasks import cancelled
+from core.tasks import Tasks, cancelled
 from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
@@ -115,18 +116,18 @@ async def test_the_end_of_the_engine_is_told() -> None:
 async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> None:
     """What is granted while a beat is on its way cannot be in its answer, and is not lost."""
     early, late = Identity("early"), Identity("late")
-    beat = Beat(Pace(0, 0.0, 60.0), 1, 0, 9, alive=(early,))
+    beat = Beat(Pace(0, 0.0, 60.0), Counters(num_active_rows=1), alive=(early,))
     beats = asyncio.Queue[int]()
     async with served() as (board, server):
         board.beat = beats.put_nowait  # type: ignore[method-assign]
-        handle = Handle(replace(INFO, frames=await server.listen()), Mock())
-        inboxes = {one: handle.open_inbox(one) for one in (early, late)}
-        handle.granted.add(early)
+        handle = Handle(replace(INFO, frames=await server.listen()), Mock(), Tasks())
+        inboxes = {one: handle.inboxes.open(one) for one in (early, late)}
+        handle.inboxes.granted.add(early)
         hearing = asyncio.create_task(listen(handle, 7, 0.01, 60.0, Mock()))
         await beats.get()
-        handle.granted.add(late)
+        handle.inboxes.granted.add(late)
         board.publish(pack(TokenFrame((), beat)))
-        await handle.is_heard.wait()
+        await handle.liveness.heard.wait()
         assert inboxes[late].empty(), "lost before anybody could tell of it"
         while inboxes[late].empty():
             await beats.get()

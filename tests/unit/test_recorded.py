@@ -287,7 +287,7 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
             bench.decode.step()
     bench.decode.fail(error)
     made, [refused] = bench.decode.programs.kept, bench.decode.programs.refused
-    assert not bench.decode.has_work() and "out of memory" in bench.decode.programs.told
+    assert not bench.decode.has_work() and "out of memory" in bench.decode.programs.form
     known = {key for key, function in made.values() if function.is_ready}
     assert len(known) == 3 and refused not in known
     assert bench.generate(*asked) == answers

@@ -11,6 +11,7 @@ from core.errors import NodeLost
 from core.identity import Identity
 from core.info import ModelInfo
 from core.membership import NodeInfo, RankSpec
+from core.tasks import Tasks
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 
@@ -22,7 +23,10 @@ class NoControl:
 
 def rank(gang: str, **load: int) -> Handle:
     info = NodeInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 100, 8, 9)
-    return Handle(info, NoControl(), **load)  # type: ignore[arg-type]
+    found = Handle(info, NoControl(), Tasks())
+    for name, num in load.items():
+        setattr(found.load, name, num)
+    return found
 
 
 def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> Handle:
@@ -31,9 +35,9 @@ def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> Handle:
 
 def decode(gang: str, num_rows: int) -> Handle:
     """It runs one sequence of ours, if any, and those of others."""
-    found = rank(gang, num_others=max(0, num_rows - 1))
+    found = rank(gang, num_other_rows=max(0, num_rows - 1))
     if num_rows:
-        found.open_inbox(Identity("r"))
+        found.inboxes.open(Identity("r"))
     return found
 
 
@@ -87,19 +91,18 @@ def test_a_cold_start_with_one_beginning_for_all_uses_all_ranks() -> None:
         pairs = [(p, decode("d", 0)) for p in prefills]
         p, _ = choose_route(pairs, len(ids), affinity.find(ids))
         affinity.remember(ids, p.name)
-        p.num_tokens += len(ids)
-        p.num_sent += 1
-    sent = [p.num_sent for p in prefills]
+        p.load.computing(len(ids))
+    sent = [p.load.num_sent for p in prefills]
     assert min(sent) >= 14, f"requests by rank: {sent}"
 
 
 def test_a_decode_rank_without_pages_for_it_is_the_last_choice() -> None:
     full, free = decode("d0", 0), decode("d1", 5)
-    full.num_free_pages = 30
+    full.load.num_free_pages = 30
     assert route([prefill("p")], [full, free], num_tokens=240) == ("p", "d0")
     assert route([prefill("p")], [full, free], num_tokens=241) == ("p", "d1")
     assert route([prefill("p")], [full], num_tokens=241) == ("p", "d0")
-    full.num_free_pages, free = 90, decode("d1", 0)
+    full.load.num_free_pages, free = 90, decode("d1", 0)
     assert route([prefill("p")], [full, free]) == ("p", "d1"), "among equals, most free pages"
 
 

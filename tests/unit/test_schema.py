@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.beat import Beat, Counters
 from core.errors import NodeLost, Overloaded
 from core.identity import Identity
 from core.pace import Pace
-from core.request import Beat, Request, SamplingParams, SequenceUpdate, TokenFrame
+from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
 from core.schema import WireError, decode, encode_failure, pack, unpack
 
 
@@ -40,7 +41,7 @@ def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
     identity = Identity("r", 2)
-    beat = Beat(Pace(1, 0.5, 10.0), 2, 3, 4, (identity,))
+    beat = Beat(Pace(1, 0.5, 10.0), Counters(num_active_rows=2, step_s=0.1), 3, 4, (identity,))
     frame = TokenFrame((SequenceUpdate(identity, (5,)),), beat)
     assert unpack(TokenFrame, pack(frame)) == frame
 

@@ -15,9 +15,11 @@ CAUSE = (
 def node(name: str, kernels: str, balance_ratio: float = 0.0) -> NodeStatus:
     """With figures as wide as they get on a large machine."""
     kind = name.partition("-")[0]
-    counts = (16, 12345, 12346, 12, 64, 1234567)
-    shared = {"kernels": kernels, "balance_ratio": balance_ratio}
-    return NodeStatus(name, kind, 1795433213, True, *counts, **shared)  # type: ignore[arg-type]
+    return NodeStatus(
+        name, kind, 1795433213, True, 12346, kernels=kernels, balance_ratio=balance_ratio,
+        num_active_rows=16, num_free_pages=12345, num_open_leases=12, num_channels=64,
+        num_steps=1234567,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -1,0 +1,91 @@
+"""Whether a rank gets requests: a machine of what is told of it, and those who need it alive."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from core.errors import NodeLost
+
+Phase = Enum("Phase", "SILENT READY SUSPECT OUT")
+"""SILENT has answered no heartbeat yet. READY answers them, and so does SUSPECT, but a call to that
+failed and none was answered since. OUT has stopped to answer, or its engine to go on."""
+Event = Enum("Event", "HEARD LOST ACCUSED ANSWERED DRAINS")
+"""HEARD and LOST are told by heartbeats. ACCUSED: a call to it failed. ANSWERED: one that was sent
+since is answered. DRAINS: it ends what it has and gets nothing new."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of one life of a rank."""
+
+    phase: Phase = Phase.SILENT
+    is_draining: bool = False
+
+    @property
+    def is_out(self) -> bool:
+        """It was found lost."""
+        return self.phase in (Phase.SUSPECT, Phase.OUT)
+
+    @property
+    def is_well(self) -> bool:
+        """It gets requests."""
+        return self.phase is Phase.READY and not self.is_draining
+
+
+_NEXT = {
+    (Phase.SILENT, Event.HEARD): Phase.READY,
+    (Phase.OUT, Event.HEARD): Phase.READY,
+    (Phase.READY, Event.ACCUSED): Phase.SUSPECT,
+    (Phase.SUSPECT, Event.ANSWERED): Phase.READY,
+}
+"""What is not here changes nothing, but for LOST, which puts any phase OUT."""
+
+
+def after(state: State, event: Event) -> State:
+    """A SUSPECT that is HEARD remains one: heartbeats by frames do not say that calls arrive."""
+    if event is Event.DRAINS:
+        return replace(state, is_draining=True)
+    default = Phase.OUT if event is Event.LOST else state.phase
+    return replace(state, phase=_NEXT.get((state.phase, event), default))
+
+
+class Liveness:
+    """The ``state`` of one life of a rank, changed by the events told here alone; ``heard`` is set
+    while it answers heartbeats. Owned by the gateway's loop."""
+
+    def __init__(self, name: str) -> None:
+        self.state, self.heard = State(), asyncio.Event()
+        self._name, self._loss = name, NodeLost()
+        self._needing: set[asyncio.Timeout] = set()
+
+    def tell(self, event: Event) -> bool:
+        """Whether it is out by this and was not, or the other way round."""
+        before, self.state = self.state, after(self.state, event)
+        is_heard = self.state.phase in (Phase.READY, Phase.SUSPECT)
+        (self.heard.set if is_heard else self.heard.clear)()
+        return self.state.is_out is not before.is_out
+
+    def end(self, error: Exception) -> bool:
+        """It is LOST, and nobody waits for it any longer. Whether that is new."""
+        self._loss = error if isinstance(error, NodeLost) else NodeLost(f"{self._name}: {error!r}")
+        while self._needing:
+            self._needing.pop().reschedule(asyncio.get_running_loop().time())
+        return self.tell(Event.LOST)
+
+    @asynccontextmanager
+    async def needed(self) -> AsyncIterator[None]:
+        """As soon as its life ends the body does, with the error of that, whatever it awaits."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._needing.add(scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            error = type(self._loss)(str(self._loss))
+            error.node = self._name
+            raise error from None
+        finally:
+            self._needing.discard(scope)

@@ -1,0 +1,126 @@
+"""Whether a rank gets requests follows from what is told of it alone; who needs it is told its end,
+and what it was asked to let go of outlives the answer, but not the gateway."""
+
+import asyncio
+from dataclasses import replace
+from functools import reduce
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.gateway import fleet
+from cluster.gateway.fleet import Fleet
+from cluster.gateway.liveness import Event, Liveness, Phase, State, after
+from core.beat import Beat, Counters
+from core.config import load
+from core.control import Done
+from core.errors import NodeLost, RankDied
+from core.identity import Identity
+from core.membership import READY, Gang
+from core.pace import Pace
+from core.schema import pack
+from decode_node.messages import Abort
+from tests.rig import LocalMembers
+from tests.unit.test_membership import INFO
+from tests.waiting import PATIENCE_S, turns
+
+TOLD = (Event.HEARD, Event.LOST, Event.ACCUSED, Event.ANSWERED)
+NEXT = {
+    Phase.SILENT: (Phase.READY, Phase.OUT, Phase.SILENT, Phase.SILENT),
+    Phase.READY: (Phase.READY, Phase.OUT, Phase.SUSPECT, Phase.READY),
+    Phase.SUSPECT: (Phase.SUSPECT, Phase.OUT, Phase.SUSPECT, Phase.READY),
+    Phase.OUT: (Phase.READY, Phase.OUT, Phase.OUT, Phase.OUT),
+}
+
+
+@pytest.mark.parametrize(("phase", "is_draining"), product(Phase, (False, True)))
+def test_the_next_state(phase: Phase, is_draining: bool) -> None:
+    state = State(phase, is_draining)
+    found = tuple(after(state, event) for event in TOLD)
+    assert found == tuple(State(one, is_draining) for one in NEXT[phase])
+    assert after(state, Event.DRAINS) == State(phase, True)
+    assert state.is_well == (phase is Phase.READY and not is_draining)
+    assert state.is_out == (phase in (Phase.SUSPECT, Phase.OUT))
+
+
+@given(st.lists(st.sampled_from(Event)), st.integers(1, 5))
+def test_an_accusation_is_refuted_by_an_answer_not_by_heartbeats(
+    events: list[Event], num: int
+) -> None:
+    state = reduce(after, events, State())
+    anew = reduce(after, [Event.LOST, Event.HEARD], state)
+    assert anew == State(Phase.READY, Event.DRAINS in events)
+    accused = reduce(after, [Event.ACCUSED, *[Event.HEARD] * num], anew)
+    assert accused.is_out and after(accused, Event.ANSWERED) == anew
+
+
+async def test_it_is_told_lost_once_and_back_once() -> None:
+    rank = Liveness("d")
+    assert not rank.tell(Event.HEARD) and rank.heard.is_set(), "it was never out"
+    assert rank.tell(Event.ACCUSED) and rank.heard.is_set()
+    assert not rank.end(NodeLost("silent")) and not rank.heard.is_set(), "it was out already"
+    assert rank.tell(Event.HEARD) and rank.state.is_well
+    assert rank.end(NodeLost("again"))
+
+
+async def test_who_needs_it_ends_with_what_ended_it() -> None:
+    rank = Liveness("d")
+
+    async def need() -> None:
+        async with rank.needed():
+            await asyncio.Event().wait()
+
+    needing = [asyncio.create_task(need()) for _ in range(2)]
+    await turns()
+    rank.tell(Event.HEARD)
+    rank.tell(Event.ACCUSED)
+    await turns()
+    assert not any(task.done() for task in needing), "heartbeats alone say that it has ended"
+    rank.end(RankDied("its process has ended"))
+    errors = await asyncio.gather(*needing, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, RankDied) and error.node == "d"
+    assert errors[0] is not errors[1]
+    with pytest.raises(TimeoutError):
+        async with rank.needed():
+            raise TimeoutError("the body's own")
+
+
+class Slow:
+    """A control of a rank that lets nothing go until it may."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_go = asyncio.Event(), asyncio.Event()
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        if method == "beat":
+            return pack(Beat(Pace(0, 0.0, 60.0), Counters()))
+        self.is_asked.set()
+        await self.may_go.wait()
+        return pack(Done())
+
+
+async def test_a_gateway_that_stops_finishes_its_releases(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RELEASED_S", PATIENCE_S)
+    members, slow, info = LocalMembers(), Slow(), replace(INFO, frames=None)
+    spec = info.spec
+    members.controls[spec.name] = slow
+    members.tell(Gang(spec.gang, spec.kind, spec.epoch, READY, (info,)))
+
+    async def warm(pair: object) -> None:
+        """There is no pair."""
+
+    owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
+    release = owner.ranks[spec.name].release("abort", Abort(Identity("r")))
+    await slow.is_asked.wait()
+    stopping = asyncio.create_task(owner.stop())
+    await turns()
+    assert not stopping.done()
+    slow.may_go.set()
+    await stopping
+    assert release.result() == Done()
