@@ -21,6 +21,7 @@ from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, until
+from wires import framing
 
 
 class Board:
@@ -169,9 +170,9 @@ async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while they may still greet."""
-    monkeypatch.setattr(frame_stream, "GREETING_TIMEOUT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(framing, "GREETING_S", 10 * PATIENCE_S)
     async with served() as (board, server):
-        address, silent = await server.listen(), frame_stream.MAX_SILENT_READERS
+        address, silent = await server.listen(), framing.MAX_STRANGERS
         strangers = [
             await asyncio.open_connection(address.host, address.port) for _ in range(3 * silent)
         ]
