@@ -62,9 +62,8 @@ class FrameServer:
                     f"kv_transfer.host={self._host!r}: frames cannot be served there ({error}); "
                     "set it to an address of this machine"
                 ) from error
-        return FrameAddress(
-            self._host, self._server.sockets[0].getsockname()[1], self._strangers.token
-        )
+        port = self._server.sockets[0].getsockname()[1]
+        return FrameAddress(self._host, port, self._strangers.token)
 
     async def stop(self) -> None:
         """Close the port and every connection."""

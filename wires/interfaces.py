@@ -3,6 +3,7 @@
 import fcntl
 import socket
 import struct
+from contextlib import suppress
 
 _SIOCGIFADDR = 0x8915
 
@@ -12,11 +13,10 @@ def interface_of(host: str) -> str:
 
     Raises ValueError where none has.
     """
-    found = _addresses()
-    try:
+    wanted = host
+    with suppress(OSError):
         wanted = socket.gethostbyname(host)
-    except OSError:
-        wanted = host
+    found = {name: ip for _, name in socket.if_nameindex() if (ip := _address(name))}
     for name, address in found.items():
         if address == wanted:
             return name
@@ -26,15 +26,9 @@ def interface_of(host: str) -> str:
     )
 
 
-def _addresses() -> dict[str, str]:
-    """First IPv4 address by interface; those without one are left out."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, asked)
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+def _address(name: str) -> str:
+    """The first IPv4 address of an interface, "" if it has none."""
+    asked = struct.pack("256s", name.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        return socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, asked)[20:24])
+    return ""

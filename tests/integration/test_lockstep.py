@@ -13,6 +13,7 @@ import torch
 from core.errors import EpochEnded, ProgramFailed
 from core.info import DECODE
 from core.membership import Meeting, RankSpec
+from runtime.gang import hub as hub_module
 from runtime.gang import member as member_module
 from runtime.gang.hub import HELLO, Hub
 from runtime.gang.join import join
@@ -20,6 +21,7 @@ from runtime.gang.member import Member
 from runtime.watch import Watch
 from tests.ranks import CPU
 from tests.waiting import wait_until
+from wires import framing
 from wires.framing import MAX_STRANGERS, framed
 
 LOOPBACK = "127.0.0.1"
@@ -328,6 +330,17 @@ def test_strangers_who_say_nothing_hold_up_no_start(monkeypatch: pytest.MonkeyPa
             with suppress(ConnectionResetError):
                 assert one.recv(1) == b"", "who is no rank is held on to"
             one.close()
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while no rank comes, and nobody else."""
+    for module in (framing, hub_module):
+        monkeypatch.setattr(module, "GREETING_S", 0.1)
+    hub = Hub(2, LOOPBACK)
+    with socket.create_connection((LOOPBACK, hub.meeting.port), PATIENCE_S) as stranger:
+        stranger.sendall(b"\x00")
+        assert stranger.recv(1) == b""
+    hub.close()
 
 
 def test_a_message_is_not_as_long_as_it_says() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -164,6 +164,33 @@ async def test_a_host_of_another_machine_is_explained() -> None:
     server = FrameServer("192.0.2.1", Board())
     with pytest.raises(ValueError, match=r"kv_transfer\.host='192\.0\.2\.1'"):
         await server.listen()
+
+
+async def test_a_reader_who_does_not_greet_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (framing, frame_stream):
+        monkeypatch.setattr(module, "GREETING_S", 0.1)
+    async with served() as (_, server):
+        address = await server.listen()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"\x00")
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not server._connections)
+
+
+async def test_a_frame_longer_than_any_may_be_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame_stream, "MAX_UNREAD_BYTES", 8)
+    async with served() as (board, server):
+        stream = await connect("d", await server.listen(), 1)
+        board.publish(b"ninebytes")
+        with pytest.raises(NodeLost, match="a frame of 9 bytes, 8 are the most"):
+            await read_all(stream)
+        await board.unread()
 
 
 async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
