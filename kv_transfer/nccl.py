@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kv_transfer.base import Direction, Wire
-from wires.groups import Store, nccl_group, prepare
+from wires.groups import Store
+from wires.nccl import nccl_group, prepare
 
 POLL_S = 0.0005
 SETTLE_S = 1.0

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from core.errors import EpochEnded
 from core.pace import Place
-from wires.groups import Store, gloo_group, nccl_group, prepare
+from wires.groups import Store, gloo_group
+from wires.nccl import nccl_group, prepare
 
 CONNECT_S = 30.0
 

@@ -69,7 +69,7 @@ def test_ray_and_grpc_stay_in_their_rooms() -> None:
 
 
 def test_torch_distributed_only_where_a_group_is_owned() -> None:
-    owners = {"wires/groups.py", "runtime/gang/collectives.py"}
+    owners = {"wires/groups.py", "wires/nccl.py", "runtime/gang/collectives.py"}
     for path in files(*OURS):
         if any(name.startswith("torch.distributed") for name in imports(path)):
             assert str(path.relative_to(ROOT)) in owners, path

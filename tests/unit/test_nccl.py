@@ -18,8 +18,7 @@ from kv_transfer import nccl
 from kv_transfer.base import Channel
 from kv_transfer.nccl import NcclBackend, NcclWire
 from tests.waiting import PATIENCE_S, wait_until
-from wires.groups import SETTINGS
-from wires.interfaces import interface_of
+from wires.nccl import SETTINGS, interface_of
 
 
 class Event:
