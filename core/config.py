@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from core.config_help import type_text, value_text
 from core.config_source import explain, overlay, read_yaml
+from core.info import COLOCATED, DECODE, PREFILL
 
 AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
@@ -182,9 +183,20 @@ class TandemConfig(Section):
     control: ControlConfig = ControlConfig()
     server: ServerConfig = ServerConfig()
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its nodes, in the order in which they are begun."""
+        return (COLOCATED,) if self.mode == "colocated" else (PREFILL, DECODE)
+
+    @property
+    def num_threads(self) -> int:
+        """Of all ranks together."""
+        nodes = map(self.of_kind, self.kinds)
+        return sum(node.replicas * node.dp_size * node.num_threads for node in nodes)
+
     def of_kind(self, kind: str) -> NodeConfig:
         """The section of a rank of this kind; colocated ranks follow the decode section."""
-        return self.prefill if kind == "prefill" else self.decode
+        return self.prefill if kind == PREFILL else self.decode
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TandemConfig":
@@ -200,7 +212,7 @@ class TandemConfig(Section):
                 f"{self.prefill.dp_size} and decode.dp_size={self.decode.dp_size}; set both to 1 "
                 "or use mode='split'"
             )
-        for kind in ("prefill", "decode"):
+        for kind in (PREFILL, DECODE):
             section = self.of_kind(kind)
             if section.dp_size == 1 and (num := section.num_redundant_experts):
                 raise ValueError(

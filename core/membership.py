@@ -157,7 +157,7 @@ class ExpertRows:
 class Gang:
     """Ranks that live and die together; ``members`` are those that are ready, ``starts`` what each
     of the others does or waits for. ``failure`` is why its last life ended, ``ended`` how;
-    ``num_deaths`` lives in a row ended early."""
+    ``is_given_up``: who starts it waits for it no longer, though it may be tried again."""
 
     name: str
     kind: str
@@ -167,17 +167,13 @@ class Gang:
     starts: tuple[str, ...] = ()
     failure: Failure | None = None
     ended: EndedLife | None = None
-    num_deaths: int = 0
+    is_given_up: bool = False
 
     @property
     def cause(self) -> str:
         """Why it is not ready, in a line."""
         last = "" if self.failure is None else self.failure.text.partition("\n")[0]
         return "; ".join((self.state, *self.starts, *([f"it ended: {last}"] if last else [])))
-
-    def is_given_up(self, max_deaths: int) -> bool:
-        """Whether nobody who starts waits for it any longer, though it may be tried again."""
-        return self.state == DOWN or self.num_deaths >= max_deaths
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,10 @@ channel meets there under its own nonce. What differs between gloo and NCCL is t
 joins one end of two that meet in a store.
 """
 
-import socket
 import threading
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from core.config import TandemConfig
 from core.errors import HandoverError
@@ -19,6 +16,7 @@ from core.info import COLOCATED
 from kv_transfer.base import Channel
 from kv_transfer.gloo import GlooBackend
 from kv_transfer.nccl import NcclBackend
+from wires.groups import Store, store_client, store_server
 
 
 class ChannelMaker:
@@ -37,7 +35,7 @@ class ChannelMaker:
         self.timeout_s = timeout_s
         self._backend = backend
         self._host = host
-        self._server: dist.TCPStore | None = None
+        self._server: Store | None = None
         self._address = ""
         self._lock = threading.Lock()
 
@@ -45,7 +43,8 @@ class ChannelMaker:
         """P: the address that D is told; the same for all channels."""
         with self._lock:
             if self._server is None:
-                self._server, self._address = store_server(self._host, self.timeout_s)
+                self._server, port = store_server(self._host, self.timeout_s)
+                self._address = f"{self._host}:{port}"
             return self._address
 
     def accept(self, nonce: str, peer: str) -> Channel:
@@ -59,37 +58,14 @@ class ChannelMaker:
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
         name, ends_at = f"{self.backend}:{peer}", time.monotonic() + self.timeout_s
         try:
-            store = dist.PrefixStore(nonce, self._client(address))
+            host, _, port = address.rpartition(":")
+            store = store_client(host, int(port), self.timeout_s, nonce)
             wire = self._backend.join(store, rank)
         except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
             raise HandoverError(f"channel {name} at {address}: {error}") from None
         channel = Channel(wire, name, self.backend, self.timeout_s)
         _warm(channel, rank, self.device, ends_at)
         return channel
-
-    def _client(self, address: str) -> dist.Store:
-        """One for each channel: one store's waits would block all other channels' set-up."""
-        host, port = address.rsplit(":", 1)
-        return store_client(host, int(port), self.timeout_s)
-
-
-def store_server(host: str, timeout_s: float) -> tuple[dist.TCPStore, str]:
-    """TCPStore alone would listen on every interface, so the socket is bound for it."""
-    try:
-        listener = socket.create_server((host, 0), backlog=128)
-    except OSError as error:
-        raise ValueError(f"kv_transfer cannot listen on {host!r}: {error}") from None
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
-    server = dist.TCPStore(
-        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return server, f"{host}:{port}"
-
-
-def store_client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
 def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:

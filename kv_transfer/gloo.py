@@ -3,10 +3,10 @@
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from kv_transfer.base import Direction, Wire
+from wires.groups import Store, gloo_group
 
 
 class GlooBackend:
@@ -18,7 +18,7 @@ class GlooBackend:
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host, self._timeout_s = host, timeout_s
 
-    def join(self, store: dist.Store, rank: int) -> Wire:
+    def join(self, store: Store, rank: int) -> Wire:
         """One end of two. Raises RuntimeError when the other end does not come in time."""
         return GlooWire(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
 
@@ -40,14 +40,3 @@ class GlooWire:
 
     def destroy(self) -> None:
         self._group = None
-
-
-def gloo_group(
-    store: dist.Store, rank: int, num_ranks: int, host: str, timeout_s: float
-) -> dist.ProcessGroupGloo:
-    """A group that listens on ``host`` only; ``timeout_s`` bounds each wait for another rank."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, num_ranks, options)

@@ -1,49 +1,19 @@
 """NCCL between two GPUs. Every deadline is ours: none of torch's watchdogs may act on a channel."""
 
-import logging
-import os
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kv_transfer.base import Direction, Wire
-from kv_transfer.interfaces import interface_of
+from wires.groups import Store
+from wires.nccl import nccl_group, prepare
 
-SETTINGS = {
-    # A lost or slow peer is this channel's failure, never the end of the process.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    # A broken device is met, and told with its cause, by the engine's next step.
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Or work.wait() would block, and with the group's timeout.
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-}
-GROUP_TIMEOUT = timedelta(days=1)
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0
 """From work that is said to be over to its event: longer, and it is over because it failed."""
-log = logging.getLogger(__name__)
-
-
-def prepare(host: str) -> None:
-    """Before any group of this process; ``host`` is the address whose interface NCCL is bound to.
-
-    Settings are the process's, for good: torch reads them in a group's constructor, NCCL its own
-    once. Set and restored around each constructor, they would race with other threads' groups.
-    """
-    os.environ.update(SETTINGS)
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
-    if "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
 
 
 class NcclBackend:
@@ -55,12 +25,9 @@ class NcclBackend:
     def __init__(self, host: str) -> None:
         prepare(host)
 
-    def join(self, store: dist.Store, rank: int) -> Wire:
+    def join(self, store: Store, rank: int) -> Wire:
         """One end of two; its communicator is created by the first transfer."""
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = GROUP_TIMEOUT
-        options.config.max_ctas = 4
-        return NcclWire(dist.ProcessGroupNCCL(store, rank, 2, options), rank, self.device)
+        return NcclWire(nccl_group(store, rank, 2, max_ctas=4), rank, self.device)
 
 
 class NcclWire:

@@ -3,7 +3,6 @@
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
@@ -36,10 +35,9 @@ class Tokenizer:
             file = Path(path) / "tokenizer.json"
             raise ValueError(f"{file}: is missing; give a checkpoint folder with a tokenizer")
         self._tokenizer = found
-        config = read_json(Path(path) / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {i for i, token in added.items() if token.special}
-        self._bos_id = self._find_bos(config)
+        self._bos_id = self._find_bos(Path(path) / "tokenizer_config.json")
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +64,8 @@ class Tokenizer:
         known = self._tokenizer.id_to_token(token_id) is not None
         return known and token_id not in self._special_ids
 
-    def _find_bos(self, config: dict[str, Any]) -> int | None:
+    def _find_bos(self, file: Path) -> int | None:
+        config = read_json(file)
         token = config.get("bos_token")
         if isinstance(token, dict):
             token = token.get("content")

@@ -19,6 +19,7 @@ PRODUCT = (
     "prefill_node",
     "runtime",
     "tandem",
+    "wires",
 )
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
@@ -77,6 +78,7 @@ BESIDE = {
     "model/kernels": ("native",),
     "prefill_node": ("page_source", "planner", "prefix_cache"),
     "runtime": ("black_box", "engine_loop", "lockstep", "parts", "watch"),
+    "wires": ("framing", "groups"),
 }
 """What such a request enters besides: nouns, what every rank has, transports, the checkpoint; and
 what a rank says of itself when the answer takes longer than a beat."""

@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.driven.sockets import SocketControl, serve
 from benchmarks.gpu.device import Device
@@ -20,8 +19,7 @@ from core.config import KvTransferConfig
 from core.control import InProcessControl, Service
 from core.identity import Identity
 from kv_transfer.caches import PagedCaches
-from kv_transfer.channel import make_channels, store_client, store_server
-from kv_transfer.gloo import gloo_group
+from kv_transfer.channel import make_channels
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from kv_transfer.offered import FirstToken
@@ -32,6 +30,7 @@ from kv_transfer.source import Source
 from model.cache import MAIN, MTP
 from model.config import ModelConfig
 from runtime.engine_loop import EngineLoop
+from wires.groups import gloo_group, store_client, store_server
 
 HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
 NUM_TIMES = 4
@@ -81,9 +80,9 @@ def run(device: Device, say: Say) -> None:
 def _prefill(pipe: Connection, device: Device) -> None:
     with pipe:
         rank = Rank(device)
-        store, address = store_server(HOST, TIMEOUT_S)
-        pipe.send((address, rank.num_bytes, rank.side.config.chunk_bytes))
-        group: Any = gloo_group(dist.PrefixStore("raw", store), 0, 2, HOST, TIMEOUT_S)
+        store, port = store_server(HOST, TIMEOUT_S)
+        pipe.send((port, rank.num_bytes, rank.side.config.chunk_bytes))
+        group = gloo_group(store_client(HOST, port, TIMEOUT_S, "raw"), 0, 2, HOST, TIMEOUT_S)
         for part in _parts(rank.num_bytes, rank.side.config.chunk_bytes) * NUM_TIMES:
             group.send([part], 1, 0).wait()
         asyncio.run(_offer(pipe, rank))
@@ -96,9 +95,8 @@ def _parts(num_bytes: int, chunk_bytes: int) -> list[torch.Tensor]:
 
 
 def _raw(pipe: Connection) -> float:
-    address, num_bytes, chunk_bytes = pipe.recv()
-    store = store_client(HOST, int(address.rpartition(":")[2]), TIMEOUT_S)
-    group: Any = gloo_group(dist.PrefixStore("raw", store), 1, 2, HOST, TIMEOUT_S)
+    port, num_bytes, chunk_bytes = pipe.recv()
+    group = gloo_group(store_client(HOST, port, TIMEOUT_S, "raw"), 1, 2, HOST, TIMEOUT_S)
     parts = _parts(num_bytes, chunk_bytes)
 
     def receive() -> None:

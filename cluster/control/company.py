@@ -29,6 +29,8 @@ class Company:
         self.handles: dict[int, RayRank] = {}
         self.states: dict[int, RankState] = {}
         self.suspicion = ""
+        self.room = 0
+        """The life for which the room was taken that they are in."""
         self._gang = gang
         self._num_ranks = num_ranks
         self._silence_s, self._start_s = silence_s, start_s
@@ -84,7 +86,7 @@ class Company:
         late = [r for r in said if now - self._since.setdefault(said[r], now) > self._start_s]
         return [rank for rank in late if is_starting(known[rank])]
 
-    async def join(self, states: Sequence[RankState], epoch: int, room: int) -> None:
+    async def join(self, states: Sequence[RankState], epoch: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were
         left so by an earlier controller."""
         joined = [state.is_joined for state in states]
@@ -100,7 +102,7 @@ class Company:
         joins = []
         for state in states:
             born = state.spec.born or state.spec.epoch
-            spec = replace(state.spec, epoch=epoch, born=born, room=room)
+            spec = replace(state.spec, epoch=epoch, born=born, room=self.room)
             joins.append(self._call(self.handles[spec.rank].join, spec, meeting))
         for rank, failed in enumerate(await asyncio.gather(*joins)):
             if failed is not None:

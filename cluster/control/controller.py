@@ -7,33 +7,34 @@ knows it has from them, so it needs no storage of its own.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 import ray
 
+from cluster.control.epochs import Epochs
 from cluster.control.gang import GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
 from cluster.control.next_life import History
 from cluster.control.plan import plan_gangs, whole_gangs
 from cluster.control.rebalance import rebalance_gang
 from core.config import TandemConfig, differences
-from core.errors import NodeLost, TandemError
-from core.membership import READY, Membership, RankState
-from core.placement import Placement
+from core.errors import TandemError
+from core.membership import READY, Membership
 from core.schema import encode_failure, pack
 
+Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 SILENCE_S = 10.0
 """A rank that says nothing for this long is not adopted."""
 
 
 class Controller:
-    """Owns the gangs of one cluster. ``seen`` is its (incarnation, latest epoch): both go on from
-    the largest that any rank has seen, and from the wall clock's seconds where none has."""
+    """Owns the gangs of one cluster."""
 
     def __init__(self) -> None:
-        self.seen = (0, 0)
+        self._epochs = Epochs()
         self._config: TandemConfig | None = None
         self._gangs: dict[str, GangKeeper] = {}
         self._snapshot = Membership((0, 0))
@@ -43,15 +44,10 @@ class Controller:
         # Nobody may ask for a long time after a restart, and gangs die meanwhile.
         ray.get_runtime_context().current_actor.begin.remote()
 
-    def next_epoch(self) -> int:
-        incarnation, epoch = self.seen
-        self.seen = incarnation, max(epoch + 1, int(time.time()))
-        return self.seen[1]
-
     async def begin(self) -> None:
         """Adopt what is there, once: every other call waits for it."""
         async with self._adopting:
-            if self.seen[0] == 0:
+            if self._epochs.seen[0] == 0:
                 await self._adopt()
 
     async def attach(self, config_json: str) -> bytes:
@@ -120,15 +116,14 @@ class Controller:
 
     def _has_failed(self) -> bool:
         """Nothing serves, and who starts it gives up: another config may be tried."""
-        gangs, config = self._snapshot.gangs, self._config
-        is_over = config and any(gang.is_given_up(config.control.max_deaths) for gang in gangs)
-        return bool(is_over) and all(gang.state != READY for gang in gangs)
+        gangs = self._snapshot.gangs
+        return any(g.is_given_up for g in gangs) and all(g.state != READY for g in gangs)
 
     def _configure(self, config: TandemConfig) -> None:
         self._config = config
         machines = RayMachines()
         self._gangs = {
-            plan.name: GangKeeper(plan, config, machines, self, self._publish)
+            plan.name: GangKeeper(plan, config, machines, self._epochs, self._publish)
             for plan in plan_gangs(config)
         }
         self._publish()
@@ -136,14 +131,13 @@ class Controller:
     async def _adopt(self) -> None:
         """Go on with every whole gang of the latest config; end all other ranks."""
         ranks = await asyncio.to_thread(find_ranks)
-        asked = await asyncio.gather(*(_state(rank) for rank in ranks))
+        asked = await asyncio.gather(*(_told(rank, rank.who(0, 0)) for rank in ranks))
         states = [state for state in asked if state is not None]
         seen = [state.seen for state in states]
         incarnation = max(int(time.time()), *(1 + seen_by[0] for seen_by in seen), 1)
-        self.seen = incarnation, max((seen_by[1] for seen_by in seen), default=0)
+        self._epochs.seen = incarnation, max((seen_by[1] for seen_by in seen), default=0)
         by_name = {rank.name: rank for rank in ranks}
         whole = whole_gangs(states)
-        placements = {gang: await _placement(by_name, life[0]) for gang, life in whole.items()}
         kept = [state for gang in whole.values() for state in gang]
         for name in by_name.keys() - {state.spec.process for state in kept}:
             log.warning("%s belongs to no whole gang: ended", name)
@@ -152,34 +146,27 @@ class Controller:
         if kept:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))
         for gang, keeper in self._gangs.items():
-            specs = [state.spec for state in whole.get(gang, [])]
-            keeper.placement, keeper.history = placements.get(gang), History(has_served=True)
-            keeper.start([by_name[spec.process] for spec in specs], *specs[:1])
+            life = whole.get(gang, [])
+            adopted = [by_name[state.spec.process] for state in life]
+            if life and life[0].placement:  # unknown, its ranks differ: then it ends
+                keeper.placement = await _told(adopted[0], adopted[0].placement())
+            keeper.history = History(has_served=True)
+            keeper.start(adopted, *(state.spec for state in life[:1]))
         self._publish()
 
     def _publish(self) -> None:
         gangs = tuple(keeper.gang for keeper in self._gangs.values())
-        version = self.seen[0], self._snapshot.version[1] + 1
+        version = self._epochs.seen[0], self._snapshot.version[1] + 1
         self._snapshot = Membership(version, gangs)
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-async def _placement(ranks: Mapping[str, RayRank], state: RankState) -> Placement | None:
-    """Where the experts of this rank's gang lie, None in plain order or if the rank has died
-    meanwhile: then its gang ends as one whose ranks differ."""
-    try:
-        return await ranks[state.spec.process].placement() if state.placement else None
-    except (NodeLost, TimeoutError) as error:
-        log.warning("%s does not tell where its experts lie: %s", state.spec.name, error)
-        return None
-
-
-async def _state(rank: RayRank) -> RankState | None:
+async def _told(rank: RayRank, answer: Awaitable[Answer]) -> Answer | None:
     """What a rank says of itself; None if it is dead or silent."""
     try:
         async with asyncio.timeout(SILENCE_S):
-            return await rank.who(0, 0)
+            return await answer
     except (TandemError, TimeoutError) as error:
         log.warning("%s: %s", rank.name, error)
         return None

@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
-from cluster.control.next_life import MISTAKE, NO_ROOM, History, blame, next_life
+from cluster.control.epochs import Epochs
+from cluster.control.next_life import History, next_life
 from cluster.control.plan import Birth, GangPlan
-from cluster.control.verdict import LifeOver, cause, check, has_failed
+from cluster.control.verdict import Death, LifeOver, check, has_failed
 from core.config import TandemConfig
 from core.membership import (
     DOWN,
@@ -25,23 +26,19 @@ from core.membership import (
     RankState,
 )
 from core.placement import Placement
-from core.schema import failure_of
 from core.tasks import cancelled
 
 if TYPE_CHECKING:
-    from cluster.control.controller import Controller
     from cluster.control.machines import RayMachines, RayRank
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2
-TOLD_BYTES = 2000
 log = logging.getLogger(__name__)
 
 
 class GangKeeper:
     """Owns the ``ranks`` of one gang, which ``machines`` begin. ``gang`` is what there is to know;
-    ``on_change`` is called after it has changed. Epochs, and what ranks are to remember of them,
-    come from the ``controller``.
+    ``on_change`` is called after it has changed. Ranks are to remember what ``epochs`` are told.
 
     A life ends with any of its ranks. The others keep process and weights and are in the next one,
     unless they cannot leave this one.
@@ -52,14 +49,14 @@ class GangKeeper:
         plan: GangPlan,
         config: TandemConfig,
         machines: "RayMachines",
-        controller: "Controller",
+        epochs: Epochs,
         on_change: Callable[[], None],
     ) -> None:
         self.gang = Gang(plan.name, plan.kind, 0, STARTING)
         self._plan = plan
         self._config = config
         self._machines = machines
-        self._controller = controller
+        self._epochs = epochs
         self._on_change = on_change
         self.placement: Placement | None = None
         """Of experts, in the lives to come; None is the plain order."""
@@ -67,22 +64,22 @@ class GangKeeper:
         control = config.control
         self.ranks = Company(plan.name, plan.num_ranks, control.stuck_s, control.start_s)
         self.history = History()
-        self._room = 0
-        self._ready_at: float | None = None
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, ranks: "Sequence[RayRank]" = (), spec: RankSpec | None = None) -> None:
         """Keep it alive from now on: ``ranks`` of a life that was adopted, of which ``spec`` is
         one, or a new life. One that is kept already only has its deaths forgotten."""
-        self.history = replace(self.history, num_deaths=0, num_faults=0)
-        if self._task is not None and not self._task.done():
-            return self._set(num_deaths=0)
+        is_kept = self._task is not None and not self._task.done()
+        before = self.history
+        self.history = History(before.has_served, before.proven_at if is_kept else None)
+        if is_kept:
+            return self._set()
         self.ranks.handles = dict(enumerate(ranks))
         epoch = self.gang.epoch
         if spec is not None:
-            epoch, self._room = spec.epoch, spec.room or spec.epoch
-        self._set(epoch=epoch, state=STARTING, failure=None, num_deaths=0)
+            epoch, self.ranks.room = spec.epoch, spec.room or spec.epoch
+        self._set(epoch=epoch, state=STARTING, failure=None)
         self._task = asyncio.create_task(self._run(), name=f"keep-{self._plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
@@ -112,74 +109,71 @@ class GangKeeper:
             await asyncio.sleep(pause_s)
             try:
                 await self._live()
+            except LifeOver as over:
+                pause_s = await self._bury(over)
             except Exception as error:
-                over = (
-                    error if isinstance(error, LifeOver) else LifeOver(error, *self.ranks.handles)
-                )
-                pause_s = await self._bury(over.cause, over.lost)
+                pause_s = await self._bury(LifeOver(error, *self.ranks.handles))
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
         missing = self.ranks.missing
         if missing or self.gang.state == LOST:
-            epoch = self._controller.next_epoch()
+            epoch = self._epochs.next_epoch()
             if not self.ranks.handles:
-                self._room = epoch
+                self.ranks.room = epoch
             starts = (f"{self._plan.name}: waiting for room",)
             self._set(epoch=epoch, state=STARTING, starts=starts, members=())
             self.ranks.suspicion = ""  # of the life before
-            birth = Birth(epoch, self._room, missing, self.placement)
+            birth = Birth(epoch, self.ranks.room, missing, self.placement)
             begun = await self._machines.begin(self._plan, birth, self._config)
             self.ranks.handles |= begun
         while True:
             self._look.clear()
-            states = await self.ranks.ask(self._controller.seen)
+            states = await self.ranks.ask(self._epochs.seen)
             self._set(starts=self.ranks.starts)
             if states:
                 if len(states) > 1 and all(state.is_loaded for state in states):
-                    await self.ranks.join(states, self.gang.epoch, self._room)
+                    await self.ranks.join(states, self.gang.epoch)
                 self._note(states)
-            pause_s = POLL_S if self._ready_at else STARTING_POLL_S
+            pause_s = STARTING_POLL_S if self.gang.state == STARTING else POLL_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), pause_s)
 
     def _note(self, states: Sequence[RankState]) -> None:
         check(states)
         is_ready = all(state.info is not None for state in states)
-        if is_ready and self._ready_at is None:
-            self._ready_at = time.monotonic()
+        if is_ready and self.gang.state == STARTING:
+            proven_at = time.monotonic() + self._config.control.min_service_s
+            self.history = replace(self.history, has_served=True, proven_at=proven_at)
         self._set(
             state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
             members=tuple(state.info for state in states if state.info is not None),
         )
 
-    async def _bury(self, error: Exception, lost: Collection[int]) -> float | None:
-        """The life is over: kill the ``lost`` and have the others leave it. Returns the pause
-        before the next one, None if there is none."""
-        served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        self._ready_at = None
-        states, self.ranks.states = self.ranks.states, {}
-        self.ranks.kill(lost)
-        guilty = [s for r, s in states.items() if r in lost or has_failed(s)]
-        words = await asyncio.gather(*map(self._machines.last_words, guilty))
-        why, failure = blame(error, words), failure_of(error)
-        min_service_s = self._config.control.min_service_s
-        self.history, pause_s = next_life(self.history, why, served_s, min_service_s)
-        if why not in (MISTAKE, NO_ROOM):
-            tails = "".join(f"\n{said.log[-TOLD_BYTES:].strip()}" for said in words if said.log)
-            failure = replace(failure, text=f"{failure.text}{tails}")
-        log.error("%s, epoch %d, %s: %s", self._plan.name, self.gang.epoch, why, failure.text)
-        ended = EndedLife(self.gang.epoch, cause(error, words))
-        told = {"failure": failure, "ended": ended, "num_deaths": self.history.num_deaths}
-        self._set(state=LOST, members=(), starts=(), **told)
-        if pause_s is None:
-            self.ranks.kill(self.ranks.handles)
+    async def _bury(self, over: LifeOver) -> float | None:
+        """Do as the end of this life asks for; returns the pause before the next one."""
+        now = time.monotonic()
+        death = await self._death(over)
+        decision = next_life(self.history, death, now)
+        self.history, epoch, failure = decision.history, self.gang.epoch, death.failure
+        log.error("%s, epoch %d, %s: %s", self._plan.name, epoch, death.why, failure.text)
+        ended = EndedLife(epoch, death.in_step)
+        self._set(state=LOST, members=(), starts=(), failure=failure, ended=ended)
+        self.ranks.kill(self.ranks.handles.keys() - decision.kept)
         await self.ranks.leave()
         if not self.ranks.handles:
             await self._clear()
-        if pause_s is None:  # not before: from now on it may be started again
-            self._set(state=DOWN)
-        return pause_s
+        if decision.pause_s is None:  # not before: from now on it may be started again
+            self._set(state=DOWN, is_given_up=True)
+        return decision.pause_s
+
+    async def _death(self, over: LifeOver) -> Death:
+        """The lost are dead from now on: what they leave is whole."""
+        states, self.ranks.states = self.ranks.states, {}
+        self.ranks.kill(over.lost)
+        guilty = [s for r, s in states.items() if r in over.lost or has_failed(s)]
+        words = await asyncio.gather(*map(self._machines.last_words, guilty))
+        return Death(over.cause, frozenset(self.ranks.handles), tuple(words))
 
     async def _clear(self) -> None:
         try:
@@ -188,6 +182,8 @@ class GangKeeper:
             log.error("%s: its room could not be given back: %s", self._plan.name, error)
 
     def _set(self, **fields: object) -> None:
-        before, self.gang = self.gang, replace(self.gang, **fields)  # type: ignore[arg-type]
+        before, is_over = self.gang, self.history.num_deaths >= self._config.control.max_deaths
+        told = {"is_given_up": is_over, **fields}
+        self.gang = replace(before, **told)  # type: ignore[arg-type]
         if self.gang != before:
             self._on_change()

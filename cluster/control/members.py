@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import ray
@@ -15,14 +16,15 @@ from cluster.control.rebalance import Rebalanced
 from core.config import TandemConfig
 from core.control import Control
 from core.errors import TandemError
-from core.membership import Gang, Membership, RankSpec
-from core.schema import decode
+from core.membership import LOST, READY, STARTING, Gang, Membership, NodeInfo, RankSpec
+from core.schema import decode, error_of
 from core.tasks import cancelled, in_thread
 
 WAIT_S = 30.0
 STOP_GRACE_S = 5.0
 RETRY_S = 0.5
 log = logging.getLogger(__name__)
+OnProgress = Callable[[str], None]
 
 
 class RayMembers:
@@ -51,6 +53,22 @@ class RayMembers:
         while self.membership.version <= after_version:
             await self._news.wait()
         return self.membership
+
+    async def started(self, on_progress: OnProgress) -> None:
+        """The cluster can be served: no gang starts for the first time, each kind has one that is
+        ready. Raises what keeps a gang from it that the controller has given up."""
+        snapshot = self.membership
+        while True:
+            for gang in snapshot.gangs:
+                for text in [f"{gang.name}: {gang.cause}"] if gang.state == LOST else gang.starts:
+                    on_progress(text)
+            if _can_serve(snapshot):
+                return _tell(snapshot.ready())
+            over = [gang.failure for gang in snapshot.gangs if gang.is_given_up and gang.failure]
+            if over:
+                break
+            snapshot = await self.changed(snapshot.version)
+        raise error_of(over[0])
 
     def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""
@@ -131,3 +149,24 @@ async def stop_cluster(deadline_s: float) -> list[str]:
         rank.kill()
     await in_thread(remove_groups)
     return [rank.name for rank in ranks]
+
+
+def _can_serve(snapshot: Membership) -> bool:
+    gangs = snapshot.gangs
+    kinds = {gang.kind for gang in gangs}
+    ready = {gang.kind for gang in gangs if gang.state == READY}
+    starting = any(gang.state == STARTING and gang.failure is None for gang in gangs)
+    return bool(kinds) and kinds == ready and not starting
+
+
+def _tell(infos: Sequence[NodeInfo]) -> None:
+    """What users should know of the nodes, and of the checkpoint that they loaded."""
+    info = infos[0]
+    for why in {info.why_plain for info in infos} - {""}:
+        log.warning("steps are slower than they could be, %s", why)
+    if not info.model.has_mtp:
+        log.warning("this checkpoint has no MTP layer: it is served without drafts")
+    if info.num_mtp_layers > 1:
+        log.warning(
+            "this checkpoint has %d MTP layers: the first gives every draft", info.num_mtp_layers
+        )

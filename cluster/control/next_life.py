@@ -1,52 +1,45 @@
 """What follows a life of a gang: a pure decision over how it ended and what came before."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.control.verdict import FATAL, LastWords
-from core.errors import NodeLost, Overloaded, ProgramFailed
+from cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, Death
 
-MISTAKE, NO_ROOM, FAULT, OUTSIDE = "mistake", "no room", "fault", "outside"
-"""What ends a life: the user's config, want of room, an error of the ranks' own, all else (a
-SIGKILL, a lost machine, silence)."""
-CREATION = "creation task"
-"""Of Ray's word on an actor whose own code kept it from ever being there."""
 PAUSE_S = 1.0
 MAX_BACK_OFF_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Whether a life of a gang was ever ready; of those since one that served for long, how many
-    died, want of room apart, and how many of these by a fault of their own."""
+    """Whether a life of a gang was ever ready, and the moment at which the present one will have
+    served for long, None before it is ready; of those since one that did, how many died, want of
+    room apart, and how many of these by a fault of their own."""
 
     has_served: bool = False
+    proven_at: float | None = None
     num_deaths: int = 0
     num_faults: int = 0
 
 
-def blame(error: Exception, words: Sequence[LastWords]) -> str:
-    """Why a life ended with ``error``, where its dead ranks left these ``words``."""
-    if isinstance(error, ValueError):
-        return MISTAKE
-    if isinstance(error, Overloaded):
-        return NO_ROOM
-    is_outside = isinstance(error, NodeLost | TimeoutError) and not isinstance(error, ProgramFailed)
-    is_fatal = CREATION in str(error) or any(FATAL in said.log for said in words)
-    return OUTSIDE if is_outside and not is_fatal else FAULT
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The ``history`` from now on; the pause before the next life, None if this one was the last
+    until somebody attaches; the ranks ``kept`` for it, all others are killed."""
+
+    history: History
+    pause_s: float | None
+    kept: frozenset[int]
 
 
-def next_life(
-    history: History, why: str, served_s: float | None, min_service_s: float
-) -> tuple[History, float | None]:
-    """After a life that ended because of ``why`` and was ready for ``served_s`` seconds, None if it
-    never was: the pause before the next one, None if somebody has to attach first. Pauses grow with
-    faults in a row; nothing from outside makes them longer."""
-    has_served = history.has_served or served_s is not None
-    if served_s is not None and served_s >= min_service_s:
+def next_life(history: History, death: Death, now: float) -> Decision:
+    """After a life that ended ``now``. Pauses grow with faults in a row; nothing from outside makes
+    them longer. Only the user's mistake, and want of room for who never served, are final."""
+    why, has_served = death.why, history.has_served
+    if history.proven_at is not None and now >= history.proven_at:
         history = History()
+    num_deaths = history.num_deaths + (why != NO_ROOM)
     num_faults = history.num_faults + (why == FAULT)
-    now = History(has_served, history.num_deaths + (why != NO_ROOM), num_faults)
+    after = History(has_served, None, num_deaths, num_faults)
     if why == MISTAKE or (why == NO_ROOM and not has_served):
-        return now, None
-    return now, min(MAX_BACK_OFF_S, PAUSE_S * 2 ** min(num_faults, 10)) if why == FAULT else PAUSE_S
+        return Decision(after, None, frozenset())
+    back_off_s = min(MAX_BACK_OFF_S, PAUSE_S * 2 ** min(num_faults, 10))
+    return Decision(after, back_off_s if why == FAULT else PAUSE_S, death.left)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.config import AUTO, TandemConfig
-from core.info import COLOCATED, DECODE, PREFILL
+from core.info import DECODE, PREFILL
 from core.membership import RankSpec, RankState
 from core.placement import Placement
 
@@ -49,7 +49,7 @@ class Birth:
 def plan_gangs(config: TandemConfig) -> list[GangPlan]:
     """Prefill nodes, then decode nodes; colocated nodes follow the decode section."""
     gangs = []
-    for kind in (COLOCATED,) if config.mode == "colocated" else (PREFILL, DECODE):
+    for kind in config.kinds:
         section = config.of_kind(kind)
         gpus = {"GPU": 1.0} if section.device == "cuda" else {}
         resources = {"CPU": section.num_threads, **gpus}

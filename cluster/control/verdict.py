@@ -1,15 +1,21 @@
 """Who or what ended a gang's life: pure decisions over what its ranks said and left."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from core.errors import NodeLost, ProgramFailed, StepFailed
+from core.errors import NodeLost, Overloaded, ProgramFailed, StepFailed
 from core.membership import InStep, RankState
 from core.pace import LOADING
-from core.schema import error_of
+from core.schema import Failure, error_of, failure_of
 
+MISTAKE, NO_ROOM, FAULT, OUTSIDE = "mistake", "no room", "fault", "outside"
+"""What ends a life: the user's config, want of room, an error of the ranks' own, all else (a
+SIGKILL, a lost machine, silence)."""
+CREATION = "creation task"
+"""Of Ray's word on an actor whose own code kept it from ever being there."""
 FATAL = "Fatal Python error"
 """How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
+TOLD_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +24,49 @@ class LastWords:
 
     log: str = ""
     in_step: InStep | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A life ended with ``error``: the ranks ``left`` are well, those that died of it or caused it
+    have left these last ``words``."""
+
+    error: Exception
+    left: frozenset[int] = frozenset()
+    words: tuple[LastWords, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Who is to blame."""
+        if isinstance(self.error, ValueError):
+            return MISTAKE
+        if isinstance(self.error, Overloaded):
+            return NO_ROOM
+        is_lost = isinstance(self.error, NodeLost | TimeoutError)
+        is_fatal = CREATION in str(self.error) or any(FATAL in said.log for said in self.words)
+        return FAULT if is_fatal or not is_lost or self._is_step else OUTSIDE
+
+    @property
+    def failure(self) -> Failure:
+        """What users are told: the error, and the end of each log if that can explain it."""
+        failure = failure_of(self.error)
+        if self.why in (MISTAKE, NO_ROOM):
+            return failure
+        tails = [f"\n{said.log[-TOLD_BYTES:].strip()}" for said in self.words if said.log]
+        return replace(failure, text="".join([failure.text, *tails]))
+
+    @property
+    def in_step(self) -> InStep | None:
+        """Who was in the step that ended it; None if it was no step that did. A killed process, a
+        lost machine and silence never count (design.md, Poison)."""
+        for said in self.words:
+            if said.in_step is not None and (self._is_step or FATAL in said.log):
+                return said.in_step
+        return None
+
+    @property
+    def _is_step(self) -> bool:
+        return isinstance(self.error, StepFailed | ProgramFailed)
 
 
 class LifeOver(Exception):
@@ -71,13 +120,3 @@ def laggard(states: Sequence[RankState]) -> RankState:
 def has_failed(state: RankState) -> bool:
     """Whether its own part of a step is what ended the epoch."""
     return state.ended is not None and state.ended.kind == ProgramFailed.__name__
-
-
-def cause(error: Exception, words: Sequence[LastWords]) -> InStep | None:
-    """Who was in the step that ended a life; None if it was no step that did. A killed process, a
-    lost machine and silence never count (design.md, Poison)."""
-    is_step = isinstance(error, StepFailed | ProgramFailed)
-    for said in words:
-        if said.in_step is not None and (is_step or FATAL in said.log):
-            return said.in_step
-    return None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from core.errors import EpochEnded
 from core.pace import Place
-from kv_transfer.gloo import gloo_group
-from kv_transfer.nccl import prepare
+from wires.groups import Store, gloo_group
+from wires.nccl import nccl_group, prepare
 
 CONNECT_S = 30.0
 
@@ -84,7 +84,7 @@ class Collectives:
 
 
 def connect(
-    store: Callable[[], dist.Store], rank: int, num_ranks: int, device: torch.device, host: str
+    store: Callable[[], Store], rank: int, num_ranks: int, device: torch.device, host: str
 ) -> Collectives:
     """Meet the other ranks in the ``store`` that is opened now and belongs to one epoch. Blocks for
     CONNECT_S at most for each of both.
@@ -93,18 +93,12 @@ def connect(
     """
     try:
         if device.type == "cpu":
-            group: Any = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
+            group = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
         else:
-            group = _nccl(store(), rank, num_ranks, host)
+            prepare(host)
+            group = nccl_group(store(), rank, num_ranks)
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))
     except (RuntimeError, OSError) as error:
         raise EpochEnded(f"rank {rank}: the gang does not come together: {error}") from None
     return collectives
-
-
-def _nccl(store: dist.Store, rank: int, num_ranks: int, host: str) -> Any:
-    prepare(host)
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
-    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)

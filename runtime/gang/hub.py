@@ -4,32 +4,26 @@ Its death is rank 0's death. It ends with the first connection that does, and cl
 every rank learns at once that the epoch is over.
 """
 
-import hmac
 import logging
-import secrets
 import selectors
 import socket
 import struct
 import threading
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from core.membership import Meeting
 from core.schema import pack, unpack
-from kv_transfer.channel import store_server
 from runtime.gang.collectives import CONNECT_S
-from runtime.gang.messages import Inbox, Proposed, Told, send
+from runtime.gang.messages import MAX_BYTES, Proposed, Told, send
 from runtime.gang.rounds import Rounds
 from runtime.lockstep import Decide
+from wires.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
+from wires.groups import store_server
 
 log = logging.getLogger(__name__)
-TOKEN_BYTES = 32
 HELLO = struct.Struct("!I")
-"""Follows the token, in one piece with it: which rank this is."""
-MAX_SILENT = 64
-"""Connections that have said nothing yet: another one ends the oldest."""
-_RECEIVE_BYTES = 1 << 16
+"""Of a greeting, after the token: which rank this is."""
 
 
 class Hub:
@@ -38,11 +32,12 @@ class Hub:
 
     def __init__(self, num_ranks: int, host: str) -> None:
         self._num_ranks = num_ranks
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._listener = socket.create_server((host, 0), backlog=MAX_SILENT)
-        self.store, address = store_server(host, CONNECT_S)
-        ports = self._listener.getsockname()[1], int(address.rpartition(":")[2])
-        self.meeting = Meeting(host, *ports, self._token)
+        self._selector = selectors.DefaultSelector()
+        self._strangers = Strangers(HELLO.size, self._turn_away)
+        self._listener = socket.create_server((host, 0), backlog=MAX_STRANGERS)
+        self._store, store_port = store_server(host, CONNECT_S)
+        port = self._listener.getsockname()[1]
+        self.meeting = Meeting(host, port, store_port, self._strangers.token)
         self._connections: dict[int, socket.socket] = {}
         self._is_closed = False
         self._work: SimpleQueue[Any] = SimpleQueue()
@@ -62,11 +57,11 @@ class Hub:
         try:
             self._gather()
             rounds, proposal = self._work.get()
-            with selectors.DefaultSelector() as selector:
-                for rank, connection in self._connections.items():
-                    selector.register(connection, selectors.EVENT_READ, (rank, Inbox(Proposed)))
-                while not self._is_closed:
-                    self._turn(selector, rounds, proposal)
+            for rank, connection in self._connections.items():
+                given = rank, Inbox(MAX_BYTES)
+                self._selector.register(connection, selectors.EVENT_READ, given)
+            while not self._is_closed:
+                self._turn(rounds, proposal)
         except OSError as error:
             if not self._is_closed:
                 log.info("the epoch is over: %r", error)
@@ -74,18 +69,15 @@ class Hub:
             log.exception("the planner failed, and the epoch with it")
         finally:
             self.close()
-            for one in (self._listener, *self._connections.values()):
-                one.close()
+            self._close_all()
+            for connection in self._connections.values():
+                connection.close()
 
-    def _turn(
-        self, selector: selectors.BaseSelector, rounds: Rounds[Any, Any], proposal: type
-    ) -> None:
-        for ready, _ in selector.select():
+    def _turn(self, rounds: Rounds[Any, Any], proposal: type) -> None:
+        for ready, _ in self._selector.select():
             rank, inbox = ready.data
-            data = self._connections[rank].recv(_RECEIVE_BYTES)
-            if not data:
-                raise ConnectionError(f"rank {rank} has gone")
-            for message in inbox.feed(data):
+            for frame in received(self._connections[rank], inbox):
+                message = unpack(Proposed, frame)
                 rounds.propose(rank, message.step, unpack(proposal, message.proposal))
         self._ask(rounds)
         while (planned := rounds.plan()) is not None:
@@ -101,40 +93,40 @@ class Hub:
 
     def _gather(self) -> None:
         """Until all ranks have come; then nobody else may."""
-        silent: list[socket.socket] = []
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._listener, selectors.EVENT_READ)
-                while len(self._connections) < self._num_ranks:
-                    ready = {key.fileobj for key, _ in selector.select()}
-                    if self._listener in ready:
-                        silent.append(self._listener.accept()[0])
-                        selector.register(silent[-1], selectors.EVENT_READ)
-                    for one in [*silent]:
-                        if one in ready or len(silent) > MAX_SILENT:
-                            selector.unregister(one)
-                            silent.remove(one)
-                            self._greet(one)
-        finally:
-            for one in (self._listener, *silent):
-                one.close()
+        missing = {HELLO.pack(rank): rank for rank in range(self._num_ranks)}
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while missing:
+            ready: set[Any] = {key.fileobj for key, _ in self._selector.select(GREETING_S)}
+            for one in ready - {self._listener}:
+                self._greet(one, missing)
+            if self._listener in ready:
+                one = self._listener.accept()[0]
+                one.setblocking(False)
+                self._selector.register(one, selectors.EVENT_READ)
+                self._strangers.come(one)
+            self._strangers.sweep()
+        self._close_all()
 
-    def _greet(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        data = b""
-        with suppress(OSError):
-            data = connection.recv(TOKEN_BYTES + HELLO.size)
-        for rank in set(range(self._num_ranks)) - self._connections.keys():
-            if hmac.compare_digest(data, self._token + HELLO.pack(rank)):
-                connection.settimeout(CONNECT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._connections[rank] = connection
-                return
-        log.warning("somebody came to the planner who is none of its ranks")
+    def _greet(self, one: socket.socket, missing: dict[bytes, int]) -> None:
+        try:
+            hello = self._strangers.hear(one, one.recv(self._strangers.num_wanted(one)))
+            rank = None if hello is None else missing.pop(hello)
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("somebody came to the planner who is none of its ranks: %r", error)
+            self._turn_away(one)
+            return
+        if rank is not None:
+            self._selector.unregister(one)
+            one.settimeout(CONNECT_S)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connections[rank] = one
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self._strangers.forget(connection)
+        self._selector.unregister(connection)
         connection.close()
 
-
-def shut(connection: socket.socket) -> None:
-    """The other end, and whoever reads here, see it at once; who reads here closes it."""
-    with suppress(OSError):  # the other end was first
-        connection.shutdown(socket.SHUT_RDWR)
+    def _close_all(self) -> None:
+        """That are waited for."""
+        for key in [*self._selector.get_map().values()]:
+            self._turn_away(key.fileobj)  # type: ignore[arg-type]

@@ -13,11 +13,11 @@ from core.errors import EpochEnded, ProgramFailed
 from core.membership import Meeting, RankSpec
 from core.schema import pack, unpack
 from runtime.gang.collectives import CONNECT_S, Collectives
-from runtime.gang.hub import HELLO, Hub, shut
-from runtime.gang.messages import Inbox, Proposed, Told, send
+from runtime.gang.hub import HELLO, Hub
+from runtime.gang.messages import MAX_BYTES, Proposed, Told, send
 from runtime.lockstep import Decide, Key, Plan, Proposal
+from wires.framing import Inbox, framed, received, shut
 
-_RECEIVE_BYTES = 1 << 16
 TICK_S = 0.5
 """Between two looks whether the device is late."""
 
@@ -129,26 +129,20 @@ class Member:
             raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
 
     def _read(self) -> None:
+        """Until the epoch is over."""
+        inbox = Inbox(MAX_BYTES)
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
-                self._lose(self._listen(selector, Inbox(Told)))
+                while self._clock() < self._due_at:
+                    if selector.select(TICK_S):
+                        for frame in received(self._connection, inbox):
+                            self._take(unpack(Told, frame))
+            self._lose(f"{self.collectives.place} has not ended in time")
         except (OSError, ValueError) as error:
             self._lose(f"the planner has gone: {error}")
         finally:
             self._connection.close()
-
-    def _listen(self, selector: selectors.BaseSelector, inbox: Inbox[Told]) -> str:
-        """Until the epoch is over; why it is."""
-        while self._clock() < self._due_at:
-            if not selector.select(TICK_S):
-                continue
-            data = self._connection.recv(_RECEIVE_BYTES)
-            if not data:
-                return "the planner ended the epoch"
-            for told in inbox.feed(data):
-                self._take(told)
-        return f"{self.collectives.place} has not ended in time"
 
     def _take(self, told: Told) -> None:
         with self._changed:
@@ -174,7 +168,7 @@ def _connect(meeting: Meeting, rank: int) -> socket.socket:
         connection = socket.create_connection((meeting.host, meeting.port), CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(meeting.token + HELLO.pack(rank))
+        connection.sendall(framed(meeting.token + HELLO.pack(rank)))
     except OSError as error:
         raise EpochEnded(f"rank {rank} cannot reach the planner: {error}") from error
     return connection

@@ -1,15 +1,13 @@
-"""What a rank and its gang's planner tell each other, length-prefixed over one connection."""
+"""What a rank and its gang's planner tell each other, each in a frame of one connection."""
 
 import socket
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic
 
-from core.schema import Message, pack, unpack
+from core.schema import pack
+from wires.framing import framed
 
-_LENGTH = struct.Struct("!H")
-"""Bounds what one message can ask the other end to hold; those of a step have some 100 bytes."""
+MAX_BYTES = 1 << 16
+"""What one message can ask the other end to hold; those of a step have some 100 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +29,4 @@ class Told:
 
 
 def send(connection: socket.socket, message: Proposed | Told) -> None:
-    data = pack(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-class Inbox(Generic[Message]):
-    """Bytes of a connection as they come, cut into messages of the class ``of``."""
-
-    def __init__(self, of: type[Message]) -> None:
-        self._of = of
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        self._bytes += data
-        while len(self._bytes) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack(self._bytes[: _LENGTH.size])[0]
-            if len(self._bytes) < end:
-                return
-            message = unpack(self._of, bytes(self._bytes[_LENGTH.size : end]))
-            del self._bytes[:end]
-            yield message
+    connection.sendall(framed(pack(message)))

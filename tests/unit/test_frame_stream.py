@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -22,6 +22,7 @@ from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, until
+from wires import framing
 
 
 class Board:
@@ -166,13 +167,40 @@ async def test_a_host_of_another_machine_is_explained() -> None:
         await server.listen()
 
 
+async def test_a_reader_who_does_not_greet_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (framing, frame_stream):
+        monkeypatch.setattr(module, "GREETING_S", 0.1)
+    async with served() as (_, server):
+        address = await server.listen()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"\x00")
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not server._connections)
+
+
+async def test_a_frame_longer_than_any_may_be_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame_stream, "MAX_UNREAD_BYTES", 8)
+    async with served() as (board, server):
+        stream = await connect("d", await server.listen(), 1)
+        board.publish(b"ninebytes")
+        with pytest.raises(NodeLost, match="a frame of 9 bytes, 8 are the most"):
+            await read_all(stream)
+        await board.unread()
+
+
 async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also while they may still greet."""
-    monkeypatch.setattr(frame_stream, "GREETING_TIMEOUT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(framing, "GREETING_S", 10 * PATIENCE_S)
     async with served() as (board, server):
-        address, silent = await server.listen(), frame_stream.MAX_SILENT_READERS
+        address, silent = await server.listen(), framing.MAX_STRANGERS
         strangers = [
             await asyncio.open_connection(address.host, address.port) for _ in range(3 * silent)
         ]

@@ -197,9 +197,11 @@ async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
     async with kept(machines, f"control.min_service_s={service_s}") as (keeper, seen):
         await until(lambda: len(machines.lives) > 6)
         assert DOWN not in {gang.state for gang in seen} and "again" in note(keeper.gang)
-        assert max(gang.num_deaths for gang in seen) == (1 if service_s == 0 else 6)
+        assert keeper.history.num_deaths == (1 if service_s == 0 else len(machines.lives) - 1)
+        given_up = [gang.is_given_up for gang in seen if gang.state == STARTING]
+        assert (True in given_up) == (service_s != 0) and not given_up[0]
         keeper.start()
-        assert keeper.gang.num_deaths == 0
+        assert keeper.history.num_deaths == 0 and not keeper.gang.is_given_up
 
 
 async def test_the_users_mistake_leaves_it_down_at_once() -> None:

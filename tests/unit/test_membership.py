@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import Controller
+from cluster.control.epochs import Epochs
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost
@@ -72,13 +72,12 @@ def test_differing_keys_are_named_with_both_values() -> None:
 
 @pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
 def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    controller = Controller.__new__(Controller)
+    epochs = Epochs()
     monkeypatch.setattr(time, "time", lambda: 1000.5)
-    controller.seen = 3, 0
-    assert controller.next_epoch() == 1000
-    controller.seen = 3, 1000 + behind_s
-    epochs = [controller.next_epoch() - behind_s for _ in range(3)]
-    assert epochs == [1001, 1002, 1003]
+    epochs.seen = 3, 0
+    assert epochs.next_epoch() == 1000
+    epochs.seen = 3, 1000 + behind_s
+    assert [epochs.next_epoch() - behind_s for _ in range(3)] == [1001, 1002, 1003]
 
 
 def test_a_snapshot_travels_whole() -> None:

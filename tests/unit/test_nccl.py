@@ -16,9 +16,9 @@ import torch.distributed as dist
 from core.errors import HandoverError
 from kv_transfer import nccl
 from kv_transfer.base import Channel
-from kv_transfer.interfaces import interface_of
 from kv_transfer.nccl import NcclBackend, NcclWire
 from tests.waiting import PATIENCE_S, wait_until
+from wires.nccl import SETTINGS, interface_of
 
 
 class Event:
@@ -87,7 +87,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Stream=lambda device: None, stream=lambda _: contextlib.nullcontext(), Event=Event
     )
     monkeypatch.setattr(nccl.torch, "cuda", cuda)
-    for name in (*nccl.SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
+    for name in (*SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     yield

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.control.company import Company
-from cluster.control.launch import _started, _tell
+from cluster.control.members import RayMembers, _tell
 from cluster.control.verdict import LifeOver
 from core.errors import NodeLost
 from core.info import ModelInfo
@@ -180,15 +180,15 @@ class FakeMembers:
         return self._left.pop(0)
 
 
-READY_P = Gang("prefill-0", "prefill", 5, READY)
-DIED = {"failure": Failure("NodeLost", "it died\nlog"), "num_deaths": 1}
+READY_P = Gang("prefill-0", "prefill", 5, READY, (INFO,))
+DIED = {"failure": Failure("NodeLost", "it died\nlog"), "is_given_up": False}
 
 
 async def waited(*lives: Gang) -> list[str]:
     """What is told until it can be served."""
     told: list[str] = []
     members: Any = FakeMembers(*((READY_P, life) for life in lives))
-    await _started(members, 3, told.append)
+    await RayMembers.started(members, told.append)
     return told
 
 
@@ -210,10 +210,9 @@ async def test_serve_tells_what_it_waits_for() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "last", [of_decode(LOST, **(DIED | {"num_deaths": 3})), of_decode(DOWN, **DIED)]
-)
-async def test_serve_ends_with_what_keeps_a_gang_from_starting(last: Gang) -> None:
+@pytest.mark.parametrize("state", [LOST, DOWN])
+async def test_serve_ends_with_what_keeps_a_gang_from_starting(state: str) -> None:
+    last = of_decode(state, **(DIED | {"is_given_up": True}))
     with pytest.raises(NodeLost, match="it died\nlog"):
         await waited(of_decode(STARTING), of_decode(LOST, **DIED), last)
 
@@ -230,6 +229,7 @@ def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
 async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
     """It was lost, and may find no room for long."""
     other = Gang("decode-1", "decode", 7, STARTING, starts=("decode-1: waiting for room",), **DIED)
+    told: list[str] = []
     members: Any = FakeMembers((READY_P, of_decode(READY), other))
-    snapshot = await _started(members, 3, lambda text: None)
-    assert snapshot.gangs[2] == other
+    await RayMembers.started(members, told.append)
+    assert told == ["decode-1: waiting for room"]

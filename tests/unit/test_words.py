@@ -13,7 +13,7 @@ KNOWN = {
     ("gang", "decode_node", "gang"),
     *(("mtp", folder, "has_mtp") for folder in ("cluster", "core", "runtime")),
     *(("mtp", folder, "num_mtp_layers") for folder in ("cluster", "core", "runtime")),
-    *(("node", "decode_node", name) for name in ("DecodeNode", "NodeLost", "NodeStatus", "node")),
+    *(("node", "decode_node", name) for name in ("DecodeNode", "node")),
     ("node", "kv_transfer", "NodeLost"),
     *(("node", "prefill_node", name) for name in ("NodeStatus", "PrefillNode")),
     *(("node", "runtime", name) for name in ("NodeInfo", "NodeLost", "NodeStatus")),
