@@ -15,7 +15,7 @@ KNOWN = {
     *(("mtp", folder, "num_mtp_layers") for folder in ("cluster", "core", "runtime")),
     *(("node", "decode_node", name) for name in ("DecodeNode", "node")),
     ("node", "kv_transfer", "NodeLost"),
-    *(("node", "prefill_node", name) for name in ("NodeStatus", "PrefillNode")),
+    *(("node", "prefill_node", name) for name in ("PrefillNode",)),
     *(("node", "runtime", name) for name in ("NodeInfo", "NodeLost", "NodeStatus")),
     *(("page", "cluster/control", name) for name in ("AdoptedPages", "pages")),
     *(("page", "cluster/gateway", name) for name in ("num_free_pages", "num_pages", "page_size")),
