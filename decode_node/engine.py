@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class DecodeEngine:
 
     def has_work(self) -> bool:
         is_wanted = self._planner.is_asked or self._may_prepare
-        return bool(self._in_flight) or is_wanted or bool(self.scheduler.running)
+        return bool(self._in_flight) or is_wanted or self.scheduler.has_running
 
     def close(self) -> None:
         """On the engine thread, when no step will follow."""
@@ -167,7 +168,7 @@ class DecodeEngine:
                 self._launcher.make(self._launcher.prepare([], plan))
         elif plan is not None:
             # Who has ended since it was proposed is padding now.
-            self._launch([one for one in sequences if self.scheduler.runs(one)], plan)
+            self._launch([*compress(sequences, self.scheduler.run_still(sequences))], plan)
         self._read(num_kept=1 if overlaps and plan is not None else 0)
 
     def _make_room(self) -> None:
@@ -216,9 +217,9 @@ class DecodeEngine:
             self._in_flight.popleft()
             self.program_s += self._report.program_s
             self.scheduler.landed(step.sequences)
-            for i, (sequence, run) in enumerate(zip(step.sequences, runs, strict=True)):
-                if self.scheduler.runs(sequence):
-                    self._updates.append(self._emit(sequence, i, run, step))
+            still = self.scheduler.run_still(step.sequences)
+            for i, sequence in compress(enumerate(step.sequences), still):
+                self._updates.append(self._emit(sequence, i, runs[i], step))
 
     def _note(self, sequences: Iterable[Running]) -> None:
         """They fail if this turn does, and are suspects if it kills the process."""

@@ -43,6 +43,7 @@ class Scheduler:
         self._fresh: dict[Identity, Waiting] = {}
         self.sequences: dict[Identity, Granted | Running] = {}
         """Those that hold rows, in the order in which these were granted."""
+        self._runs: list[Running | None] = [None] * max_rows
         self._ending: dict[int, Ending] = {}
 
     @property
@@ -118,13 +119,14 @@ class Scheduler:
             granted.num_most_pages,
             granted.max_output,
             granted.num_output + 1,
+            len(request.prompt_ids),
             request,
             stop_ids(request.sampling, self._eos_ids),
             most if asked is None else min(asked, most),
             most,
             num_alone=NUM_STEPS_ALONE if is_suspect else 0,
         )
-        self.sequences[identity] = sequence
+        self.sequences[identity] = self._runs[granted.row] = sequence
         return sequence
 
     def drop(self, identity: Identity) -> bool:
@@ -133,15 +135,21 @@ class Scheduler:
         self._begun.pop(identity, None)
         self._fresh.pop(identity, None)
         one = self.sequences.pop(identity, None)
+        if one is not None:
+            self._runs[one.row] = None
         if isinstance(one, Running) and one.num_in_flight:
             self._ending[one.row] = Ending(one.row, one.pages, one.num_in_flight)
         elif one is not None:
             self._release(one.row, one.pages)
         return one is not None
 
-    def runs(self, sequence: Running) -> bool:
-        """Whether it has not ended."""
-        return self.sequences.get(sequence.identity) is sequence
+    def run_still(self, sequences: Sequence[Running]) -> list[bool]:
+        """Whether each has not ended."""
+        return [self._runs[one.row] is one for one in sequences]
+
+    @property
+    def has_running(self) -> bool:
+        return any(self._runs)
 
     def launched(self, sequences: Sequence[Running]) -> None:
         """A step of ``sequences`` is on its way."""
@@ -151,7 +159,7 @@ class Scheduler:
     def landed(self, sequences: Sequence[Running]) -> None:
         """A step of ``sequences`` is through."""
         for sequence in sequences:
-            if self.runs(sequence):
+            if self._runs[sequence.row] is sequence:
                 sequence.num_in_flight -= 1
                 continue
             ending = self._ending[sequence.row]
@@ -213,7 +221,8 @@ class Scheduler:
         return [
             s
             for s in self.running
-            if s.num_known + ahead > len(s.pages) * page_size and len(s.pages) < s.num_most_pages
+            if s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
+            and len(s.pages) < s.num_most_pages
         ]
 
     def _num_growing(self) -> int:
@@ -221,7 +230,9 @@ class Scheduler:
         return sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing(self, sequence: Running) -> int:
-        wanted = min(self._num_pages(sequence.num_known), sequence.num_most_pages)
+        wanted = min(
+            self._num_pages(sequence.num_prompt + sequence.num_output), sequence.num_most_pages
+        )
         return max(0, wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -236,4 +247,5 @@ class Scheduler:
         assert all(s.num_in_flight for s in self._ending.values()), "an ended row is kept"
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
+        assert {*self.running} == {*filter(None, self._runs)}, "not those that run"
         assert not self.sequences.keys() & {*self._begun, *self._fresh}, "a granted one waits"

@@ -40,7 +40,7 @@ class Running:
     """A request that runs in its row, from its first token on.
 
     ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
-    read. ``pages`` grow. A step uses at most ``limit`` drafts of ``max_drafts``.
+    read, and ``pages`` grow. A step uses at most ``limit`` drafts of ``max_drafts``.
     ``num_last_drafts`` are those of the step launched last, and behind it the drafter is at most
     so far ``behind`` (core.forms). ``steps`` counts those of (drafts, accepted drafts).
     ``num_alone`` of its next steps it shares with nobody.
@@ -52,6 +52,7 @@ class Running:
     num_most_pages: int
     max_output: int
     num_output: int
+    num_prompt: int
     request: Request
     stops: frozenset[int]
     limit: int
@@ -68,14 +69,10 @@ class Running:
         return self.max_output - self.num_output
 
     @property
-    def num_known(self) -> int:
-        """Tokens of prompt and answer, as far as steps have been read."""
-        return len(self.request.prompt_ids) + self.num_output
-
-    @property
     def num_known_most(self) -> int:
-        """At most so many, once every step on its way is through."""
-        return self.num_known + self.num_in_flight * (self.num_last_drafts + 1)
+        """Tokens of prompt and answer, at most, once every step on its way is through."""
+        num_coming = self.num_in_flight * (self.num_last_drafts + 1)
+        return self.num_prompt + self.num_output + num_coming
 
     def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to

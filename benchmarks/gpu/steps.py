@@ -84,7 +84,7 @@ class Steps:
         request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
-            places = i, pages, per_row, ROOM, 1
+            places = i, pages, per_row, ROOM, 1, context
             settings = request, frozenset[int](), num_drafts, num_drafts
             one = Running(Identity(f"r{i}"), *places, *settings)
             hidden = torch.randn(loaded.config.hidden_size, device=loaded.device)

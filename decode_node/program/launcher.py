@@ -96,9 +96,12 @@ class Launcher:
             logprobs = download(raw_logprobs(logits_BNV, tokens_BN1, most))
         verdict = download(result.verdict)
         ended = now(self._loaded.device)
+        drafts, now_behind = key.num_drafts, self._catch_up.behind
+        after = {
+            one: now_behind(one, drafts, key.catch_up) for one in {s.behind for s in step.sequences}
+        }
         for sequence in step.sequences:
-            sequence.num_last_drafts = key.num_drafts
-            sequence.behind = self._catch_up.behind(sequence.behind, key.num_drafts, key.catch_up)
+            sequence.num_last_drafts, sequence.behind = drafts, after[sequence.behind]
         usual = self._catch_up.amount(key.num_drafts, self._catch_up.start)
         is_usual = result.is_usual and key.catch_up == usual
         return InFlight(step.sequences, key, verdict, logprobs, began, ended, is_usual)

@@ -82,7 +82,7 @@ class Played:
         sequences = self.in_flight.popleft()
         self.scheduler.landed(sequences)
         for sequence in sequences:
-            if not self.scheduler.runs(sequence):
+            if self.scheduler.run_still([sequence]) == [False]:
                 continue
             sequence.num_output += min(luck.randint(1, sequence.limit + 1), sequence.num_budget)
             if sequence.num_budget == 0 or luck.random() < 0.02:

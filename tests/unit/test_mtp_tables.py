@@ -153,7 +153,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
-    places, settings = (0, PAGES, len(PAGES), 9, 1), (request, frozenset(), 2, 2)
+    places, settings = (0, PAGES, len(PAGES), 9, 1, case["L"] - 1), (request, frozenset(), 2, 2)
     rows.begin(Running(Identity("r"), *places, *settings), token_id(emitted[-1]), None)
     chosen = rows.select(torch.tensor([0]), len(PAGES))
     own = chosen.state.drafter
