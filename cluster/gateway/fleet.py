@@ -129,10 +129,8 @@ class Fleet:
             log.warning("%s answers again and gets requests", rank.name)
 
     def _report(self, rank: Handle, error: Exception) -> None:
-        if rank.name in self.ranks:
-            log.warning("%s is lost and gets no requests until it answers: %s", rank.name, error)
-            spec = rank.info.spec
-            self._members.report(spec.gang, spec.epoch, str(error))
+        log.warning("%s is lost and gets no requests until it answers: %s", rank.name, error)
+        self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow(self) -> None:
         while True:
