@@ -199,18 +199,17 @@ class Scheduler:
 
     def has_suspects(self) -> bool:
         """Whether some sequence has to be alone in its step."""
-        return any(s.num_alone for s in self.running)
+        return any(s is not None and s.num_alone for s in self._runs)
 
     def runnable(self, suspects_turn: bool = False) -> list[Running]:
         """Sequences of the next step, by row: those that steps on their way, which give at least a
         token each, do not end for certain. The oldest suspect alone, or all others, whichever
         there are; if both, the suspect on its turn."""
-        left = [s for s in self.running if s.num_output + s.num_in_flight < s.max_output]
-        suspects = [s for s in left if s.num_alone]
+        left = [s for s in self._runs if s and s.num_output + s.num_in_flight < s.max_output]
         others = [s for s in left if not s.num_alone]
-        if suspects and (suspects_turn or not others):
-            return suspects[:1]
-        return sorted(others, key=lambda sequence: sequence.row)
+        if len(others) < len(left) and (suspects_turn or not others):
+            return [s for s in self.running if s.num_alone and s in left][:1]
+        return others
 
     def _lacks(self, sequences: list[Running]) -> bool:
         return sum(map(self._num_missing, sequences)) > self._pool.num_available
@@ -220,8 +219,9 @@ class Scheduler:
         ahead, page_size = 2 * (self._max_drafts + 1), self._pool.page_size
         return [
             s
-            for s in self.running
-            if s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
+            for s in self._runs
+            if s is not None
+            and s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
             and len(s.pages) < s.num_most_pages
         ]
 
