@@ -54,7 +54,7 @@ class Wrong:
 
     def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
         drafts = self._inner.draft(own, view, num_drafts, amount, caches)
-        return replace(drafts, tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
+        return drafts._replace(tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
 
 
 class Arm:

@@ -1,20 +1,17 @@
 """The tensor programs of steps: which rows to read and to write in, verdicts out (design.md)."""
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import EpochEnded
-from core.request import REJECTION
 from decode_node.planning.step_plan import StepKey, StepPlan
+from decode_node.program.feeder import Feeder
 from decode_node.program.rows import Rows
-from decode_node.program.step import decode_step, draft
+from decode_node.program.step import decode_step
 from model.acceptance.base import Verdict
 from model.cache import Caches
 from model.drafters.base import Drafts
@@ -22,7 +19,6 @@ from model.kernels.repeated import Repeated
 from model.loaded import LoadedModel
 from runtime.engine_loop import is_fatal
 
-log = logging.getLogger(__name__)
 MOST_TRIES = 2
 """To make a program in a step of somebody's rows, whose fault it may have been."""
 
@@ -51,8 +47,7 @@ class Programs:
         self.kept: dict[int, tuple[StepKey, Repeated]] = {}
         self.refused: dict[StepKey, str] = loaded.refused
         self._num_failed = Counter[StepKey]()
-        self.num_unfed = 0
-        """Steps whose drafts a fed drafter did not give."""
+        self._feeder = Feeder(loaded, caches)
 
     @property
     def form(self) -> str:
@@ -62,7 +57,8 @@ class Programs:
         if form != self._loaded.kernels.form:
             told = [f"{form}: {self._loaded.dispatch.why_eager}"]
         told += [f"{len(refused)} programs eager: {refused[-1]}"] if refused else []
-        told += [f"{self.num_unfed} steps without drafts"] if self.num_unfed else []
+        num_lost = self._feeder.num_lost
+        told += [f"{num_lost} steps without drafts"] if num_lost else []
         return ", ".join(told)
 
     def run(
@@ -70,7 +66,7 @@ class Programs:
     ) -> StepResult:
         """``num_pages`` is the width of page tables, None for whole ones."""
         key = plan.key
-        inputs = read_B, write_B, *self._fed(key, num_pages, read_B)
+        inputs = self._inputs(key, num_pages, read_B, write_B)
         if plan.slot is None:
             is_usual = plan.is_settled
             tokens_BN1, num_accepted_B, places = self._compute(key, num_pages, *inputs)
@@ -85,7 +81,7 @@ class Programs:
     def make(self, plan: StepPlan, read_B: Tensor, write_B: Tensor) -> None:
         """Get a program ready, on rows that are nobody's."""
         assert plan.slot is not None, "programs that are made have slots"
-        inputs = read_B, write_B, *self._fed(plan.key, None, read_B)
+        inputs = self._inputs(plan.key, None, read_B, write_B)
         function = self._function(plan.key, plan.slot)
         with self._making(plan.key, function, 1):
             while not function.is_ready:
@@ -126,31 +122,13 @@ class Programs:
                     self.refused[key] = f"a program could not be made: {error!r}"
             raise
 
-    def _fed(self, key: StepKey, num_pages: int | None, read_B: Tensor) -> tuple[Tensor, ...]:
-        """Inputs of a fed program: drafts [B, N], how many of each row are any [B], and what they
-        were drawn from [B, N, V] where a kind of acceptance asks for that."""
-        drafter, num_drafts = self._loaded.drafter, key.num_drafts
-        if not (drafter.is_fed and key.drafts):
-            return ()
-        try:
-            rows = self._rows.select(read_B, num_pages, key.extras)
-            drafts = draft(drafter, self._caches, rows, key)
-        except Exception as error:
-            if drafter.meets_ranks or is_fatal(error):
-                raise
-            log.exception("a step goes on without drafts")
-            self.num_unfed += 1
-            tokens_BN = read_B.new_zeros(len(read_B), num_drafts)
-            drafts = Drafts(tokens_BN, torch.zeros_like(read_B))
-        num_B = drafts.num_B
-        if num_B is None:
-            num_B = torch.full_like(read_B, num_drafts)
-        if key.extras.all_greedy or REJECTION not in key.extras.kinds:
-            return drafts.tokens_BN, num_B
-        q_BNV = drafts.q_BNV
-        if q_BNV is None:
-            q_BNV = F.one_hot(drafts.tokens_BN, self._loaded.config.vocab_size).float()
-        return drafts.tokens_BN, num_B, q_BNV
+    def _inputs(
+        self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor
+    ) -> tuple[Tensor, ...]:
+        fed: tuple[Tensor, ...] = ()
+        if self._loaded.drafter.is_fed and key.drafts:
+            fed = self._feeder.feed(key, self._rows.select(read_B, num_pages, key.extras))
+        return read_B, write_B, *fed
 
     def _compute(
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor, *fed: Tensor

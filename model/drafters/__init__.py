@@ -12,7 +12,9 @@ from model.weights import Checkpoint, has_mtp
 
 NONE = "none"
 Loader = Callable[[Checkpoint, DeepseekV3], Drafter]
-CLASSES = {MTP: "model.drafters.mtp:MtpDrafter"}
+CLASSES = {
+    MTP: "model.drafters.mtp:MtpDrafter",
+}
 """Whose ``load`` makes them of a checkpoint and its loaded main model, whose embedding and head
 they may share."""
 

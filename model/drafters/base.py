@@ -6,7 +6,7 @@ row's table, V vocabulary; in prefill T packed tokens, G segments.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,8 +36,7 @@ class View:
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
+class Drafts(NamedTuple):
     """Tokens [B, N], each row a chain behind its known text; ``num_B`` is how many of a row's are
     drafts at all, None if all are. ``q_BNV`` are the probabilities that they were drawn from, None
     for deterministic drafts."""

@@ -332,7 +332,7 @@ async def test_a_fed_drafter_that_fails_costs_its_rank_one_steps_drafts(small_mo
         answers = await asyncio.gather(*map(cluster.complete, asked))
         for request, (ids, _, _) in zip(asked, answers, strict=True):
             assert is_exact(small_model, request, ids)
-        assert [rank.engine.programs.num_unfed for rank in cluster.decodes] == [0, 1]
+        assert [rank.engine.programs._feeder.num_lost for rank in cluster.decodes] == [0, 1]
         assert all(rank.loop.failure is None for rank in cluster.decodes)
         assert not cluster.members.reports
         await cluster.check_empty()

@@ -62,7 +62,7 @@ def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, loop: str) -
     bench = Bench(replace(loaded, drafter=drafter), num_drafts=2, max_rows=6, loop=loop)
     assert bench.generate(*asked) == expected
     bench.check_empty()
-    assert bench.decode.programs.num_unfed == 1 and drafter.num_calls > 8
+    assert bench.decode.programs._feeder.num_lost == 1 and drafter.num_calls > 8
     assert bench.decode.programs.form.endswith(", 1 steps without drafts")
 
 
