@@ -31,7 +31,7 @@ class Feeder:
         [B], and what they were drawn from [B, N, V] where a kind of acceptance asks for that."""
         tokens_BN, num_B, q_BNV = self._drafts(key, rows)
         if num_B is None:
-            num_B = torch.full_like(rows.num_prompt_B, key.num_drafts)
+            num_B = torch.full_like(rows.state.num_output_B, key.num_drafts)
         if key.extras.all_greedy or REJECTION not in key.extras.kinds:
             return tokens_BN, num_B
         if q_BNV is None:
@@ -39,6 +39,8 @@ class Feeder:
         return tokens_BN, num_B, q_BNV
 
     def _drafts(self, key: StepKey, rows: RowTensors) -> Drafts:
+        if not key.drafts:
+            return Drafts(rows.state.last_B1[:, :0])
         try:
             return draft(self._loaded.drafter, self._caches, rows, key)
         except Exception as error:
@@ -46,5 +48,5 @@ class Feeder:
                 raise
             log.exception("a step goes on without drafts")
             self.num_lost += 1
-            num_B = torch.zeros_like(rows.num_prompt_B)
+            num_B = torch.zeros_like(rows.state.num_output_B)
             return Drafts(num_B.unsqueeze(1).repeat(1, key.num_drafts), num_B)

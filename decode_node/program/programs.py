@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from decode_node.program.step import decode_step
 from model.acceptance.base import Verdict
 from model.cache import Caches
 from model.drafters.base import Drafts
-from model.kernels.repeated import Repeated
+from model.kernels.repeated import Eager, Repeated
 from model.loaded import LoadedModel
 from runtime.engine_loop import is_fatal
 
@@ -65,24 +66,17 @@ class Programs:
         self, plan: StepPlan, num_pages: int | None, read_B: Tensor, write_B: Tensor
     ) -> StepResult:
         """``num_pages`` is the width of page tables, None for whole ones."""
-        key = plan.key
-        inputs = self._inputs(key, num_pages, read_B, write_B)
-        if plan.slot is None:
-            is_usual = plan.is_settled
-            tokens_BN1, num_accepted_B, places = self._compute(key, num_pages, *inputs)
-        else:
-            assert num_pages is None, "page tables of kept programs are whole"
-            function = self._function(key, plan.slot)
-            is_usual = function.is_ready
-            with self._making(key, function, MOST_TRIES):
-                tokens_BN1, num_accepted_B, places = function(*inputs)
+        inputs = self._inputs(plan.key, num_pages, read_B, write_B)
+        function = self._function(plan, num_pages)
+        is_usual = function.is_ready and plan.is_settled
+        with self._making(plan.key, function, MOST_TRIES):
+            tokens_BN1, num_accepted_B, places = function(*inputs)
         return StepResult(Verdict(tokens_BN1, num_accepted_B), places, is_usual)
 
     def make(self, plan: StepPlan, read_B: Tensor, write_B: Tensor) -> None:
         """Get a program ready, on rows that are nobody's."""
-        assert plan.slot is not None, "programs that are made have slots"
         inputs = self._inputs(plan.key, None, read_B, write_B)
-        function = self._function(plan.key, plan.slot)
+        function = self._function(plan, None)
         with self._making(plan.key, function, 1):
             while not function.is_ready:
                 function(*inputs)
@@ -100,15 +94,16 @@ class Programs:
             function.forget()
         self.kept.clear()
 
-    def _function(self, key: StepKey, slot: int) -> Repeated:
-        held = self.kept.get(slot)
-        if held is None or held[0] != key:
-            held = (
-                key,
-                self._loaded.kernels.repeated(lambda *inputs: self._compute(key, None, *inputs)),
-            )
-            self.kept[slot] = held
-        return held[1]
+    def _function(self, plan: StepPlan, num_pages: int | None) -> Repeated:
+        key, slot = plan.key, plan.slot
+        if slot in self.kept and self.kept[slot][0] == key:
+            return self.kept[slot][1]
+        compute = partial(self._compute, key, num_pages)
+        if slot is None:
+            return Eager(compute)
+        assert num_pages is None, "page tables of kept programs are whole"
+        self.kept[slot] = key, self._loaded.kernels.repeated(compute)
+        return self.kept[slot][1]
 
     @contextmanager
     def _making(self, key: StepKey, function: Repeated, most_tries: int) -> Iterator[None]:
@@ -126,7 +121,7 @@ class Programs:
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor
     ) -> tuple[Tensor, ...]:
         fed: tuple[Tensor, ...] = ()
-        if self._loaded.drafter.is_fed and key.drafts:
+        if self._loaded.drafter.is_fed:
             fed = self._feeder.feed(key, self._rows.select(read_B, num_pages, key.extras))
         return read_B, write_B, *fed
 

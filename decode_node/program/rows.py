@@ -24,10 +24,12 @@ from model.think import thinking_at_start
 @dataclass(frozen=True, slots=True)
 class RowState:
     """What a step changes. ``num_known`` is L, prompt and emitted tokens, of which ``last`` is the
-    last; ``thinking`` the think phase. What the ``drafter`` keeps is its own."""
+    last, and ``num_output`` those emitted; ``thinking`` the think phase. What the ``drafter`` keeps
+    is its own."""
 
     last_B1: Tensor
     num_known_B: Tensor
+    num_output_B: Tensor
     thinking_B: Tensor
     drafter: Own
 
@@ -37,16 +39,10 @@ class RowTensors:
     """Rows between two steps; the first axis of every tensor is the row."""
 
     state: RowState
-    num_prompt_B: Tensor
     page_table_BP: Tensor
     real_B: Tensor
     sampling: SamplingRows
     acceptance: AcceptanceRows
-
-    @property
-    def num_output_B(self) -> Tensor:
-        """Tokens emitted so far."""
-        return self.state.num_known_B - self.num_prompt_B
 
 
 MADE_UP = 512
@@ -180,10 +176,10 @@ class Rows:
             state=RowState(
                 last_B1=torch.tensor([[token]]),
                 num_known_B=torch.tensor([num_prompt + num_output]),
+                num_output_B=torch.tensor([num_output]),
                 thinking_B=torch.tensor([is_thinking]),
                 drafter=drafter.begin(token, features_F, is_known, self._max_drafts),
             ),
-            num_prompt_B=torch.tensor([num_prompt]),
             page_table_BP=self._no_pages_1P if pages_1P is None else pages_1P,
             real_B=torch.tensor([is_real]),
             sampling=SamplingRows.of([request.sampling], torch.device("cpu")),

@@ -51,11 +51,9 @@ def decode_step(
 
 
 def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey) -> Drafts:
-    """The drafter's part of a step, if it has one."""
+    """The drafter's part of a step."""
     state = rows.state
-    if not key.drafts:
-        return Drafts(state.last_B1[:, :0])
-    kinds, kind_B, num_output_B = key.extras.kinds, rows.acceptance.kind_B, rows.num_output_B
+    kinds, kind_B, num_output_B = key.extras.kinds, rows.acceptance.kind_B, state.num_output_B
     view = View(
         last_B1=state.last_B1,
         num_known_B=state.num_known_B,
@@ -96,7 +94,7 @@ def gather_evidence(
     rows: RowTensors, drafts: Drafts, logits_BNV: Tensor, think_ids: ThinkIds | None
 ) -> Evidence:
     """What the main model makes of the drafts."""
-    acceptance, num_output_B = rows.acceptance, rows.num_output_B
+    acceptance, num_output_B = rows.acceptance, rows.state.num_output_B
     if drafts.num_B is not None:
         acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
     adjusted_BNV = adjusted_places(logits_BNV, rows.sampling, num_output_B, drafts.tokens_BN)
@@ -129,6 +127,7 @@ def commit(
     return RowState(
         last_B1=verdict.tokens_BN1.gather(1, verdict.num_accepted_B.unsqueeze(1)),
         num_known_B=state.num_known_B + num_emitted_B,
+        num_output_B=state.num_output_B + num_emitted_B,
         thinking_B=phase_after(state.thinking_B, verdict.tokens_BN1, num_emitted_B, think_ids),
         drafter=drafter.commit(state.drafter, emitted, key.catch_up),
     )

@@ -95,8 +95,8 @@ class Drafter(Protocol):
         ...
 
     def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        """Propose ``num_drafts`` tokens a row and catch up with ``amount``; with 0 drafts that is
-        all. ``own`` is left as it is."""
+        """Propose ``num_drafts`` tokens a row, maybe none, and catch up with ``amount``. ``own`` is
+        left as it is."""
         ...
 
     def commit(self, own: Own, emitted: Emitted, amount: int) -> Own:

@@ -116,6 +116,8 @@ class MtpDrafter:
     ) -> Drafts:
         num_rows, cache = len(own.tokens_BM), caches[MTP][0]
         page_size, drafts_BN = cache.shape[1], own.tokens_BM[:, :0]
+        if amount == 0:
+            return Drafts(drafts_BN)
         rows = first_pass(view.num_known_B, own.num_pending_B, own.first_B, amount)
         batch = first_batch(own.tokens_BM[:, :amount], view, rows, page_size)
         z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))

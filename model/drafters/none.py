@@ -45,7 +45,8 @@ class NoDrafter:
         return
 
     def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        raise AssertionError(f"no drafter can give {num_drafts} drafts")
+        assert num_drafts == 0, f"no drafter can give {num_drafts} drafts"
+        return Drafts(view.last_B1[:, :0])
 
     def commit(self, own: None, emitted: Emitted, amount: int) -> None:
         return
