@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kv_transfer.copies import copies_on
+from kv_transfer.copies import copy_on
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import Buffer
@@ -37,7 +37,7 @@ class PagedCaches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
-        self._copies = copies_on(self.device)
+        self._copy = copy_on(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:
@@ -62,7 +62,7 @@ class PagedCaches:
         with self._beside(mark):
             rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
-            self._copies.gather(self._layers(group, rows.dtype), slots_T, here)
+            self._copy(self._layers(group, rows.dtype), slots_T, here, True)
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
@@ -71,7 +71,7 @@ class PagedCaches:
         with self._beside(None):
             rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
             here = rows.to(self.device, non_blocking=True)
-            self._copies.scatter(self._layers(group, rows.dtype), slots_T, here)
+            self._copy(self._layers(group, rows.dtype), slots_T, here, False)
 
     def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]

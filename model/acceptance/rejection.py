@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.acceptance import strict
-from model.acceptance.base import Evidence, Kind, Verdict
+from model.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, log_probs, sample, uniform
 
 
@@ -87,9 +87,7 @@ def _at(x_BNV: Tensor, place_B: Tensor) -> Tensor:
     return x_BNV.gather(1, index_B1V).squeeze(1)
 
 
-def pick_from_q(
-    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
     """Drafts drawn from q, the drafter's distribution after the request's own filters, and q."""
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
@@ -99,9 +97,7 @@ def pick_from_q(
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 
 
-def pick_best(
-    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
     """The drafter's likeliest token."""
     return adjusted_BV.argmax(-1), None
 
