@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.acceptance import strict
 from model.acceptance.base import Evidence, Kind, Picked, Verdict
-from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, log_probs, sample, uniform
+from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -43,8 +43,8 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def _target_probs(evidence: Evidence) -> Tensor:
-    places = evidence.adjusted_BN1V.unbind(1)
-    return torch.stack([log_probs(x, evidence.sampling).exp() for x in places], 1)
+    rows, places = evidence.sampling, evidence.adjusted_BN1V.unbind(1)
+    return torch.stack([rows.sampler.filtered_log_probs(x, rows).exp() for x in places], 1)
 
 
 def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Ten
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
         return greedy_B, None
-    log_q_BV = log_probs(adjusted_BV, sampling)
+    log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV, sampling)
     drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 
