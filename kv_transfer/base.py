@@ -10,16 +10,10 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from core.errors import HandoverError
+from core.tasks import pending
 
 Direction = Literal["send", "recv"]
 log = logging.getLogger(__name__)
-
-
-def pending() -> "Future[None]":
-    """A future that its waiters cannot cancel: the worker alone resolves it."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 class Wire(Protocol):
