@@ -14,7 +14,7 @@ COPIED_AT_ONCE = 2048
 def copy_all_layers(
     layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, is_gather: bool
 ) -> None:
-    """See copies.py."""
+    """A Copy, see caches.py."""
     assert rows_LTW.is_contiguous() and all(layer.is_contiguous() for layer in layers)
     num_layers, num_tokens, width = rows_LTW.shape
     # From other memory the host would wait for all that was launched before.

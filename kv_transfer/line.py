@@ -8,7 +8,7 @@ from typing import Any
 
 from core.tasks import Tasks
 from kv_transfer.base import Channel
-from kv_transfer.waiting import ended
+from kv_transfer.waiting import SLACK_S
 
 
 @dataclass(eq=False)
@@ -53,4 +53,6 @@ class Line:
             channel.abort(reason)
             if self.hang_up is not None:
                 await self.hang_up()
-            await ended(channel)
+            # A channel that is later than this has said so in the log.
+            late_s = 2 * channel.timeout_s + SLACK_S
+            await asyncio.wait([asyncio.wrap_future(channel.terminal)], timeout=late_s)

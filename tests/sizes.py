@@ -71,7 +71,7 @@ BESIDE = {
     "decode_node/planning": ("buckets",),
     "decode_node/program": ("clock",),
     "kv_transfer": (
-        *("accepted", "base", "caches", "copies", "gloo", "layout", "line", "links"),
+        *("accepted", "base", "caches", "gloo", "layout", "line", "links"),
         *("offered", "staging", "waiting"),
     ),
     "model": ("config", "experts", "loaded", "tensors", "think", "token_bytes", "tokenizer"),

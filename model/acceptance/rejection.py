@@ -31,11 +31,6 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(tokens_BN1, num_accepted_B).where(evidence.sampling.temperature_B > 0, greedy)
 
 
-def judge_point_mass(evidence: Evidence) -> Verdict:
-    """The same for drafts that are a function of their logits: q is 1 at the draft."""
-    return judge(replace(evidence, q_BNV=None))
-
-
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
@@ -103,4 +98,5 @@ def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tenso
 
 
 REJECTION = Kind(pick_from_q, judge)
-REJECTION_GREEDY = Kind(pick_best, judge_point_mass)
+REJECTION_GREEDY = Kind(pick_best, lambda evidence: judge(replace(evidence, q_BNV=None)))
+"""The same for drafts that are a function of their logits: q is 1 at the draft."""
