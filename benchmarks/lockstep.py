@@ -37,9 +37,8 @@ from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
 from runtime.gang.collectives import Collectives
 from runtime.gang.hub import Hub
-from runtime.gang.join import join
 from runtime.gang.member import Member
-from runtime.lockstep import Alone, Lockstep
+from runtime.lockstep import Lockstep
 from runtime.parts import RankParts, load_memory
 
 LOOPBACK = "127.0.0.1"
@@ -136,9 +135,9 @@ def start(
 ) -> tuple[DecodeEngine | PrefillEngine, EngineLoop]:
     memory, loop = load_memory(spec, config), EngineLoop("engine")
     pool = PagePool(memory.num_pages, config.kv.page_size)
-    lockstep: Lockstep = Alone()
+    lockstep = Lockstep()
     if meeting is not None:
-        lockstep = join(spec, meeting, hub, memory.loaded.device, loop.watch)
+        lockstep = Member(spec, meeting, hub, memory.loaded.device, loop.watch)
     memory.loaded.dispatch.join(lockstep.collectives)
     parts = RankParts(spec, config, memory.loaded, pool, memory.caches, loop, lockstep)
     engine: DecodeEngine | PrefillEngine

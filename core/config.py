@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from core.config_help import type_text, value_text
-from core.config_source import explain, overlay, read_yaml
+from core.config_source import explain, overlay, read_yaml, type_text, value_text
 from core.info import COLOCATED, DECODE, PREFILL
 
 AUTO = "auto"

@@ -1,9 +1,11 @@
-"""Reading YAML and ``--set`` into a plain tree, and saying what is wrong with one."""
+"""Reading YAML and ``--set`` into a plain tree, saying what is wrong with one, and how types and
+defaults of keys are shown: as one would write them."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -86,3 +88,27 @@ def _suggestion(path: str, fields: Iterable[str]) -> str:
         leaf = path.rpartition(".")[2]
         near = [key for key in keys if key.rpartition(".")[2] == leaf]
     return f"; did you mean {near[0]!r}?" if near else f"; sections are {sorted(sections)}"
+
+
+def value_text(value: Any) -> str:
+    """A default as YAML; of a path the two last parts."""
+    if isinstance(value, Path):
+        return "/".join(value.parts[-2:])
+    if isinstance(value, tuple):
+        return str(list(value))
+    return "null" if value is None else str(value)
+
+
+def type_text(annotation: Any) -> str:
+    """``int|null``, ``[str, str]``, ``[int, ...]``, ``auto|cpu|cuda``."""
+    if annotation is Ellipsis:
+        return "..."
+    if get_origin(annotation) is Annotated:
+        return type_text(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"[{', '.join(map(type_text, get_args(annotation)))}]"
+    if isinstance(annotation, UnionType):
+        return "|".join(map(type_text, get_args(annotation)))
+    return "null" if annotation is type(None) else annotation.__name__.lower()

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from core.errors import TandemError
@@ -81,14 +82,22 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
 def threaded(function: Callable[[], Result]) -> "Future[Result]":
     """The result of what runs on a thread of its own; waiters cannot cancel it."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="kv-blocking", daemon=True).start()
+    future: Future[Result] = pending()
+    work = partial(fulfil, future, function)
+    threading.Thread(target=work, name="kv-blocking", daemon=True).start()
     return future
+
+
+def pending() -> "Future[Any]":
+    """A future that its waiters cannot cancel: who made it alone resolves it."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def fulfil(future: "Future[Result]", function: Callable[[], Result]) -> None:
+    """Resolve it with what ``function`` returns or raises."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

@@ -10,16 +10,10 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from core.errors import HandoverError
+from core.tasks import pending
 
 Direction = Literal["send", "recv"]
 log = logging.getLogger(__name__)
-
-
-def pending() -> "Future[None]":
-    """A future that its waiters cannot cancel: the worker alone resolves it."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 class Wire(Protocol):
@@ -27,20 +21,16 @@ class Wire(Protocol):
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
         """Start a transfer; what is returned is for `wait`. Raises where it cannot start."""
-        ...
 
     def wait(self, posted: Any, timeout_s: float) -> None:
         """Block the host until the transfer's tensor is free; raise on failure or deadline."""
-        ...
 
     def abort(self) -> None:
         """Have a running transfer fail as soon as the backend can. May block, may raise."""
-        ...
 
     def destroy(self) -> None:
         """Free what the backend holds. Returns or raises only when no posted transfer can touch
         its tensor any more; may block until then."""
-        ...
 
 
 @dataclass(slots=True)

@@ -1,17 +1,20 @@
 """One rank's KV memory as the hand-over sees it: layout, pages and per-layer tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kv_transfer.copies import copies_on
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import Buffer
 
 Mark = torch.cuda.Event
+Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
+"""Of the ``slots_T`` of ``layers`` [num_slots, W] each, and ``rows`` [num_layers, T, W] of the same
+integer type: into the rows (``is_gather``), or from them."""
 
 
 class PagedCaches:
@@ -37,7 +40,7 @@ class PagedCaches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
-        self._copies = copies_on(self.device)
+        self._copy = copy_on(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:
@@ -62,7 +65,7 @@ class PagedCaches:
         with self._beside(mark):
             rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
-            self._copies.gather(self._layers(group, rows.dtype), slots_T, here)
+            self._copy(self._layers(group, rows.dtype), slots_T, here, True)
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
@@ -71,7 +74,7 @@ class PagedCaches:
         with self._beside(None):
             rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
             here = rows.to(self.device, non_blocking=True)
-            self._copies.scatter(self._layers(group, rows.dtype), slots_T, here)
+            self._copy(self._layers(group, rows.dtype), slots_T, here, False)
 
     def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
@@ -124,3 +127,21 @@ def _widest_view(staged: Tensor) -> Tensor:
     """Rows as wide integers where their width and place allow it: index copies go faster."""
     aligned = staged.shape[-1] % 8 == 0 and staged.storage_offset() % 8 == 0
     return staged.view(torch.int64) if aligned else staged
+
+
+def copy_by_layer(
+    layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, is_gather: bool
+) -> None:
+    for layer, rows_TW in zip(layers, rows_LTW, strict=True):
+        if is_gather:
+            torch.index_select(layer, 0, slots_T, out=rows_TW)
+        else:
+            layer.index_copy_(0, slots_T, rows_TW)
+
+
+def copy_on(device: torch.device) -> Copy:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return copy_by_layer
+    from kv_transfer.gpu_copies import copy_all_layers
+
+    return copy_all_layers

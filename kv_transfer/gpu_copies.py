@@ -11,17 +11,10 @@ COPIED_AT_ONCE = 2048
 """Values of a program: 16 KiB as a rule."""
 
 
-class AllLayers:
-    def gather(self, layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor) -> None:
-        _launch(layers, slots_T, rows_LTW, is_gather=True)
-
-    def scatter(self, layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor) -> None:
-        _launch(layers, slots_T, rows_LTW, is_gather=False)
-
-
-def _launch(
-    layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, *, is_gather: bool
+def copy_all_layers(
+    layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, is_gather: bool
 ) -> None:
+    """A Copy, see caches.py."""
     assert rows_LTW.is_contiguous() and all(layer.is_contiguous() for layer in layers)
     num_layers, num_tokens, width = rows_LTW.shape
     # From other memory the host would wait for all that was launched before.

@@ -3,27 +3,26 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from core.tasks import Tasks
 from kv_transfer.base import Channel
-from kv_transfer.waiting import ended
+from kv_transfer.waiting import SLACK_S
 
 
+@dataclass(eq=False)
 class Line:
     """The channel that both ends call ``nonce``, which ``building`` makes. ``hang_up`` has the peer
     end its side; it is called once a channel that was built is dropped."""
 
-    def __init__(
-        self,
-        nonce: str,
-        tasks: Tasks,
-        building: Coroutine[Any, Any, Channel],
-        hang_up: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self.nonce = nonce
-        self._tasks, self._hang_up = tasks, hang_up
-        self._building = tasks.start(building)
+    nonce: str
+    tasks: Tasks
+    building: Coroutine[Any, Any, Channel]
+    hang_up: Callable[[], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
+        self._building = self.tasks.start(self.building)
         self._used_at = time.monotonic()
 
     @property
@@ -45,13 +44,15 @@ class Line:
 
     def drop(self, reason: str) -> None:
         """End the channel, also if it is yet to be built."""
-        self._tasks.start(self._drop(reason))
+        self.tasks.start(self._drop(reason))
 
     async def _drop(self, reason: str) -> None:
         await asyncio.wait([self._building])
         if self._building.exception() is None:
             channel = self._building.result()
             channel.abort(reason)
-            if self._hang_up is not None:
-                await self._hang_up()
-            await ended(channel)
+            if self.hang_up is not None:
+                await self.hang_up()
+            # A channel that is later than this has said so in the log.
+            late_s = 2 * channel.timeout_s + SLACK_S
+            await asyncio.wait([asyncio.wrap_future(channel.terminal)], timeout=late_s)

@@ -41,13 +41,6 @@ async def settled(future: "Future[None]", channel: Channel) -> None:
     await _within(future, channel.timeout_s + SLACK_S, f"channel {channel.name} hangs: no result")
 
 
-async def ended(channel: Channel) -> None:
-    """Wait until the channel is terminal, or so late that it has said so in the log."""
-    await asyncio.wait(
-        [asyncio.wrap_future(channel.terminal)], timeout=2 * channel.timeout_s + SLACK_S
-    )
-
-
 async def _within(future: "Future[Result]", timeout_s: float, failure: str) -> Result:
     waiting = asyncio.wrap_future(future)
     waiting.add_done_callback(lambda late: late.cancelled() or late.exception())

@@ -14,25 +14,19 @@ from model.json_file import read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class CheckpointFiles:
+class CheckpointFiles(ExitStack):
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
     ``core.pace.on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self._file_of = _file_of(path)
         self._open: dict[str, safe_open] = {}
-        self._stack = ExitStack()
         self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
         self._num_read = 0
-
-    def __enter__(self) -> "CheckpointFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -51,7 +45,7 @@ class CheckpointFiles:
         try:
             if file not in self._open:
                 opened = safe_open(str(self.path / file), framework="pt")
-                self._open[file] = self._stack.enter_context(opened)
+                self._open[file] = self.enter_context(opened)
             tensor = self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(

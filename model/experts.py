@@ -3,12 +3,11 @@
 Shape legend: N tokens that are here, P (token, expert) pairs, S slots, D hidden, F width.
 """
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ModelConfig
-from model.kernels.base import BLOCK, Blocks, Kernels
-from model.layers import Part
+from model.kernels.base import Kernels
+from model.layers import Matrices, Part
 
 
 class Experts(Part):
@@ -18,30 +17,17 @@ class Experts(Part):
         super().__init__()
         self.held = held
         num, dim, width = len(held), config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, dim), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num, dim, width), requires_grad=False)
+        self.gate_up = Matrices(num, 2 * width, dim, num_parts=2)
+        self.down = Matrices(num, dim, width)
 
     def keep_blocks(self) -> None:
-        """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
-        num, double_width, dim = self.gate_up_proj.shape
-        blocks, across = [-(-size // BLOCK) for size in (double_width // 2, dim)]
-        for name in ("gate_up_proj", "down_proj"):
-            fp8 = getattr(self, name).to(torch.float8_e4m3fn)
-            setattr(self, name, nn.Parameter(fp8, requires_grad=False))
-        device = self.gate_up_proj.device
-        self.register_buffer("gate_up_scale", torch.empty(num, 2 * blocks, across, device=device))
-        self.register_buffer("down_scale", torch.empty(num, across, blocks, device=device))
+        self.gate_up.keep_blocks()
+        self.down.keep_blocks()
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        weights = self.gate_up_proj.data, self.down_proj.data
-        if self.gate_up_proj.dtype == torch.float8_e4m3fn:
-            scales = self.get_buffer("gate_up_scale"), self.get_buffer("down_scale")
-            self._packed = kernels.pack_experts(*map(Blocks, weights, scales))
-            del self.gate_up_scale, self.down_scale
-        else:
-            self._packed = kernels.pack_experts(*weights)
-        del self.gate_up_proj, self.down_proj
+        self._packed = kernels.pack_experts(self.gate_up.stored, self.down.stored)
+        del self.gate_up, self.down
 
     def forward(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1

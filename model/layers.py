@@ -49,21 +49,22 @@ class RMSNorm(Part):
         return self.kernels.add_rms_norm(x, more, self.weight, self.eps)
 
 
-class Linear(Part):
-    """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
-    read. ``may_keep_blocks``: they can read FP8 there."""
+class Matrices(Part):
+    """Weights [..., M, K] as they are loaded. ``num_parts`` matrices of the checkpoint lie below
+    each other in one of them."""
 
-    def __init__(self, dim_in: int, dim_out: int, may_keep_blocks: bool = True) -> None:
+    def __init__(self, *shape: int, num_parts: int = 1) -> None:
         super().__init__()
-        self.num_out, self.may_keep_blocks = dim_out, may_keep_blocks
-        self.weight = nn.Parameter(torch.empty(dim_out, dim_in), requires_grad=False)
+        self.num_parts = num_parts
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
     def keep_blocks(self) -> None:
-        """Before it is loaded: weights stay FP8, with a factor for each block (spec §6)."""
+        """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
         fp8 = self.weight.to(torch.float8_e4m3fn)
         self.weight = nn.Parameter(fp8, requires_grad=False)
-        shape = [-(-size // BLOCK) for size in fp8.shape]
-        self.register_buffer("weight_scale_inv", torch.empty(shape, device=fp8.device))
+        *num, rows, columns = fp8.shape
+        num_blocks = self.num_parts * -(-rows // self.num_parts // BLOCK), -(-columns // BLOCK)
+        self.register_buffer("weight_scale_inv", torch.empty(*num, *num_blocks, device=fp8.device))
 
     @property
     def stored(self) -> Weights:
@@ -71,6 +72,15 @@ class Linear(Part):
         if self.weight.dtype != torch.float8_e4m3fn:
             return self.weight.data
         return Blocks(self.weight.data, self.get_buffer("weight_scale_inv"))
+
+
+class Linear(Matrices):
+    """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
+    read. ``may_keep_blocks``: they can read FP8 there."""
+
+    def __init__(self, dim_in: int, dim_out: int, may_keep_blocks: bool = True) -> None:
+        super().__init__(dim_out, dim_in)
+        self.num_out, self.may_keep_blocks = dim_out, may_keep_blocks
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)

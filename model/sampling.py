@@ -6,7 +6,6 @@ Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,14 +21,40 @@ _MASK = 0xFFFFFFFF
 _STREAM_SHIFT = 30
 
 
-class Sampler(Protocol):
-    """A device's own `drawn` and `filtered_log_probs` (model/kernels)."""
+class Sampler:
+    """How a device draws; here in terms of torch, for any (model/kernels)."""
 
-    def drawn(
-        self, adjusted_BV: Tensor, rows: "SamplingRows", output_index_B: Tensor
-    ) -> Tensor: ...
+    def drawn(self, adjusted_BV: Tensor, rows: "SamplingRows", output_index_B: Tensor) -> Tensor:
+        """`draw` of rows of which some are sampled: token ids [B]."""
+        greedy_B = adjusted_BV.argmax(-1)
+        log_p = self.filtered_log_probs(adjusted_BV, rows)
+        drawn_B = sample(log_p, rows.seed_B, output_index_B)
+        return torch.where(rows.temperature_B > 0, drawn_B, greedy_B)
 
-    def filtered_log_probs(self, logits_BV: Tensor, rows: "SamplingRows") -> Tensor: ...
+    def filtered_log_probs(self, logits_BV: Tensor, rows: "SamplingRows") -> Tensor:
+        """log p [B, V] after temperature, then top-k, top-p, min-p; -inf where filtered out.
+
+        top-p keeps the smallest set of best tokens whose mass reaches p; min-p keeps tokens of at
+        least min_p times the best token's probability. The best token always stays.
+        """
+        safe_temperature = torch.where(rows.temperature_B > 0, rows.temperature_B, 1.0)
+        log_p = (logits_BV / safe_temperature.unsqueeze(1)).log_softmax(-1)
+        sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
+        probs = sorted_log_p.exp()
+        rank = torch.arange(log_p.shape[1], device=log_p.device).unsqueeze(0)
+        top_k = torch.where(rows.top_k_B > 0, rows.top_k_B, log_p.shape[1]).unsqueeze(1)
+        kept = rank < top_k
+        mass_k = (probs * kept).sum(-1, keepdim=True)
+        mass_before = (probs * kept).cumsum(-1) - probs
+        is_below = mass_before < rows.top_p_B.unsqueeze(1) * mass_k
+        kept &= is_below | (rows.top_p_B >= 1).unsqueeze(1)
+        kept &= probs >= rows.min_p_B.unsqueeze(1) * probs[:, :1]
+        kept |= rank == 0
+        kept_BV = torch.zeros_like(kept).scatter(1, order, kept)
+        return log_p.masked_fill(~kept_BV, float("-inf")).log_softmax(-1)
+
+
+PLAIN_SAMPLER = Sampler()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +72,7 @@ class SamplingRows:
     seed_B: Tensor
     all_greedy: bool
     rules: AdjustRows | None = None
-    sampler: Sampler | None = None
+    sampler: Sampler = PLAIN_SAMPLER
 
     @classmethod
     def of(
@@ -55,7 +80,7 @@ class SamplingRows:
         settings: Sequence[SamplingParams],
         device: torch.device,
         rules: AdjustRows | None = None,
-        sampler: Sampler | None = None,
+        sampler: Sampler = PLAIN_SAMPLER,
     ) -> "SamplingRows":
         """The settings of several requests, one row each; seeds are given by now. ``rules`` may
         be on the host still."""
@@ -101,16 +126,7 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
     """
     if rows.all_greedy:
         return adjusted_BV.argmax(-1)
-    own = drawn if rows.sampler is None else rows.sampler.drawn
-    return own(adjusted_BV, rows, output_index_B)
-
-
-def drawn(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
-    """`draw` of rows of which some are sampled."""
-    greedy_B = adjusted_BV.argmax(-1)
-    log_p = filtered_log_probs(adjusted_BV, rows)
-    drawn_B = sample(log_p, rows.seed_B, output_index_B)
-    return torch.where(rows.temperature_B > 0, drawn_B, greedy_B)
+    return rows.sampler.drawn(adjusted_BV, rows, output_index_B)
 
 
 def adjusted_places(
@@ -140,34 +156,6 @@ def sample(
     """Token ids [B] drawn from ``log_p_BV``, which need not be normalised."""
     noise_BV = gumbel(seed_B, output_index_B, log_p_BV.shape[-1], stream)
     return (log_p_BV + noise_BV).argmax(-1)
-
-
-def log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
-    """`filtered_log_probs` as the device has them."""
-    own = filtered_log_probs if rows.sampler is None else rows.sampler.filtered_log_probs
-    return own(logits_BV, rows)
-
-
-def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
-    """log p [B, V] after temperature, then top-k, top-p, min-p; -inf where filtered out.
-
-    top-p keeps the smallest set of best tokens whose mass reaches p; min-p keeps tokens of at
-    least min_p times the best token's probability. The best token always stays.
-    """
-    safe_temperature = torch.where(rows.temperature_B > 0, rows.temperature_B, 1.0)
-    log_p = (logits_BV / safe_temperature.unsqueeze(1)).log_softmax(-1)
-    sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
-    probs = sorted_log_p.exp()
-    rank = torch.arange(log_p.shape[1], device=log_p.device).unsqueeze(0)
-    top_k = torch.where(rows.top_k_B > 0, rows.top_k_B, log_p.shape[1]).unsqueeze(1)
-    kept = rank < top_k
-    mass_k = (probs * kept).sum(-1, keepdim=True)
-    mass_before = (probs * kept).cumsum(-1) - probs
-    kept &= (mass_before < rows.top_p_B.unsqueeze(1) * mass_k) | (rows.top_p_B >= 1).unsqueeze(1)
-    kept &= probs >= rows.min_p_B.unsqueeze(1) * probs[:, :1]
-    kept |= rank == 0
-    kept_BV = torch.zeros_like(kept).scatter(1, order, kept)
-    return log_p.masked_fill(~kept_BV, float("-inf")).log_softmax(-1)
 
 
 def gumbel(seed_B: Tensor, output_index_B: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:

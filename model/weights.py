@@ -115,17 +115,16 @@ def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Names in the checkpoint and their places in a parameter: experts' matrices lie apart, and a
     replica's is one that has been there already."""
-    owner, _, fused = name.rpartition(".")
-    experts = module.get_submodule(owner)
+    owner, _, leaf = name.rpartition(".")
+    path, _, fused = owner.rpartition(".")
+    experts = module.get_submodule(path)
     if not isinstance(experts, Experts):
         yield name, tensor
         return
-    stem, _, kind = fused.rpartition("_")
-    parts = ("gate_proj", "up_proj") if stem == "gate_up" else (f"{stem}_proj",)
-    suffix = ".weight" if kind == "proj" else ".weight" + _SCALE
+    parts = ("gate_proj", "up_proj") if fused == "gate_up" else ("down_proj",)
     for expert, matrix in zip(experts.held, tensor, strict=True):
         for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
-            yield f"{owner}.{expert}.{part}{suffix}", place
+            yield f"{path}.{expert}.{part}.{leaf}", place
 
 
 def _is_elsewhere(name: str, config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from core.config import ControlConfig
 from core.errors import CannotCapture, EpochEnded, NodeLost
+from core.tasks import fulfil
 from runtime.black_box import BlackBox
 from runtime.watch import Watch
 
@@ -178,12 +179,8 @@ class EngineLoop:
     def _drain(self) -> None:
         while self._posts:
             function, future = self._posts.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                fulfil(future, function)
 
 
 def is_fatal(error: Exception) -> bool:

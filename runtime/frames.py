@@ -27,11 +27,9 @@ class Publisher(Protocol):
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
         """Call ``reader`` with every frame of ``session`` from now on; returns what ends that."""
-        ...
 
     def beat(self, session: int) -> None:
         """A heartbeat of ``session`` has come."""
-        ...
 
 
 MAX_UNREAD_BYTES = 64 << 20

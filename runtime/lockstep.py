@@ -35,38 +35,13 @@ class Planner(Protocol[Asked, Key]):
     def plan(self, proposal: Asked) -> Plan[Key]:
         """The gang's next step, for a rank that proposes this; waits for the other ranks. Raises
         EpochEnded when there is no next one."""
-        ...
 
     def program(self) -> AbstractContextManager[None]:
         """Around the part of a step that all ranks compute together."""
-        ...
 
     def reading(self) -> AbstractContextManager[None]:
         """Around the host's waits for what ranks compute together. It takes no longer than other
         ranks are waited for, and raises EpochEnded if its collectives were aborted meanwhile."""
-        ...
-
-
-class Lockstep(Protocol):
-    """One rank's place in one life of its gang; it has one engine. ``collectives`` are None where
-    there is but one rank."""
-
-    @property
-    def collectives(self) -> Collectives | None: ...
-
-    def planner(
-        self,
-        decide: Decide[Proposal, Key],
-        schema: tuple[type[Proposal], type[Key]],
-        on_asked: Callable[[], None],
-    ) -> Planner[Proposal, Key]:
-        """Called once, before the engine's first step. ``schema`` are the classes of proposals and
-        keys; ``on_asked`` is called on any thread when ``is_asked`` has become true."""
-        ...
-
-    def close(self) -> None:
-        """Leave, which ends this life for every rank."""
-        ...
 
 
 class LocalPlanner(Generic[Proposal, Key]):
@@ -89,18 +64,21 @@ class LocalPlanner(Generic[Proposal, Key]):
         return nullcontext()
 
 
-class Alone:
-    """The lockstep of a gang of one rank."""
+class Lockstep:
+    """One rank's place in one life of its gang; it has one engine. Here it is alone and
+    ``collectives`` are None; that of a rank among others is runtime/gang/member.py."""
 
-    collectives = None
+    collectives: Collectives | None = None
 
     def planner(
         self,
         decide: Decide[Proposal, Key],
         schema: tuple[type[Proposal], type[Key]],
         on_asked: Callable[[], None],
-    ) -> LocalPlanner[Proposal, Key]:
+    ) -> Planner[Proposal, Key]:
+        """Called once, before the engine's first step. ``schema`` are the classes of proposals and
+        keys; ``on_asked`` is called on any thread when ``is_asked`` has become true."""
         return LocalPlanner(decide)
 
     def close(self) -> None:
-        return
+        """Leave, which ends this life for every rank."""

@@ -22,8 +22,8 @@ from model.loaded import LoadedModel, default_num_pages, load_model
 from runtime.black_box import BlackBox
 from runtime.engine_loop import EngineLoop
 from runtime.gang.hub import Hub
-from runtime.gang.join import join
-from runtime.lockstep import Alone, Lockstep
+from runtime.gang.member import Member
+from runtime.lockstep import Lockstep
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RankParts:
     pool: PagePool
     caches: Caches
     loop: EngineLoop
-    lockstep: Lockstep = field(default_factory=Alone)
+    lockstep: Lockstep = field(default_factory=Lockstep)
 
     @property
     def max_drafts(self) -> int:
@@ -134,9 +134,9 @@ async def start_rank(
     # Who compiles kernels is not stuck.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
     loop = EngineLoop(f"engine-{spec.seat}", box, config.control.stuck_s, clock)
-    lockstep: Lockstep = Alone()
+    lockstep = Lockstep()
     if meeting is not None:
-        lockstep = await in_thread(lambda: join(spec, meeting, hub, loaded.device, loop.watch))
+        lockstep = await in_thread(lambda: Member(spec, meeting, hub, loaded.device, loop.watch))
     try:
         loaded.dispatch.join(lockstep.collectives)
         parts = RankParts(spec, config, loaded, pool, memory.caches, loop, lockstep)

@@ -32,7 +32,6 @@ class Rank(Protocol):
     @property
     def num_held(self) -> int:
         """Sequences that wait, run, or are leased."""
-        ...
 
     @property
     def info(self) -> NodeInfo: ...

@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.base import Direction, Wire
+from kv_transfer.base import Channel, Direction, Wire
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.gloo import GlooBackend
+from wires.groups import store_client
 
 WARM = 2
 """Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""
@@ -98,6 +99,16 @@ class FaultyChannels(ChannelMaker):
         self.faulty = FaultyBackend(host, timeout_s)
         super().__init__(self.faulty, host, timeout_s)
 
-    def _client(self, address: str) -> dist.Store:
-        self.faulty.fault.meet("store")
-        return super()._client(address)
+    def _make(self, *given: Any, **more: Any) -> Channel:
+        _opening.fault = self.faulty.fault
+        return super()._make(*given, **more)
+
+
+_opening = threading.local()
+"""Of a thread that makes a channel: the fault that its store's client meets."""
+
+
+def faulty_client(*given: Any) -> dist.Store:
+    """In place of kv_transfer.channel's own."""
+    _opening.fault.meet("store")
+    return store_client(*given)

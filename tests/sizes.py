@@ -52,7 +52,7 @@ SPINE = {
     "kv_transfer": ("messages", "pages", "pull", "sink", "source"),
     "model": ("batch", "deepseek", "layers", "mla", "moe", "sampling"),
     "model/acceptance": ("__init__", "base", "strict"),
-    "model/dispatch": ("local",),
+    "model/dispatch": ("base",),
     "model/drafters": ("base", "mtp", "mtp_rows"),
     "model/kernels": ("base", "recorded"),
     "prefill_node": ("engine", "messages", "node", "scheduler", "sequence"),
@@ -71,7 +71,7 @@ BESIDE = {
     "decode_node/planning": ("buckets",),
     "decode_node/program": ("clock",),
     "kv_transfer": (
-        *("accepted", "base", "caches", "copies", "gloo", "layout", "line", "links"),
+        *("accepted", "base", "caches", "gloo", "layout", "line", "links"),
         *("offered", "staging", "waiting"),
     ),
     "model": ("config", "experts", "loaded", "tensors", "think", "token_bytes", "tokenizer"),

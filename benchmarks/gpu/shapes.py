@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
-from model.dispatch.local import Local
+from model.dispatch.base import Dispatch
 from model.drafters.base import Drafter
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.drafters.none import NoDrafter
@@ -64,7 +64,7 @@ def random_model(
 ) -> LoadedModel:
     """A rank that decodes; one ``in_fp8`` prefills, with rows in FP8 too."""
     config = ModelConfig.from_dict(SHAPES[name])
-    dispatch = Local(config.n_routed_experts)
+    dispatch = Dispatch(config.n_routed_experts)
     with torch.device("meta"):
         network = DeepseekV3(config, dispatch)
         layer = MtpLayer(config, dispatch)

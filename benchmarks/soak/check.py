@@ -22,7 +22,7 @@ from core.config import TINY_MODEL
 from core.request import Request, SamplingParams, TokenBias
 from core.stopping import stop_ids
 from model.adjust import adjust, no_rules, set_rules
-from model.sampling import SamplingRows, filtered_log_probs, gumbel
+from model.sampling import PLAIN_SAMPLER, SamplingRows, gumbel
 from model.tokenizer import Tokenizer
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
@@ -166,4 +166,4 @@ def _scores(
         return logits_1V[0]
     rows = SamplingRows.of([sampling], device)
     noise_1V = gumbel(rows.seed_B, index_1, logits_V.shape[0])
-    return (filtered_log_probs(logits_1V, rows) + noise_1V)[0]
+    return (PLAIN_SAMPLER.filtered_log_probs(logits_1V, rows) + noise_1V)[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core import request
-from model.acceptance.base import Evidence, Kind, Verdict
+from model.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.acceptance.rejection import REJECTION, REJECTION_GREEDY
 from model.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
 from model.acceptance.strict import STRICT
@@ -43,7 +43,7 @@ def pick_draft(
     sampling: SamplingRows,
     num_output_B: Tensor,
     drafts_BN: Tensor,
-) -> tuple[Tensor, Tensor | None]:
+) -> Picked:
     """The draft [B] after ``drafts_BN`` from the drafter's raw ``logits_BV``, as each row's kind
     picks it, and for ``Evidence`` what it was drawn from [B, V] if a row's kind needs that."""
     adjusted_BV = adjusted(logits_BV, sampling, num_output_B, drafts_BN)

@@ -61,9 +61,11 @@ class Evidence:
     think_ids: tuple[int, int] | None
 
 
-Pick = Callable[[Tensor, SamplingRows, Tensor], tuple[Tensor, Tensor | None]]
-"""``(adjusted draft logits [B, V], sampling, output index [B])`` to draft tokens [B] and the
-probabilities they were drawn from [B, V], None if a draft is a function of its logits."""
+Picked = tuple[Tensor, Tensor | None]
+"""Draft tokens [B] and the probabilities they were drawn from [B, V], None if a draft is a function
+of its logits."""
+Pick = Callable[[Tensor, SamplingRows, Tensor], Picked]
+"""Of ``(adjusted draft logits [B, V], sampling, output index [B])``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from model.acceptance import strict
-from model.acceptance.base import Evidence, Kind, Verdict
-from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, log_probs, sample, uniform
+from model.acceptance.base import Evidence, Kind, Picked, Verdict
+from model.sampling import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -31,11 +31,6 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(tokens_BN1, num_accepted_B).where(evidence.sampling.temperature_B > 0, greedy)
 
 
-def judge_point_mass(evidence: Evidence) -> Verdict:
-    """The same for drafts that are a function of their logits: q is 1 at the draft."""
-    return judge(replace(evidence, q_BNV=None))
-
-
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
@@ -43,8 +38,8 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def _target_probs(evidence: Evidence) -> Tensor:
-    places = evidence.adjusted_BN1V.unbind(1)
-    return torch.stack([log_probs(x, evidence.sampling).exp() for x in places], 1)
+    rows, places = evidence.sampling, evidence.adjusted_BN1V.unbind(1)
+    return torch.stack([rows.sampler.filtered_log_probs(x, rows).exp() for x in places], 1)
 
 
 def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
@@ -87,24 +82,21 @@ def _at(x_BNV: Tensor, place_B: Tensor) -> Tensor:
     return x_BNV.gather(1, index_B1V).squeeze(1)
 
 
-def pick_from_q(
-    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
     """Drafts drawn from q, the drafter's distribution after the request's own filters, and q."""
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
         return greedy_B, None
-    log_q_BV = log_probs(adjusted_BV, sampling)
+    log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV, sampling)
     drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 
 
-def pick_best(
-    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
     """The drafter's likeliest token."""
     return adjusted_BV.argmax(-1), None
 
 
 REJECTION = Kind(pick_from_q, judge)
-REJECTION_GREEDY = Kind(pick_best, judge_point_mass)
+REJECTION_GREEDY = Kind(pick_best, lambda evidence: judge(replace(evidence, q_BNV=None)))
+"""The same for drafts that are a function of their logits: q is 1 at the draft."""

@@ -8,6 +8,7 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,23 +18,14 @@ from model.acceptance.base import Evidence, Kind, Verdict
 from model.think import thinking_before
 
 
-def judge_probs(evidence: Evidence) -> Verdict:
-    """``p(x) >= p_max - delta``."""
-    return _judge(evidence, torch.exp)
-
-
-def judge_log_probs(evidence: Evidence) -> Verdict:
-    """``log p(x) >= log p_max - delta``."""
-    return _judge(evidence, lambda log_p: log_p)
-
-
-def _judge(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Verdict:
+def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:
     """Accepted drafts as they are, then the target: of the first rejection, or of the place
-    after the last draft."""
+    after the last draft. What is likely, the ``score`` of log p(x) says: at least that of the best
+    token less delta."""
     drafts_BN, targets_BN1 = evidence.drafts_BN, evidence.targets_BN1
     thinking_BN = thinking_before(evidence.thinking_B, drafts_BN, evidence.think_ids)
     is_target_BN = drafts_BN == targets_BN1[:, :-1]
-    passes_BN = is_target_BN | (thinking_BN & _is_likely(evidence, score))
+    passes_BN = is_target_BN | (thinking_BN & _is_likely(score, evidence))
     num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
     place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
     is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
@@ -41,7 +33,7 @@ def _judge(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Verdict:
     return Verdict(torch.cat((told_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
 
 
-def _is_likely(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Tensor:
+def _is_likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Tensor:
     """Whether each draft [B, N] is among the top-N and within delta of the best. Of equally
     likely tokens the lower id ranks first, as argmax has it; one of probability 0 never passes.
     """
@@ -58,5 +50,5 @@ def _is_likely(evidence: Evidence, score: Callable[[Tensor], Tensor]) -> Tensor:
     return is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 
-RELAXED = Kind(strict.pick, judge_probs)
-RELAXED_LOG_PROBS = Kind(strict.pick, judge_log_probs)
+RELAXED = Kind(strict.pick, partial(judge, torch.exp))
+RELAXED_LOG_PROBS = Kind(strict.pick, partial(judge, lambda log_p: log_p))

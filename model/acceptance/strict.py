@@ -7,7 +7,7 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 
 from torch import Tensor
 
-from model.acceptance.base import Evidence, Kind, Verdict
+from model.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.sampling import SamplingRows, draw
 
 
@@ -18,9 +18,7 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(evidence.targets_BN1, num_accepted_B)
 
 
-def pick(
-    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def pick(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
     """What the main model would choose from the same logits at the same place."""
     return draw(adjusted_BV, sampling, output_index_B), None
 

@@ -9,7 +9,6 @@ from model.config import ModelConfig
 from model.dispatch.base import Dispatch
 from model.dispatch.exchanged import Exchanged
 from model.dispatch.gathered import Gathered
-from model.dispatch.local import Local
 
 EXCHANGED = "exchanged"
 
@@ -22,7 +21,7 @@ def create_dispatch(
     Raises ValueError if the experts cannot be spread evenly.
     """
     if section.dp_size == 1:
-        return Local(config.n_routed_experts)
+        return Dispatch(config.n_routed_experts)
     device, way = torch.device(section.device), section.dispatch
     placement = placement or Placement.plain(
         config.num_moe_layers,

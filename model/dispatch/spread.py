@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from core.placement import Placement
-from model.dispatch.base import Collectives
+from model.dispatch.base import Collectives, Dispatch
 from model.experts import Experts
 
 NOWHERE = -1
 """The slot of padding: no rank computes it."""
 
 
-class Spread:
+class Spread(Dispatch):
     """Experts lie as ``placement`` says; ``group`` belongs to the gang."""
 
+    placement: Placement
     why_eager = "tokens travel between ranks"
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from core.forms import EAGER
-from model import sampling
 from model.batch import Segments, gather_pages, visible_slots
 from model.kernels.repeated import Eager, Function, Repeated
-from model.sampling import SamplingRows
+from model.sampling import Sampler
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
@@ -67,7 +66,7 @@ class Attention(NamedTuple):
     scale: float
 
 
-class Kernels:
+class Kernels(Sampler):
     """Those of torch. Weights stay as they are."""
 
     name = "plain"
@@ -243,14 +242,6 @@ class Kernels:
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
         y_TD = y_TD.to(out_TKD.dtype)
         return y_TD if more_TD is None else y_TD + more_TD
-
-    def drawn(self, adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
-        """Token ids [B] of rows of which some are sampled (model/sampling.py)."""
-        return sampling.drawn(adjusted_BV, rows, output_index_B)
-
-    def filtered_log_probs(self, logits_BV: Tensor, rows: SamplingRows) -> Tensor:
-        """See model/sampling.py: [B, V]."""
-        return sampling.filtered_log_probs(logits_BV, rows)
 
 
 PLAIN = Kernels()

@@ -4,46 +4,52 @@ import math
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+import torch
 
 from core.errors import EpochEnded, ProgramFailed
 from core.membership import Meeting, RankSpec
 from core.schema import pack, unpack
-from runtime.gang.collectives import CONNECT_S, Collectives
+from runtime.gang.collectives import CONNECT_S, Collectives, connect
 from runtime.gang.hub import HELLO, Hub
 from runtime.gang.messages import MAX_BYTES, Proposed, Told, send
-from runtime.lockstep import Decide, Key, Plan, Proposal
+from runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
+from runtime.watch import Watch
 from wires.framing import Inbox, framed, received, shut
+from wires.groups import store_client
 
+DATA_FACTOR = 3
+"""A rank waits this many times the watchdog's bound for the others: who is late is ended before."""
 TICK_S = 0.5
 """Between two looks whether the device is late."""
 
 
-class Member:
+class Member(Lockstep):
     """The lockstep of one rank in one epoch: a Planner whose plans come from rank 0.
+
+    Made by meeting the other ranks: blocks for as long as they take to come, at most twice
+    CONNECT_S, and raises EpochEnded when they do not. ``hub`` is rank 0's, ``watch`` that of this
+    rank's engine thread: how long it waits for the others in the next step follows from it.
 
     ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
     Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
-    rank sees as the end of the epoch. ``timeout_s`` tells how long to wait for the others in the
-    next step, by a ``clock`` that may stand still where nobody is late.
+    rank sees as the end of the epoch.
     """
 
+    collectives: Collectives
+
     def __init__(
-        self,
-        spec: RankSpec,
-        meeting: Meeting,
-        collectives: Collectives,
-        hub: Hub | None,
-        timeout_s: Callable[[], float],
-        clock: Callable[[], float] = time.monotonic,
+        self, spec: RankSpec, meeting: Meeting, hub: Hub | None, device: torch.device, watch: Watch
     ) -> None:
-        self.collectives = collectives
-        self._name = spec.name
-        self._hub = hub
-        self._timeout_s, self._clock = timeout_s, clock
+        store = partial(store_client, meeting.host, meeting.store_port, CONNECT_S)
+        self.collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
+        watch.place = lambda: self.collectives.place
+        self._name, self._hub = spec.name, hub
+        self._watch, self._clock = watch, watch.clock
         self._due_at = math.inf
         self._connection = _connect(meeting, spec.rank)
         self._key: Any = None
@@ -121,6 +127,9 @@ class Member:
         if self._hub is not None:
             self._hub.close()
         self.collectives.close()
+
+    def _timeout_s(self) -> float:
+        return DATA_FACTOR * self._watch.bound_s
 
     def _send(self, message: Proposed) -> None:
         try:

@@ -74,16 +74,16 @@ def _end_in_lockstep(collectives: Any) -> None:
     collectives.Collectives._call, collectives.Collectives.begin = calling, beginning
 
 
-def _tell_who(join: Any) -> None:
+def _tell_who(member: Any) -> None:
     """``SEAT.pid`` has the process of each rank of a gang."""
-    inner = join.join
+    inner = member.Member.__init__
 
-    def joining(spec: Any, *args: Any) -> Any:
+    def joining(self: Any, spec: Any, *args: Any) -> None:
         _stop("joining")
         Path(os.environ["FAULTS"], f"{spec.seat}.pid").write_text(str(os.getpid()))
-        return inner(spec, *args)
+        inner(self, spec, *args)
 
-    join.join = joining
+    member.Member.__init__ = joining
 
 
 def _block_on_demand(engine_loop: Any) -> None:
@@ -151,7 +151,7 @@ PATCHES = {
     "prefill_node.engine": _poison_prefill,
     "runtime.engine_loop": _block_on_demand,
     "runtime.gang.collectives": _end_in_lockstep,
-    "runtime.gang.join": _tell_who,
+    "runtime.gang.member": _tell_who,
 }
 
 

@@ -18,7 +18,7 @@ from core.config import TandemConfig
 from core.errors import HandoverError
 from kv_transfer.side import Deadlines, Side
 from runtime import parts
-from tests.faulty import WARM, Fault, FaultyChannels
+from tests.faulty import WARM, Fault, FaultyChannels, faulty_client
 from tests.integration.handover_peer import EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.integration.test_lost_prefill import prompts
@@ -33,6 +33,11 @@ IN_SETUP = [
 LATER = [("wait", WARM), ("abort", WARM), ("destroy", WARM)]
 FAULTS = [("p", *fault) for fault in [*IN_SETUP, ("send", WARM), *LATER]]
 FAULTS += [("d", *fault) for fault in [*IN_SETUP, ("recv", WARM), *LATER]]
+
+
+@pytest.fixture(autouse=True)
+def clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.channel.store_client", faulty_client)
 
 
 @asynccontextmanager

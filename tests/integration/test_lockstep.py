@@ -16,7 +16,6 @@ from core.membership import Meeting, RankSpec
 from runtime.gang import hub as hub_module
 from runtime.gang import member as member_module
 from runtime.gang.hub import HELLO, Hub
-from runtime.gang.join import join
 from runtime.gang.member import Member
 from runtime.watch import Watch
 from tests.ranks import CPU
@@ -48,7 +47,7 @@ class Ranks:
         spec = RankSpec("decode-0", DECODE, 7, rank, len(self._threads))
         hub = self.hub if rank == 0 else None
         given = spec, self.hub.meeting, hub, CPU, self.watches[rank]
-        return self._threads[rank].submit(join, *given)
+        return self._threads[rank].submit(Member, *given)
 
     def begin(self, *ranks: int) -> None:
         """Their engines have been built, those of all ranks if none is named."""
@@ -267,12 +266,12 @@ def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
     """Rank 0 has died between opening it and the others' joining: their processes are well."""
     with socket.create_server((LOOPBACK, 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("runtime.gang.join.CONNECT_S", 0.5)
+    monkeypatch.setattr("runtime.gang.member.CONNECT_S", 0.5)
     if is_known:
-        monkeypatch.setattr("runtime.gang.join.connect", lambda *given: None)
+        monkeypatch.setattr("runtime.gang.member.connect", lambda *given: None)
     spec = RankSpec("decode-0", DECODE, 7, 1, 2)
     with pytest.raises(EpochEnded, match="planner" if is_known else "does not come together"):
-        join(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))
+        Member(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from core.placement import Placement
 from model.config import ModelConfig
-from model.dispatch.base import Collectives
+from model.dispatch.base import Collectives, Dispatch
 from model.dispatch.exchanged import Exchanged
 from model.dispatch.gathered import Gathered
-from model.dispatch.local import Local
 from model.dispatch.spread import Spread
 from model.experts import Experts
 from model.kernels.base import PLAIN
@@ -53,7 +52,7 @@ def tokens(num: int, seed: int, num_real: int | None = None) -> Tokens:
 def all_experts() -> Experts:
     experts = Experts(CONFIG, tuple(range(NUM_EXPERTS)))
     generator = torch.Generator().manual_seed(7)
-    for weight in (experts.gate_up_proj, experts.down_proj):
+    for weight in (experts.gate_up.weight, experts.down.weight):
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
     return experts
 
@@ -63,9 +62,9 @@ def one_by_one(experts: Experts, told: Tokens) -> Tensor:
     out_TD = torch.zeros_like(told.x_TD)
     for t, (ids_K, weights_K) in enumerate(zip(told.ids_TK, told.weights_TK, strict=True)):
         for expert, weight in zip(ids_K.tolist(), weights_K, strict=True):
-            gate, up = (experts.gate_up_proj[expert] @ told.x_TD[t]).chunk(2)
+            gate, up = (experts.gate_up.weight[expert] @ told.x_TD[t]).chunk(2)
             hidden = torch.nn.functional.silu(gate) * up
-            out_TD[t] += weight * (experts.down_proj[expert] @ hidden)
+            out_TD[t] += weight * (experts.down.weight[expert] @ hidden)
     return out_TD
 
 
@@ -80,8 +79,8 @@ def dispatched(
         dispatch.join(group)
         held = dispatch.held(LAYER)
         experts = kind(CONFIG, held)
-        experts.gate_up_proj.copy_(whole.gate_up_proj[list(held)])
-        experts.down_proj.copy_(whole.down_proj[list(held)])
+        experts.gate_up.weight.copy_(whole.gate_up.weight[list(held)])
+        experts.down.weight.copy_(whole.down.weight[list(held)])
         experts.adopt(PLAIN)
         own = ranks[group.rank]
         out = dispatch.run(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
@@ -174,7 +173,7 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
         own.weights_TK = torch.rand(16, NUM_EXPERTS)
     everything = Scaling(CONFIG, tuple(range(NUM_EXPERTS)))
     for own, (out_TD, _) in zip(ranks, dispatched(way, placement, ranks, Scaling), strict=True):
-        alone = Local(NUM_EXPERTS).run(LAYER, everything, own.x_TD, own.ids_TK, None)
+        alone = Dispatch(NUM_EXPERTS).run(LAYER, everything, own.x_TD, own.ids_TK, None)
         assert torch.equal(out_TD, PLAIN.combine(alone, own.weights_TK, None))
         backwards = PLAIN.combine(alone.flip(1), own.weights_TK.flip(1), None)
         assert not torch.equal(out_TD, backwards), "the order matters here"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.request import SamplingParams
-from kv_transfer.gpu_copies import AllLayers
+from kv_transfer.gpu_copies import copy_all_layers
 from model.batch import Segments
 from model.kernels.base import BLOCK, Attention, Blocks, Routing
 from model.sampling import SamplingRows
@@ -216,6 +216,6 @@ def test_sampling(compiled: list[str], num_tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_copies_of_all_layers(compiled: list[str], dtype: torch.dtype) -> None:
     layers, rows = [torch.zeros(9, 144, dtype=dtype)] * 3, torch.zeros(3, 5, 144, dtype=dtype)
-    AllLayers().gather(layers, torch.zeros(5, dtype=torch.int64), rows)
-    AllLayers().scatter(layers, torch.zeros(5, dtype=torch.int64), rows)
+    for is_gather in (True, False):
+        copy_all_layers(layers, torch.zeros(5, dtype=torch.int64), rows, is_gather)
     assert compiled == ["_copy", "_copy"]

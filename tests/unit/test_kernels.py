@@ -14,7 +14,6 @@ from torch import Tensor
 
 from core.config import TINY_MODEL
 from core.request import SamplingParams
-from model import sampling
 from model.batch import Batch, Segments
 from model.config import ModelConfig
 from model.kernels import build, create_kernels
@@ -385,12 +384,12 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
     logits[1::7, ::2] = -0.0
     rows = SamplingRows.of(settings, torch.device("cpu"))
     indices = torch.arange(len(settings)) * 3
-    got, wanted = ours().drawn(logits, rows, indices), sampling.drawn(logits, rows, indices)
+    got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
     assert got.tolist() == wanted.tolist()
     sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
     monkeypatch.setattr(sample, "TILE", 128)
     left = ours().filtered_log_probs(logits[2:], sampled)
-    told = sampling.filtered_log_probs(logits[2:], sampled)
+    told = PLAIN.filtered_log_probs(logits[2:], sampled)
     torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.driven.tiny import BASE
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
-from model.dispatch.local import Local
+from model.dispatch.base import Dispatch
 from model.drafters.mtp import MtpLayer
 
 V3 = BASE | {
@@ -101,7 +101,7 @@ def test_v3_has_as_many_parameters_as_published() -> None:
     """671.026e9 in the main model; 11.61e9 of the MTP layer's own (spec §2)."""
     config = make()
     with torch.device("meta"):
-        dispatch = Local(config.n_routed_experts)
+        dispatch = Dispatch(config.n_routed_experts)
         built = DeepseekV3(config, dispatch), MtpLayer(config, dispatch)
     counts = [sum(p.numel() for p in module.parameters()) for module in built]
     assert counts[0] == pytest.approx(671.026e9, abs=1e6)

@@ -24,7 +24,7 @@ from decode_node.states import Running
 from kv_transfer.pages import PagePool
 from model.batch import Batch
 from model.cache import MAIN, MTP
-from model.dispatch.local import Local
+from model.dispatch.base import Dispatch
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import first_pass, later_slots
 from model.kernels.base import PLAIN
@@ -80,7 +80,7 @@ class Recorder:
     """Stands where network and MTP layer stand; keeps every pass, answers from a script."""
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
-    dispatch = Local(1)
+    dispatch = Dispatch(1)
     model = SimpleNamespace(embed_tokens=lambda ids: ids)
     rope = SimpleNamespace(at=lambda positions: (positions, positions))
 
@@ -240,7 +240,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
         kernels=PLAIN,
         network=network,
         drafter=MtpDrafter(network, network),
-        dispatch=Local(1),
+        dispatch=Dispatch(1),
         lag=1,
         device=torch.device("cpu"),
     )

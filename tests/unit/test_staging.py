@@ -22,9 +22,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float
 @pytest.fixture(autouse=True)
 def copies(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
-        from kv_transfer.gpu_copies import AllLayers
+        from kv_transfer.gpu_copies import copy_all_layers
 
-        monkeypatch.setattr(caches_module, "copies_on", lambda device: AllLayers())
+        monkeypatch.setattr(caches_module, "copy_on", lambda device: copy_all_layers)
 
 
 def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:

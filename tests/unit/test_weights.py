@@ -20,7 +20,7 @@ from model.cache import MTP
 from model.checkpoint_files import CheckpointFiles, dequantise
 from model.config import ModelConfig
 from model.deepseek import DeepseekV3
-from model.dispatch.local import Local
+from model.dispatch.base import Dispatch
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.kernels.base import PLAIN, Blocks
 from model.layers import adopt
@@ -41,7 +41,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def network(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3:
     with CheckpointFiles(folder) as files:
         config, device = ModelConfig.from_dir(folder), torch.device("cpu")
-        dispatch = Local(config.n_routed_experts)
+        dispatch = Dispatch(config.n_routed_experts)
         return load_network(Checkpoint(files, config, dtype, device), dispatch)
 
 
@@ -84,8 +84,8 @@ def test_every_tensor_arrives(folder: Path) -> None:
     for e in (0, 7):
         prefix = f"model.layers.1.mlp.experts.{e}."
         gate_up = torch.cat([stored[prefix + f"{p}_proj.weight"] for p in ("gate", "up")])
-        assert torch.equal(experts.gate_up_proj[e], gate_up)
-        assert torch.equal(experts.down_proj[e], stored[prefix + "down_proj.weight"])
+        assert torch.equal(experts.gate_up.weight[e], gate_up)
+        assert torch.equal(experts.down.weight[e], stored[prefix + "down_proj.weight"])
     assert not any(p.is_meta for p in [*built.parameters(), *built.buffers()] if p.dim())
 
 
@@ -126,7 +126,7 @@ def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_
     told = {"quantization_config": fp8, "moe_intermediate_size": 136, "q_lora_rank": q_lora_rank}
     config = tiny.write_tiny(tmp_path, seed=5, **told)
     stored = quantised(tmp_path)
-    dispatch = Local(config.n_routed_experts)
+    dispatch = Dispatch(config.n_routed_experts)
     with CheckpointFiles(tmp_path) as files:
         kind = torch.float32, torch.device("cpu")
         model = load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
@@ -181,7 +181,7 @@ def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: P
     save_file(stored, tmp_path / "model.safetensors")
     with CheckpointFiles(tmp_path) as files:
         checkpoint = Checkpoint(files, config, torch.float32, torch.device("cpu"), keep_blocks=True)
-        model = load_network(checkpoint, Local(config.n_routed_experts))
+        model = load_network(checkpoint, Dispatch(config.n_routed_experts))
     adopt(model, PLAIN)
 
     def wanted(name: str) -> Tensor:
@@ -262,7 +262,7 @@ def test_the_drafter_has_the_weights_of_its_layer(folder: Path) -> None:
     assert torch.equal(layer.eh_proj.weight, stored[prefix + "eh_proj.weight"])
     assert torch.equal(layer.shared_head["norm"].weight, stored[prefix + "shared_head.norm.weight"])
     down = stored[prefix + "mlp.experts.5.down_proj.weight"]
-    assert torch.equal(layer.mlp.experts.down_proj[5], down)
+    assert torch.equal(layer.mlp.experts.down.weight[5], down)
     assert not any(p.is_meta for p in [*layer.parameters(), *layer.buffers()])
 
 
