@@ -56,7 +56,7 @@ class Trials:
 
         Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
         """
-        deaths = fleet.deaths(self.lost)
+        deaths = [step for step in fleet.deaths if not self.lost.isdisjoint(step.identities)]
         if any(step.is_alone for step in deaths):
             raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
         if len(deaths) >= MAX_DEATHS:
