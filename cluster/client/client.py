@@ -13,7 +13,8 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import grpc
 
@@ -37,7 +38,7 @@ _OPTIONS = (
 _T = TypeVar("_T")
 
 
-class AsyncClient:
+class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
 
     Build it inside the running loop. A stream that breaks is tried again until ``retry_s`` have
@@ -95,9 +96,6 @@ class AsyncClient:
     async def close(self) -> None:
         await _settled(self._channel.close())
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
@@ -144,7 +142,7 @@ class _BlockingClient(AsyncClient):
     _sleep = staticmethod(time.sleep)
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """One server's client for threads: the calls of ``AsyncClient``, without ``await``."""
 
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
@@ -176,9 +174,6 @@ class Client:
 
     def close(self) -> None:
         _done(self._client.close())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -81,16 +81,15 @@ def generate(**values: Any) -> None:
 
 async def _generate(asked: Asked) -> None:
     prompt = _prompt(asked.prompt, asked.token_ids)
-    if asked.address is not None:
-        if asked.config is not None or asked.sets:
-            raise ValueError(
-                f"--address={asked.address!r}: --config and --set are for a cluster of one's own; "
-                "leave them out, or --address"
-            )
-        await _print_answer(asked.address, prompt, asked)
-        return
-    async with own_server(asked.config, asked.sets) as address:
-        await _print_answer(address, prompt, asked)
+    address = asked.address
+    if address is not None and (asked.config is not None or asked.sets):
+        raise ValueError(
+            f"--address={address!r}: --config and --set are for a cluster of one's own; "
+            "leave them out, or --address"
+        )
+    own = own_server(asked.config, asked.sets)
+    async with own if address is None else nullcontext(address) as place:
+        await _print_answer(place, prompt, asked)
 
 
 def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:

@@ -42,7 +42,9 @@ class Answer:
         sampling = request.sampling
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
         self._stops = stop_ids(sampling, model.eos_token_ids)
-        self._max_model_len = model.max_model_len
+        self._num_most = num_budget(
+            len(request.prompt_ids), 0, sampling.max_tokens, model.max_model_len
+        )
         self._resume(request.output_ids)
         self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()
@@ -65,7 +67,8 @@ class Answer:
             self._num_cached = prefilled.num_cached
             times = prefilled.queue_ms, prefilled.prefill_ms, 0.0, self.elapsed_ms()
             self._timings = Timings(*times)
-        _, self.finish_reason = cut((prefilled.first_token,), self._stops, self._budget())
+        num_left = self._num_most - len(self.request.output_ids) - len(self.token_ids)
+        _, self.finish_reason = cut((prefilled.first_token,), self._stops, num_left)
 
     def pulled(self, pulled: TransferStats) -> None:
         """The hand-over is complete; what of it was not hidden behind prefill is its time."""
@@ -103,26 +106,16 @@ class Answer:
 
     def _resume(self, resumed: tuple[int, ...]) -> None:
         """Go on after these tokens; they may be a whole answer, ``ValueError`` if they are more."""
-        num_most = self._budget() + len(resumed)
-        if len(resumed) > num_most:
-            remedy = f"an answer to this request has at most {num_most} tokens"
+        if len(resumed) > self._num_most:
+            remedy = f"an answer to this request has at most {self._num_most} tokens"
             refuse("len(resume_token_ids)", len(resumed), remedy)
-        kept, self.finish_reason = cut(resumed, self._stops, num_most)
+        kept, self.finish_reason = cut(resumed, self._stops, self._num_most)
         if kept != resumed:
             field = f"resume_token_ids[{len(kept) - 1}]"
             refuse(field, kept[-1], "ends the answer, but more tokens follow")
         self._text.push(resumed)
         if self._text.stopped:
             self.finish_reason = STOP
-
-    def _budget(self) -> int:
-        """How many more tokens the answer may have."""
-        return num_budget(
-            len(self.request.prompt_ids),
-            len(self.request.output_ids) + len(self.token_ids),
-            self.request.sampling.max_tokens,
-            self._max_model_len,
-        )
 
     def aborted(self) -> Finished:
         """The end of an answer that was cut short from outside."""

@@ -6,18 +6,15 @@ decode rank, which ends what it holds there should it die.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
-from cluster.gateway.balance import with_balance
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
-from cluster.gateway.handles import Pair
+from cluster.gateway.handles import Pair, with_balance
 from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece
@@ -36,7 +33,7 @@ SPARE_STREAMS = 64
 
 
 class ClusterGateway:
-    """Build it inside a running asyncio loop; ``stop`` ends its background tasks."""
+    """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
         self.config = config
@@ -70,9 +67,6 @@ class ClusterGateway:
         """
         if request.request_id in self._running:
             raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
-        if request.sampling.seed is None:
-            seeded = replace(request.sampling, seed=secrets.randbits(63))
-            request = replace(request, sampling=seeded)
         answers = [self._begin(index, asked) for index, asked in enumerate(expand(request))]
         if not all(answer.is_finished for answer in answers):
             self._admit(request)
@@ -110,9 +104,6 @@ class ClusterGateway:
             state = NOT_SERVING
         return ServerStatus(state, self.config.mode, len(self._running), tuple(nodes))
 
-    async def stop(self) -> None:
-        await self.fleet.stop()
-
     async def _warm(self, pair: Pair) -> None:
         """A tiny request over a pair of ranks."""
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -137,10 +128,8 @@ class ClusterGateway:
         """
         self._check_queue(request.sampling.n)
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        num_prompt, sampling = len(request.prompt_ids), request.sampling
-        most = num_prompt + num_budget(
-            num_prompt, 0, sampling.max_tokens, self.model_info().max_model_len
-        )
+        num_prompt, longest = len(request.prompt_ids), self.model_info().max_model_len
+        most = num_prompt + num_budget(num_prompt, 0, request.sampling.max_tokens, longest)
         room = min(((info.num_pages - 1) * info.page_size for info in infos), default=most)
         if most > room:
             raise ValueError(
