@@ -81,10 +81,9 @@ class Controller:
         await self.begin()
         try:
             async with self._changing:
-                if gang not in self._gangs or self._config is None:
+                if gang not in self._gangs:
                     raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
-                stop_s = self._config.control.stop_s
-                return pack(await rebalance_gang(self._gangs[gang], drain_s, stop_s))
+                return pack(await rebalance_gang(self._gangs[gang], drain_s))
         except (ValueError, TandemError) as error:
             return encode_failure(error)
 

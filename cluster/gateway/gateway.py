@@ -143,7 +143,7 @@ class ClusterGateway:
         Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
         few times, and what has begun also where there is no room.
         """
-        trials, session = Trials(), self.fleet.session
+        trials, session = Trials(self.fleet), self.fleet.session
 
         def told(piece: Piece) -> None:
             trials.retries.progressed()
@@ -158,7 +158,7 @@ class ClusterGateway:
             except Preempted:
                 continue
             except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
-                await trials.failed(error, pair, self.fleet, bool(answer.rest().output_ids))
+                await trials.failed(error, pair, bool(answer.rest().output_ids))
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
@@ -172,4 +172,4 @@ class ClusterGateway:
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.name)
         identity = Identity(request.request_id, index)
-        return Pair(prefill, decode, identity, trials.is_suspect(self.fleet))
+        return Pair(prefill, decode, identity, trials.is_suspect())
