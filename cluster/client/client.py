@@ -84,14 +84,12 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         return bool(answer.found)
 
     async def model_info(self) -> ModelInfo:
-        return from_proto(
-            ModelInfo, await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        )
+        answer = await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return from_proto(ModelInfo, answer)
 
     async def status(self) -> ServerStatus:
-        return from_proto(
-            ServerStatus, await self._call(self._stub.GetStatus, pb.GetStatusRequest())
-        )
+        answer = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        return from_proto(ServerStatus, answer)
 
     async def close(self) -> None:
         await _settled(self._channel.close())
