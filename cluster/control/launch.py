@@ -36,7 +36,7 @@ async def launch(
         stack.push_async_callback(members.close)
         await members.started(on_progress)
         gateway = ClusterGateway(config, tokenizer, members)
-        stack.push_async_callback(gateway.fleet.stop)
+        stack.push_async_callback(gateway.stop)
         on_progress("warming up")
         await gateway.fleet.ready()
         yield gateway

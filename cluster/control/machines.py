@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,10 @@ class RayMachines:
         """Ranks that load from now on. Raises Overloaded when there is no room for them."""
         group = await in_thread(lambda: _room(plan, birth))
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
-        specs = plan.specs(birth.epoch, hosts)
+        specs = plan.specs(birth.epoch, hosts, birth.room)
         where = pack(birth.placement) if birth.placement is not None else b""
         told = config.model_dump_json(), where
-        return {
-            rank: _create(replace(specs[rank], room=birth.room), plan.resources, group, *told)
-            for rank in birth.missing
-        }
+        return {rank: _create(specs[rank], plan.resources, group, *told) for rank in birth.missing}
 
     async def last_words(self, state: RankState) -> LastWords:
         """Of a rank that has been killed, from its machine; empty where that cannot be had."""

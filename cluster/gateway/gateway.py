@@ -33,7 +33,7 @@ SPARE_STREAMS = 64
 
 
 class ClusterGateway:
-    """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
+    """Build it inside a running asyncio loop; ``stop`` ends its background tasks."""
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
         self.config = config
@@ -103,6 +103,9 @@ class ClusterGateway:
         if not self.is_healthy():
             state = NOT_SERVING
         return ServerStatus(state, self.config.mode, len(self._running), tuple(nodes))
+
+    async def stop(self) -> None:
+        await self.fleet.stop()
 
     async def _warm(self, pair: Pair) -> None:
         """A tiny request over a pair of ranks."""
