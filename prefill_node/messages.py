@@ -27,6 +27,10 @@ class Prefilled:
     prefill_ms: float
     logprobs: tuple[TokenLogprobs, ...] = ()
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (self.first_token,)
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:

@@ -13,7 +13,8 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import grpc
 
@@ -22,15 +23,14 @@ from cluster.client.stream import Completion, InferenceError, StreamPlan, comple
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import from_proto
-from cluster.proto.wire import MAX_MESSAGE_BYTES
+from cluster.proto.wire import MESSAGE_SIZES
 from core.answer import Piece
 from core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
 """Deadline of every call but ``generate``."""
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -38,7 +38,7 @@ _OPTIONS = (
 _T = TypeVar("_T")
 
 
-class AsyncClient:
+class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
 
     Build it inside the running loop. A stream that breaks is tried again until ``retry_s`` have
@@ -84,20 +84,15 @@ class AsyncClient:
         return bool(answer.found)
 
     async def model_info(self) -> ModelInfo:
-        return from_proto(
-            ModelInfo, await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        )
+        answer = await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+        return from_proto(ModelInfo, answer)
 
     async def status(self) -> ServerStatus:
-        return from_proto(
-            ServerStatus, await self._call(self._stub.GetStatus, pb.GetStatusRequest())
-        )
+        answer = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        return from_proto(ServerStatus, answer)
 
     async def close(self) -> None:
         await _settled(self._channel.close())
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -145,7 +140,7 @@ class _BlockingClient(AsyncClient):
     _sleep = staticmethod(time.sleep)
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """One server's client for threads: the calls of ``AsyncClient``, without ``await``."""
 
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
@@ -177,9 +172,6 @@ class Client:
 
     def close(self) -> None:
         _done(self._client.close())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

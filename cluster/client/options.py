@@ -8,8 +8,7 @@ from typing import Any, TypedDict, TypeVar
 from google.protobuf.message import Message
 
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto.mapping import acceptance_to_proto
-from core.request import STRICT
+from core.request import ACCEPTANCES, STRICT
 
 _Message = TypeVar("_Message", bound=Message)
 
@@ -82,7 +81,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
     if given.get("temperature", 0) > 0:
         given.setdefault("seed", secrets.randbits(63))
-    given["acceptance"] = acceptance_to_proto(given.get("acceptance", STRICT))
+    if (kind := given.get("acceptance", STRICT)) not in ACCEPTANCES:
+        raise ValueError(f"acceptance={kind!r}: use one of {list(ACCEPTANCES)}")
+    given["acceptance"] = ACCEPTANCES.index(kind)
     try:
         return pb.GenerateRequest(
             request_id=given.get("request_id") or uuid.uuid4().hex,

@@ -2,11 +2,11 @@
 
 import json
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from cluster.client.client import AsyncClient
 from cluster.client.options import GenerateOptions, Prompt
@@ -20,23 +20,21 @@ class Asked:
     """Every option of the command; those of the request are called as in ``GenerateOptions``."""
 
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - or nothing reads stdin.")
+        str | None, Argument(help="The text to continue; - or nothing reads stdin.")
     ] = None
     token_ids: Annotated[
-        str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids, used as they are.")
+        str | None, Option(metavar="1,2,3", help="The prompt as token ids, used as they are.")
     ] = None
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="The server to ask; none starts a cluster for it."),
+        Option(metavar="HOST:PORT", help="The server to ask; none starts a cluster for it."),
     ] = None
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = (
-        0.0
-    )
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None
+    max_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128
+    temperature: Annotated[float, Option(help="0 takes the likeliest token every time.")] = 0.0
+    seed: Annotated[int | None, Option(help="Makes a sampled answer repeatable.")] = None
     acceptance: Annotated[
         Literal["strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy"],
-        typer.Option(
+        Option(
             help="When a drafted token is accepted. strict: the same answer as without drafts. "
             "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
             "rejection: sampled answers of the same distribution, though not the same answer."
@@ -44,13 +42,13 @@ class Asked:
     ] = "strict"
     relaxed_top_n: Annotated[
         int,
-        typer.Option(
+        Option(
             help="relaxed: accept drafts among so many of the likeliest tokens; 0 is 1. "
             "Recipes for DeepSeek-R1 take 10 and a delta of 0.6."
         ),
     ] = 0
     relaxed_delta: Annotated[
-        float, typer.Option(help="relaxed: and at most this much less probable than the likeliest.")
+        float, Option(help="relaxed: and at most this much less probable than the likeliest.")
     ] = 0.0
     as_json: Json = False
     config: ConfigFile = None
@@ -81,16 +79,15 @@ def generate(**values: Any) -> None:
 
 async def _generate(asked: Asked) -> None:
     prompt = _prompt(asked.prompt, asked.token_ids)
-    if asked.address is not None:
-        if asked.config is not None or asked.sets:
-            raise ValueError(
-                f"--address={asked.address!r}: --config and --set are for a cluster of one's own; "
-                "leave them out, or --address"
-            )
-        await _print_answer(asked.address, prompt, asked)
-        return
-    async with own_server(asked.config, asked.sets) as address:
-        await _print_answer(address, prompt, asked)
+    address = asked.address
+    if address is not None and (asked.config is not None or asked.sets):
+        raise ValueError(
+            f"--address={address!r}: --config and --set are for a cluster of one's own; "
+            "leave them out, or --address"
+        )
+    own = own_server(asked.config, asked.sets)
+    async with own if address is None else nullcontext(address) as place:
+        await _print_answer(place, prompt, asked)
 
 
 def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:

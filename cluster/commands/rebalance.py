@@ -38,12 +38,11 @@ def rebalance(
 
 
 async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json: bool) -> None:
-    from cluster.control.members import find_gangs, rebalance_gang
-    from cluster.control.ray_session import ray_session
+    from cluster.control import members, ray_session
 
     done = []
-    async with ray_session(ray_address):
-        gangs = await find_gangs()
+    async with ray_session.ray_session(ray_address):
+        gangs = await members.find_gangs()
         known = [one.name for one in gangs if len(one.members) > 1]
         if wrong := [name for name in names if name not in known]:
             fail("NOT_FOUND", f"--gang={wrong[0]}: ready gangs of several ranks are {known}")
@@ -52,7 +51,7 @@ async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json
         with progress_shown() as shown:
             for name in names or known:
                 shown(f"{name}: draining and loading, if it gains by it")
-                done.append(await rebalance_gang(name, drain_s))
+                done.append(await members.rebalance_gang(name, drain_s))
                 if not as_json:
                     print(_line(done[-1]), flush=True)
     if as_json:

@@ -25,11 +25,10 @@ def stop(
 
 
 async def _stop(ray_address: str, deadline_s: float, as_json: bool) -> None:
-    from cluster.control.members import stop_cluster
-    from cluster.control.ray_session import ray_session
+    from cluster.control import members, ray_session
 
-    async with ray_session(ray_address):
-        names = await stop_cluster(deadline_s)
+    async with ray_session.ray_session(ray_address):
+        names = await members.stop_cluster(deadline_s)
     if not names:
         fail("NOT_FOUND", f"no cluster runs in the Ray at {ray_address}")
     print(json.dumps({"stopped": names}) if as_json else f"stopped {', '.join(names)}")

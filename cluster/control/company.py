@@ -4,10 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver, check, doing, is_starting
+from core.config import ControlConfig
 from core.errors import EpochEnded, NodeLost
 from core.membership import ExpertRows, RankState
 
@@ -20,62 +22,61 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Company:
     """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
-    missing. Who does not answer within ``silence_s`` is silent, and lost if there is a
-    ``suspicion``; who starts is lost when it has said nothing new for ``start_s``."""
+    missing. Who does not answer within ``control.stuck_s`` is silent, and lost if there is a
+    ``suspicion``; who starts is lost when it has said nothing new for ``control.start_s``."""
 
-    def __init__(self, gang: str, num_ranks: int, silence_s: float, start_s: float) -> None:
-        self.handles: dict[int, RayRank] = {}
-        self.states: dict[int, RankState] = {}
-        self.suspicion = ""
-        self.room = 0
-        """The life for which the room was taken that they are in."""
-        self._gang = gang
-        self._num_ranks = num_ranks
-        self._silence_s, self._start_s = silence_s, start_s
-        self._silent: list[int] = []
-        self._since: dict[object, float] = {}
-        """When a rank said first what it says of its start."""
+    plan: GangPlan
+    control: ControlConfig
+    handles: "dict[int, RayRank]" = field(default_factory=dict)
+    states: dict[int, RankState] = field(default_factory=dict)
+    suspicion: str = ""
+    room: int = 0
+    """The life for which the room was taken that they are in."""
+    _silent: list[int] = field(default_factory=list)
+    _since: dict[object, float] = field(default_factory=dict)
+    """When a rank said first what it says of its start."""
 
     @property
     def starts(self) -> tuple[str, ...]:
         """What each does that is not ready."""
         known = [(rank, self.states.get(rank)) for rank in sorted(self.handles)]
-        return tuple(self._start(*one) for one in known if one[1] is None or one[1].info is None)
+        return tuple(self._start(rank) for rank, state in known if not (state and state.info))
 
-    def _start(self, rank: int, state: RankState | None) -> str:
-        name = self._gang if self._num_ranks == 1 else f"{self._gang}.{rank}"
+    def _start(self, rank: int) -> str:
+        name = self.plan.name if self.plan.num_ranks == 1 else f"{self.plan.name}.{rank}"
         silent = ", but it does not answer" if rank in self._silent else ""
-        return f"{name}: {doing(state)}{silent}"
+        return f"{name}: {doing(self.states.get(rank))}{silent}"
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if rank not in self.handles]
+        return [rank for rank in range(self.plan.num_ranks) if rank not in self.handles]
 
     async def ask(self, seen: tuple[int, int]) -> Sequence[RankState]:
         """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
         LifeOver if one is dead, silent when there is, or has not got on for too long."""
         suspicion, self.suspicion = self.suspicion, ""
         self._stalled()
-        told = await self._ask(self.handles, seen)
-        silent = self._silent = [rank for rank, state in told.items() if state is None]
+        silent = self._silent = await self._ask(self.handles, seen)
         if stalled := self._stalled():
             lost = silent or stalled  # others may wait for who is silent, whatever it said last
-            text = f"{self._start(lost[0], self.states.get(lost[0]))}: no progress"
-            raise LifeOver(NodeLost(f"{text} for {self._start_s:g} s (control.start_s)"), *lost)
+            bound = f"{self.control.start_s:g} s (control.start_s)"
+            raise LifeOver(NodeLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
         if not silent:
-            return [self.states[rank] for rank in range(self._num_ranks)]
+            return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
         if not suspicion:
             # What the others said is as old as the silence.
-            again = await self._ask(told.keys() - silent, seen)
+            others = self.handles.keys() - silent
+            others -= set(await self._ask(others, seen))
             try:
-                check([state for state in again.values() if state is not None])
+                check([self.states[rank] for rank in others])
             except LifeOver as over:
                 suspicion = str(over)
         if suspicion:
-            text = f"rank {silent[0]}: no answer for {self._silence_s:g} s: {suspicion}"
+            text = f"rank {silent[0]}: no answer for {self.control.stuck_s:g} s: {suspicion}"
             raise LifeOver(NodeLost(text), *silent)
         return ()
 
@@ -83,8 +84,8 @@ class Company:
         """Who starts and has said the same for too long, or nothing."""
         now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
         said = {r: (r, s and (s.doing, s.progress, s.is_joined)) for r, s in known.items()}
-        late = [r for r in said if now - self._since.setdefault(said[r], now) > self._start_s]
-        return [rank for rank in late if is_starting(known[rank])]
+        since = {r: self._since.setdefault(said[r], now) for r in said}
+        return [r for r in since if now - since[r] > self.control.start_s and is_starting(known[r])]
 
     async def join(self, states: Sequence[RankState], epoch: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were
@@ -114,7 +115,7 @@ class Company:
         told = await asyncio.gather(*asked)
         for rows in told:
             if isinstance(rows, Exception):
-                raise NodeLost(f"{self._gang} does not tell its rows: {rows}")
+                raise NodeLost(f"{self.plan.name} does not tell its rows: {rows}")
         return [rows for rows in told if isinstance(rows, ExpertRows)]
 
     async def leave(self) -> None:
@@ -136,35 +137,32 @@ class Company:
             try:
                 self.handles.pop(rank).kill()
             except Exception as error:  # it goes with the room that it has
-                log.error("%s, rank %d cannot be killed: %r", self._gang, rank, error)
+                log.error("%s, rank %d cannot be killed: %r", self.plan.name, rank, error)
 
     async def _leave(self, rank: int) -> None:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.handles[rank].leave()
         except (NodeLost, TimeoutError) as error:
-            log.warning("%s, rank %d cannot go on: %r", self._gang, rank, error)
+            log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
             self.kill([rank])
 
-    async def _ask(
-        self, ranks: Iterable[int], seen: tuple[int, int]
-    ) -> dict[int, RankState | None]:
-        """What these say, None if one is silent. Raises LifeOver if one is dead."""
+    async def _ask(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
+        """Note what these say; who of them is silent. Raises LifeOver if one is dead."""
         asked = {rank: self._call(self.handles[rank].who, *seen) for rank in ranks}
-        told: dict[int, RankState | None] = {}
-        for rank, answer in zip(asked, await asyncio.gather(*asked.values()), strict=True):
+        told = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        for rank, answer in told.items():
             if isinstance(answer, NodeLost):
                 raise LifeOver(answer, rank)
-            told[rank] = None if isinstance(answer, TimeoutError) else answer
             if isinstance(answer, RankState):
                 self.states[rank] = answer
-        return told
+        return [rank for rank in told if isinstance(told[rank], TimeoutError)]
 
     async def _call(
         self, method: Callable[..., Awaitable[Answer]], *given: Any
     ) -> Answer | NodeLost | TimeoutError:
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout(self.control.stuck_s):
                 return await method(*given)
         except (NodeLost, TimeoutError) as error:
             return error

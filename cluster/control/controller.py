@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import ray
 
-from cluster.control.epochs import Epochs
-from cluster.control.gang import GangKeeper
+from cluster.control.gang import Epochs, GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
 from cluster.control.next_life import History
 from cluster.control.plan import plan_gangs, whole_gangs
@@ -82,10 +81,9 @@ class Controller:
         await self.begin()
         try:
             async with self._changing:
-                if gang not in self._gangs or self._config is None:
+                if gang not in self._gangs:
                     raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
-                stop_s = self._config.control.stop_s
-                return pack(await rebalance_gang(self._gangs[gang], drain_s, stop_s))
+                return pack(await rebalance_gang(self._gangs[gang], drain_s))
         except (ValueError, TandemError) as error:
             return encode_failure(error)
 
@@ -151,7 +149,7 @@ class Controller:
             if life and life[0].placement:  # unknown, its ranks differ: then it ends
                 keeper.placement = await _told(adopted[0], adopted[0].placement())
             keeper.history = History(has_served=True)
-            keeper.start(adopted, *(state.spec for state in life[:1]))
+            keeper.start(adopted, life)
         self._publish()
 
     def _publish(self) -> None:

@@ -5,26 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
-from cluster.control.epochs import Epochs
 from cluster.control.next_life import History, next_life
 from cluster.control.plan import Birth, GangPlan
 from cluster.control.verdict import Death, LifeOver, check, has_failed
 from core.config import TandemConfig
-from core.membership import (
-    DOWN,
-    DRAINING,
-    LOST,
-    READY,
-    STARTING,
-    EndedLife,
-    Gang,
-    RankSpec,
-    RankState,
-)
+from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
 from core.placement import Placement
 from core.tasks import cancelled
 
@@ -36,6 +25,21 @@ STARTING_POLL_S = 0.2
 log = logging.getLogger(__name__)
 
 
+class Epochs:
+    """Numbers that no two lives of any gang have in common. ``seen`` is (incarnation of the
+    controller, latest epoch): both go on from the largest that any rank has seen, and from the wall
+    clock's seconds where none has."""
+
+    def __init__(self) -> None:
+        self.seen = (0, 0)
+
+    def next_epoch(self) -> int:
+        incarnation, epoch = self.seen
+        self.seen = incarnation, max(epoch + 1, int(time.time()))
+        return self.seen[1]
+
+
+@dataclass(eq=False)
 class GangKeeper:
     """Owns the ``ranks`` of one gang, which ``machines`` begin. ``gang`` is what there is to know;
     ``on_change`` is called after it has changed. Ranks are to remember what ``epochs`` are told.
@@ -44,32 +48,25 @@ class GangKeeper:
     unless they cannot leave this one.
     """
 
-    def __init__(
-        self,
-        plan: GangPlan,
-        config: TandemConfig,
-        machines: "RayMachines",
-        epochs: Epochs,
-        on_change: Callable[[], None],
-    ) -> None:
-        self.gang = Gang(plan.name, plan.kind, 0, STARTING)
-        self._plan = plan
-        self._config = config
-        self._machines = machines
-        self._epochs = epochs
-        self._on_change = on_change
-        self.placement: Placement | None = None
-        """Of experts, in the lives to come; None is the plain order."""
-        self._is_draining = False
-        control = config.control
-        self.ranks = Company(plan.name, plan.num_ranks, control.stuck_s, control.start_s)
-        self.history = History()
-        self._look = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+    plan: GangPlan
+    config: TandemConfig
+    machines: "RayMachines"
+    epochs: Epochs
+    on_change: Callable[[], None]
+    placement: Placement | None = None
+    """Of experts, in the lives to come; None is the plain order."""
+    history: History = History()
+    _is_draining: bool = False
+    _look: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
 
-    def start(self, ranks: "Sequence[RayRank]" = (), spec: RankSpec | None = None) -> None:
-        """Keep it alive from now on: ``ranks`` of a life that was adopted, of which ``spec`` is
-        one, or a new life. One that is kept already only has its deaths forgotten."""
+    def __post_init__(self) -> None:
+        self.gang = Gang(self.plan.name, self.plan.kind, 0, STARTING)
+        self.ranks = Company(self.plan, self.config.control)
+
+    def start(self, ranks: "Sequence[RayRank]" = (), life: Sequence[RankState] = ()) -> None:
+        """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, or a new one. One
+        that is kept already only has its deaths forgotten."""
         is_kept = self._task is not None and not self._task.done()
         before = self.history
         self.history = History(before.has_served, before.proven_at if is_kept else None)
@@ -77,10 +74,11 @@ class GangKeeper:
             return self._set()
         self.ranks.handles = dict(enumerate(ranks))
         epoch = self.gang.epoch
-        if spec is not None:
+        if life:
+            spec = life[0].spec
             epoch, self.ranks.room = spec.epoch, spec.room or spec.epoch
         self._set(epoch=epoch, state=STARTING, failure=None)
-        self._task = asyncio.create_task(self._run(), name=f"keep-{self._plan.name}")
+        self._task = asyncio.create_task(self._run(), name=f"keep-{self.plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
         """Somebody finds this life suspicious: look now, and end it if it stays silent."""
@@ -118,18 +116,18 @@ class GangKeeper:
         """One life; returns only by raising what ended it."""
         missing = self.ranks.missing
         if missing or self.gang.state == LOST:
-            epoch = self._epochs.next_epoch()
+            epoch = self.epochs.next_epoch()
             if not self.ranks.handles:
                 self.ranks.room = epoch
-            starts = (f"{self._plan.name}: waiting for room",)
+            starts = (f"{self.plan.name}: waiting for room",)
             self._set(epoch=epoch, state=STARTING, starts=starts, members=())
             self.ranks.suspicion = ""  # of the life before
             birth = Birth(epoch, self.ranks.room, missing, self.placement)
-            begun = await self._machines.begin(self._plan, birth, self._config)
+            begun = await self.machines.begin(self.plan, birth, self.config)
             self.ranks.handles |= begun
         while True:
             self._look.clear()
-            states = await self.ranks.ask(self._epochs.seen)
+            states = await self.ranks.ask(self.epochs.seen)
             self._set(starts=self.ranks.starts)
             if states:
                 if len(states) > 1 and all(state.is_loaded for state in states):
@@ -143,7 +141,7 @@ class GangKeeper:
         check(states)
         is_ready = all(state.info is not None for state in states)
         if is_ready and self.gang.state == STARTING:
-            proven_at = time.monotonic() + self._config.control.min_service_s
+            proven_at = time.monotonic() + self.config.control.min_service_s
             self.history = replace(self.history, has_served=True, proven_at=proven_at)
         self._set(
             state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
@@ -156,7 +154,7 @@ class GangKeeper:
         death = await self._death(over)
         decision = next_life(self.history, death, now)
         self.history, epoch, failure = decision.history, self.gang.epoch, death.failure
-        log.error("%s, epoch %d, %s: %s", self._plan.name, epoch, death.why, failure.text)
+        log.error("%s, epoch %d, %s: %s", self.plan.name, epoch, death.why, failure.text)
         ended = EndedLife(epoch, death.in_step)
         self._set(state=LOST, members=(), starts=(), failure=failure, ended=ended)
         self.ranks.kill(self.ranks.handles.keys() - decision.kept)
@@ -172,18 +170,18 @@ class GangKeeper:
         states, self.ranks.states = self.ranks.states, {}
         self.ranks.kill(over.lost)
         guilty = [s for r, s in states.items() if r in over.lost or has_failed(s)]
-        words = await asyncio.gather(*map(self._machines.last_words, guilty))
+        words = await asyncio.gather(*map(self.machines.last_words, guilty))
         return Death(over.cause, frozenset(self.ranks.handles), tuple(words))
 
     async def _clear(self) -> None:
         try:
-            await self._machines.clear(self._plan.name)
+            await self.machines.clear(self.plan.name)
         except Exception as error:  # the end of the next life gives this room back too
-            log.error("%s: its room could not be given back: %s", self._plan.name, error)
+            log.error("%s: its room could not be given back: %s", self.plan.name, error)
 
     def _set(self, **fields: object) -> None:
-        before, is_over = self.gang, self.history.num_deaths >= self._config.control.max_deaths
+        before, is_over = self.gang, self.history.num_deaths >= self.config.control.max_deaths
         told = {"is_given_up": is_over, **fields}
         self.gang = replace(before, **told)  # type: ignore[arg-type]
         if self.gang != before:
-            self._on_change()
+            self.on_change()

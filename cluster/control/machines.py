@@ -4,17 +4,13 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.util.scheduling_strategies as scheduling
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
 
 from cluster.control.actors import ACTORS, NAMESPACE
 from cluster.control.plan import Birth, GangPlan, hosts_of, no_room
@@ -89,13 +85,10 @@ class RayMachines:
         """Ranks that load from now on. Raises Overloaded when there is no room for them."""
         group = await in_thread(lambda: _room(plan, birth))
         hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
-        specs = plan.specs(birth.epoch, hosts)
+        specs = plan.specs(birth.epoch, hosts, birth.room)
         where = pack(birth.placement) if birth.placement is not None else b""
         told = config.model_dump_json(), where
-        return {
-            rank: _create(replace(specs[rank], room=birth.room), plan.resources, group, *told)
-            for rank in birth.missing
-        }
+        return {rank: _create(specs[rank], plan.resources, group, *told) for rank in birth.missing}
 
     async def last_words(self, state: RankState) -> LastWords:
         """Of a rank that has been killed, from its machine; empty where that cannot be had."""
@@ -130,17 +123,16 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
     return group
 
 
-def _create(
-    spec: RankSpec, resources: Mapping[str, float], group: Any, config: str, placement: bytes
-) -> RayRank:
+def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, *told: Any) -> RayRank:
+    """``told`` is what its process gets beside the spec."""
     actor: Any = ray.remote(ACTORS[spec.kind]).options(
         name=spec.process,
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, spec.rank),
+        scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(group, spec.rank),
         **DETACHED,
     )
-    return RayRank(spec.process, actor.remote(pack(spec), config, placement))
+    return RayRank(spec.process, actor.remote(pack(spec), *told))
 
 
 def _last_words(log_path: str, box_path: str) -> bytes:
@@ -160,7 +152,7 @@ def _last_words_there(state: RankState) -> LastWords:
     placed = ray.util.placement_group_table(
         get_placement_group(_group_name(spec.gang, spec.room or spec.epoch))
     )["bundles_to_node_id"]
-    there = NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
+    there = scheduling.NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
     task: Any = ray.remote(_last_words).options(num_cpus=0, scheduling_strategy=there)
     told = task.remote(state.log_path, state.box_path)
     return unpack(LastWords, ray.get(told, timeout=WORDS_TIMEOUT_S))

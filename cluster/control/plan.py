@@ -25,11 +25,11 @@ class GangPlan:
         """Of the config, that shapes it."""
         return PREFILL if self.kind == PREFILL else DECODE
 
-    def specs(self, epoch: int, hosts: Sequence[str]) -> list[RankSpec]:
-        """Its ranks in a new life; ``hosts`` has the address of each."""
+    def specs(self, epoch: int, hosts: Sequence[str], room: int = 0) -> list[RankSpec]:
+        """Its ranks in a new life; ``hosts`` has the address of each, ``room`` is RankSpec's."""
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
         return [
-            RankSpec(self.name, self.kind, epoch, rank, self.num_ranks, host)
+            RankSpec(self.name, self.kind, epoch, rank, self.num_ranks, host, room=room)
             for rank, host in enumerate(hosts)
         ]
 

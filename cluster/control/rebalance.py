@@ -34,7 +34,7 @@ class Rebalanced:
     is_moved: bool
 
 
-async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> Rebalanced:
+async def rebalance_gang(keeper: GangKeeper, drain_s: float) -> Rebalanced:
     """Raises NodeLost while the gang is not ready, and what ended its next life."""
     gang = keeper.gang
     if gang.state != READY:
@@ -47,13 +47,11 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float, stop_s: float) -> R
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
-        await _begin_anew(keeper, best, drain_s, stop_s)
+        await _begin_anew(keeper, best, drain_s)
     return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
 
 
-async def _begin_anew(
-    keeper: GangKeeper, placement: Placement, drain_s: float, stop_s: float
-) -> None:
+async def _begin_anew(keeper: GangKeeper, placement: Placement, drain_s: float) -> None:
     keeper.drain()
     give_up_at = time.monotonic() + drain_s
     await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
@@ -61,7 +59,7 @@ async def _begin_anew(
         await asyncio.sleep(POLL_S)
     if num_held(keeper):
         log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, num_held(keeper))
-    await keeper.stop(stop_s)
+    await keeper.stop(keeper.config.control.stop_s)
     keeper.placement = placement
     keeper.start()
     while keeper.gang.state != READY:

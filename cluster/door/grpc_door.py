@@ -2,30 +2,31 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
 from cluster.door.calls import EveryCall
-from cluster.door.health import Health
 from cluster.door.servicer import InferenceServicer
 from cluster.gateway.admission import Admission
 from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import MAX_MESSAGE_BYTES
+from cluster.proto.wire import MESSAGE_SIZES
 from core.config import ServerConfig, TandemConfig
 
 SERVICE = "tandem.v1.Inference"
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_SIZES,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 SPARE_CALLS = 1024
+WATCH_S = 1.0
+"""How often it looks for watchers whether something has changed."""
 
 
 @asynccontextmanager
@@ -79,3 +80,29 @@ def _bind_problem(host: str, port: int) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return "the reason has gone meanwhile"
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """``is_serving`` says it for all of ``services``, whenever somebody asks. A watcher that does
+    not read holds up nobody else: grpcio's own keeps a lock meanwhile."""
+
+    def __init__(self, services: Collection[str], is_serving: Callable[[], bool]) -> None:
+        self._services = services
+        self._is_serving = is_serving
+
+    async def Check(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
+        if asked.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={asked.service!r}: unknown")
+        return self._now(asked.service)
+
+    async def Watch(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        told = None
+        while True:
+            if told != (now := self._now(asked.service)):
+                await context.write(told := now)
+            await asyncio.sleep(WATCH_S)
+
+    def _now(self, service: str) -> HealthCheckResponse:
+        if service not in self._services:
+            return HealthCheckResponse(status="SERVICE_UNKNOWN")
+        return HealthCheckResponse(status="SERVING" if self._is_serving() else "NOT_SERVING")

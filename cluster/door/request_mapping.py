@@ -7,8 +7,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from cluster.gateway.checks import few
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto.mapping import acceptance_from_proto
-from core.request import SamplingParams, Speculation, TokenBias, Unchecked
+from core.request import ACCEPTANCES, SamplingParams, Speculation, TokenBias, Unchecked
 
 
 def to_unchecked(message: pb.GenerateRequest) -> Unchecked:
@@ -25,6 +24,14 @@ def to_unchecked(message: pb.GenerateRequest) -> Unchecked:
         sampling=_sampling(message.sampling),
         speculation=Speculation(**speculation),
     )
+
+
+def acceptance_from_proto(number: int) -> str:
+    """The kind of acceptance. Raises ``ValueError`` naming those there are."""
+    if number not in pb.Acceptance.values():
+        kinds = ", ".join(f"{known} ({name})" for name, known in pb.Acceptance.items())
+        raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
+    return ACCEPTANCES[number]
 
 
 def _sampling(message: pb.Sampling) -> SamplingParams:

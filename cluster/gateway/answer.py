@@ -5,15 +5,7 @@ from dataclasses import replace
 
 from cluster.gateway.checks import refuse
 from cluster.gateway.stop_text import AnswerText
-from core.answer import (
-    Delta,
-    Finished,
-    SpeculationCounts,
-    Timings,
-    TokenLogprobs,
-    TransferStats,
-    Usage,
-)
+from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.errors import Preempted
 from core.info import ModelInfo
 from core.request import ABORT, PREEMPTED, STOP, Request, SequenceUpdate
@@ -42,7 +34,9 @@ class Answer:
         sampling = request.sampling
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
         self._stops = stop_ids(sampling, model.eos_token_ids)
-        self._max_model_len = model.max_model_len
+        self._num_most = num_budget(
+            len(request.prompt_ids), 0, sampling.max_tokens, model.max_model_len
+        )
         self._resume(request.output_ids)
         self._past_lives = self._life = self._life_before = SpeculationCounts()
         self._transfer = TransferStats()
@@ -57,15 +51,17 @@ class Answer:
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self._started_at) * 1e3
 
-    def prefilled(self, prefilled: Prefilled) -> None:
-        """The first token is here."""
+    def prefilled(self, prefilled: Prefilled) -> Delta:
+        """The first token is here: the next piece."""
         self._past_lives += self._life
         self._life = self._life_before = SpeculationCounts()
         if not self.token_ids:
             self._num_cached = prefilled.num_cached
             times = prefilled.queue_ms, prefilled.prefill_ms, 0.0, self.elapsed_ms()
             self._timings = Timings(*times)
-        _, self.finish_reason = cut((prefilled.first_token,), self._stops, self._budget())
+        num_left = self._num_most - len(self.request.output_ids) - len(self.token_ids)
+        _, self.finish_reason = cut(prefilled.token_ids, self._stops, num_left)
+        return self._delta(prefilled)
 
     def pulled(self, pulled: TransferStats) -> None:
         """The hand-over is complete; what of it was not hidden behind prefill is its time."""
@@ -74,22 +70,25 @@ class Answer:
             self._timings = replace(self._timings, transfer=transfer_ms)
         self._transfer += pulled
 
-    def update(self, update: SequenceUpdate) -> None:
-        """Take in one step's outcome. Raises Preempted when the decode rank gave it up."""
+    def update(self, update: SequenceUpdate) -> Delta:
+        """The next piece, of one step's outcome. Raises Preempted when the decode rank gave the
+        answer up."""
         if update.counts is not None:
             self._life_before, self._life = self._life, update.counts
         if update.finish_reason == PREEMPTED:
             raise Preempted(f"{update.identity} was preempted")
         self.finish_reason = update.finish_reason
+        return self._delta(update)
 
     def rest(self) -> Request:
         """What is left to do, as a request: it goes on after the tokens emitted so far."""
         output_ids = self.request.output_ids + tuple(self.token_ids)
         return replace(self.request, output_ids=output_ids)
 
-    def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> Delta:
-        """The next piece; a token that ended the answer is in the ids, not in the text, and what
-        follows a stop string is in neither."""
+    def _delta(self, told: Prefilled | SequenceUpdate) -> Delta:
+        """A token that ended the answer is in the ids, not in the text, and what follows a stop
+        string is in neither."""
+        token_ids = told.token_ids
         ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stops
         text, num_told = self._text.push(token_ids[:-1] if ended_by_token else token_ids)
         if self._text.stopped:
@@ -99,30 +98,20 @@ class Answer:
         elif self.is_finished:
             text += self._text.finish()
         self.token_ids.extend(token_ids)
-        return Delta(self.index, token_ids, text, logprobs[: len(token_ids)])
+        return Delta(self.index, token_ids, text, told.logprobs[: len(token_ids)])
 
     def _resume(self, resumed: tuple[int, ...]) -> None:
         """Go on after these tokens; they may be a whole answer, ``ValueError`` if they are more."""
-        num_most = self._budget() + len(resumed)
-        if len(resumed) > num_most:
-            remedy = f"an answer to this request has at most {num_most} tokens"
+        if len(resumed) > self._num_most:
+            remedy = f"an answer to this request has at most {self._num_most} tokens"
             refuse("len(resume_token_ids)", len(resumed), remedy)
-        kept, self.finish_reason = cut(resumed, self._stops, num_most)
+        kept, self.finish_reason = cut(resumed, self._stops, self._num_most)
         if kept != resumed:
             field = f"resume_token_ids[{len(kept) - 1}]"
             refuse(field, kept[-1], "ends the answer, but more tokens follow")
         self._text.push(resumed)
         if self._text.stopped:
             self.finish_reason = STOP
-
-    def _budget(self) -> int:
-        """How many more tokens the answer may have."""
-        return num_budget(
-            len(self.request.prompt_ids),
-            len(self.request.output_ids) + len(self.token_ids),
-            self.request.sampling.max_tokens,
-            self._max_model_len,
-        )
 
     def aborted(self) -> Finished:
         """The end of an answer that was cut short from outside."""

@@ -1,6 +1,7 @@
 """The answers to one request: as many requests of their own, their streams merged."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +18,11 @@ Serve = Callable[[Answer, Callable[[Piece], None]], Coroutine[Any, Any, None]]
 
 def expand(request: Request) -> list[Request]:
     """One request per answer; answer i has the seed ``seed + i * _SEED_STEP`` mod 2^63, so the
-    first is the answer of n = 1."""
-    sampling = request.sampling
-    assert sampling.seed is not None, "a seed is given at admission"
-    return [
-        replace(
-            request,
-            sampling=replace(sampling, n=1, seed=(sampling.seed + i * _SEED_STEP) & _MAX_SEED),
-        )
-        for i in range(sampling.n)
-    ]
+    first is the answer of n = 1. Where no seed is given one is drawn."""
+    asked = request.sampling
+    first = secrets.randbits(63) if asked.seed is None else asked.seed
+    seeds = [(first + i * _SEED_STEP) & _MAX_SEED for i in range(asked.n)]
+    return [replace(request, sampling=replace(asked, n=1, seed=seed)) for seed in seeds]
 
 
 class Streams:

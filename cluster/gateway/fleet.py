@@ -6,7 +6,7 @@ New ranks are warmed before they get requests, those found lost are left out unt
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable
 from itertools import product
 from typing import Protocol
 
@@ -63,8 +63,9 @@ class Fleet:
         self._listeners: dict[Handle, asyncio.Task[None]] = {}
         self._warming: dict[Ranks, asyncio.Task[None]] = {}
         self._are_warm: set[Ranks] = set()
-        self._deaths: deque[InStep] = deque(maxlen=256)
-        """The latest: when one is told of, its answers may be elsewhere."""
+        self.deaths: deque[InStep] = deque(maxlen=256)
+        """The latest steps that a rank died of, as far as is told by now: their answers may be
+        elsewhere."""
         self._apply(members.membership)
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
@@ -111,10 +112,6 @@ class Fleet:
                 return
             await asyncio.sleep(LOOK_S)
 
-    def deaths(self, identities: Set[Identity]) -> list[InStep]:
-        """The steps with one of these in them that a rank died of, as far as is told by now."""
-        return [step for step in self._deaths if not identities.isdisjoint(step.identities)]
-
     def accuse(self, rank: Handle, error: Exception) -> None:
         """A call to it failed: left out until one is answered."""
         if rank.liveness.tell(Event.ACCUSED):
@@ -153,8 +150,8 @@ class Fleet:
             self._listeners[rank] = asyncio.create_task(hear, name=f"hear-{name}")
         for gang in now.gangs:
             step = gang.ended and gang.ended.in_step
-            if step and step not in self._deaths:
-                self._deaths.append(step)
+            if step and step not in self.deaths:
+                self.deaths.append(step)
             if gang.state == DRAINING:
                 for info in gang.members:
                     self.ranks[info.spec.name].liveness.tell(Event.DRAINS)

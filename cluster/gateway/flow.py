@@ -48,8 +48,7 @@ async def run_request(
                 arriving = asyncio.create_task(_start(request, pair, num_tokens))
                 prefilled = await _prefill(request, pair, arriving)
                 load.close()
-                answer.prefilled(prefilled)
-                tell(answer.delta((prefilled.first_token,), prefilled.logprobs))
+                tell(answer.prefilled(prefilled))
                 if not answer.is_finished:
                     answer.pulled(await arriving)
             while not answer.is_finished:
@@ -57,8 +56,7 @@ async def run_request(
                 if update.failure is not None:
                     raise error_of(update.failure)
                 is_decoded = update.finish_reason is not None
-                answer.update(update)
-                tell(answer.delta(update.token_ids, update.logprobs))
+                tell(answer.update(update))
         tell(answer.finished())
     finally:
         load.close()

@@ -37,11 +37,11 @@ async def listen(
     try:
         while True:
             try:
-                if rank.info.frames is None:
-                    await _ask(rank, beat_s, stuck_s, retries)
-                else:
+                if rank.info.frames is not None:
                     stream = await connect(rank.name, rank.info.frames, session)
                     await _read(rank, stream, beat_s, stuck_s, retries)
+                else:
+                    await _ask(rank, beat_s, stuck_s, retries)
             except Exception as error:
                 log.warning("%s is not heard: %s", rank.name, error)
                 if rank.liveness.end(error):

@@ -6,18 +6,15 @@ decode rank, which ends what it holds there should it die.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
-from cluster.gateway.balance import with_balance
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
-from cluster.gateway.handles import Pair
+from cluster.gateway.handles import Pair, with_balance
 from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece
@@ -70,9 +67,6 @@ class ClusterGateway:
         """
         if request.request_id in self._running:
             raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
-        if request.sampling.seed is None:
-            seeded = replace(request.sampling, seed=secrets.randbits(63))
-            request = replace(request, sampling=seeded)
         answers = [self._begin(index, asked) for index, asked in enumerate(expand(request))]
         if not all(answer.is_finished for answer in answers):
             self._admit(request)
@@ -137,10 +131,8 @@ class ClusterGateway:
         """
         self._check_queue(request.sampling.n)
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        num_prompt, sampling = len(request.prompt_ids), request.sampling
-        most = num_prompt + num_budget(
-            num_prompt, 0, sampling.max_tokens, self.model_info().max_model_len
-        )
+        num_prompt, longest = len(request.prompt_ids), self.model_info().max_model_len
+        most = num_prompt + num_budget(num_prompt, 0, request.sampling.max_tokens, longest)
         room = min(((info.num_pages - 1) * info.page_size for info in infos), default=most)
         if most > room:
             raise ValueError(
@@ -154,7 +146,7 @@ class ClusterGateway:
         Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
         few times, and what has begun also where there is no room.
         """
-        trials, session = Trials(), self.fleet.session
+        trials, session = Trials(self.fleet), self.fleet.session
 
         def told(piece: Piece) -> None:
             trials.retries.progressed()
@@ -169,7 +161,7 @@ class ClusterGateway:
             except Preempted:
                 continue
             except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
-                await trials.failed(error, pair, self.fleet, bool(answer.rest().output_ids))
+                await trials.failed(error, pair, bool(answer.rest().output_ids))
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
@@ -183,4 +175,4 @@ class ClusterGateway:
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.name)
         identity = Identity(request.request_id, index)
-        return Pair(prefill, decode, identity, trials.is_suspect(self.fleet))
+        return Pair(prefill, decode, identity, trials.is_suspect())

@@ -19,17 +19,17 @@ LONGEST_PAUSE_S = 1.0
 
 @dataclass(slots=True)
 class Trials:
-    """Of one answer. It ``has_failed`` once it was in a step that failed; ``lost`` are its attempts
-    on ranks that were lost, ``avoided`` pairs of ranks between which a hand-over of it failed."""
+    """Of one answer in a ``fleet``. It ``has_failed`` once it was in a step that failed; ``lost``
+    are its attempts on ranks that were lost, ``avoided`` pairs of ranks between which a hand-over
+    of it failed."""
 
+    fleet: Fleet
     retries: Retries = field(default_factory=lambda: Retries(LONGEST_PAUSE_S))
     has_failed: bool = False
     lost: set[Identity] = field(default_factory=set)
     avoided: set[Ranks] = field(default_factory=set)
 
-    async def failed(
-        self, error: Exception, pair: Pair | None, fleet: Fleet, is_begun: bool
-    ) -> None:
+    async def failed(self, error: Exception, pair: Pair | None, is_begun: bool) -> None:
         """Learn from it, and return when it is time for another try. A rank that is lost gets no
         more requests until it answers again.
 
@@ -41,33 +41,33 @@ class Trials:
         if isinstance(error, StepFailed):
             self.has_failed = True
         if pair is not None and isinstance(error, NodeLost):
-            await self._lose(error, pair, fleet)
+            await self._lose(error, pair)
         if pair is not None and isinstance(error, HandoverError):
             self.avoided.add((pair.prefill, pair.decode))
-        self.is_suspect(fleet)
+        self.is_suspect()
         has_waited = is_begun and pair is None
         finds_no_room = isinstance(error, Overloaded) and not is_begun
         if has_waited or finds_no_room or self.retries.num_failures == MAX_FAILURES:
             raise error
         await self.retries.pause()
 
-    def is_suspect(self, fleet: Fleet) -> bool:
+    def is_suspect(self) -> bool:
         """Whether by what is known now it was in a step that failed, or that killed its rank.
 
         Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
         """
-        deaths = fleet.deaths(self.lost)
+        deaths = [step for step in self.fleet.deaths if not self.lost.isdisjoint(step.identities)]
         if any(step.is_alone for step in deaths):
             raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
         if len(deaths) >= MAX_DEATHS:
             raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")
         return self.has_failed or bool(deaths)
 
-    async def _lose(self, error: NodeLost, pair: Pair, fleet: Fleet) -> None:
+    async def _lose(self, error: NodeLost, pair: Pair) -> None:
         """Leave the rank alone; if it died, wait a little to learn what of."""
         self.lost.add(pair.identity)
         for rank in {pair.prefill, pair.decode}:
             if rank.name == error.node:
-                fleet.accuse(rank, error)
+                self.fleet.accuse(rank, error)
                 if isinstance(error, RankDied):
-                    await fleet.verdict(rank)
+                    await self.fleet.verdict(rank)

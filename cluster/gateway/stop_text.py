@@ -12,12 +12,11 @@ from model.tokenizer import TextStream
 class _Node:
     """A beginning of one or more stop strings, ``depth`` characters long; the root is empty."""
 
-    __slots__ = ("depth", "fallback", "is_whole", "longest", "next")
+    __slots__ = ("depth", "fallback", "longest", "next")
 
     def __init__(self, depth: int) -> None:
         self.next: dict[str, _Node] = {}
         self.depth = depth
-        self.is_whole = False
         self.fallback: _Node | None = None
         """The longest end of it that is a beginning too; of the root, None."""
         self.longest = 0
@@ -50,12 +49,12 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         node = root
         for char in stop:
             node = node.next.setdefault(char, _Node(node.depth + 1))
-        node.is_whole = True
+        node.longest = node.depth
     while layer:
         for node in layer:
             for char, child in node.next.items():
                 child.fallback = root if node.fallback is None else node.fallback.step(char)
-                child.longest = child.depth if child.is_whole else child.fallback.longest
+                child.longest = child.longest or child.fallback.longest
         layer = {child for node in layer for child in node.next.values()}
     return root
 

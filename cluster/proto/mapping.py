@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 
 from cluster.proto import tandem_pb2 as pb
 from core.answer import Delta, Finished, Piece, TokenLogprobs
-from core.request import ACCEPTANCES
 
 _Noun = TypeVar("_Noun")
 _Message = TypeVar("_Message", bound=Message)
@@ -67,18 +66,3 @@ def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(
         message.logprob, tuple(token for token, _ in top), tuple(value for _, value in top)
     )
-
-
-def acceptance_to_proto(kind: str) -> int:
-    """The proto's number of a kind of acceptance. Raises ``ValueError`` naming those there are."""
-    if kind not in ACCEPTANCES:
-        raise ValueError(f"acceptance={kind!r}: use one of {list(ACCEPTANCES)}")
-    return ACCEPTANCES.index(kind)
-
-
-def acceptance_from_proto(number: int) -> str:
-    """The inverse. Raises ``ValueError`` naming those there are."""
-    if number not in pb.Acceptance.values():
-        kinds = ", ".join(f"{known} ({name})" for name, known in pb.Acceptance.items())
-        raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
-    return ACCEPTANCES[number]

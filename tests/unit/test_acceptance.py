@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.door.request_mapping import acceptance_from_proto
 from cluster.proto import tandem_pb2 as pb
-from cluster.proto.mapping import acceptance_from_proto
 from core.config import TINY_MODEL
 from core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams
 from model.acceptance import KIND_NUMBERS, KINDS, judge, pick_draft

@@ -271,7 +271,7 @@ async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_n
         rank.is_frozen = rank.state.spec.epoch == 102
 
     async with kept(FakeMachines(starts), "control.stuck_s=0.05") as (keeper, _):
-        machines = keeper._machines
+        machines = keeper.machines
         await until(lambda: machines.lives)
         machines.lives[101].become()
         await until(lambda: keeper.gang.state == READY)
@@ -344,7 +344,7 @@ async def test_an_adopted_life_goes_on_and_a_frozen_rank_stops_in_time() -> None
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
     rank = FakeRank(plan.specs(55, ["127.0.0.1"])[0])
     rank.become()
-    keeper.start([rank], rank.state.spec)
+    keeper.start([rank], [rank.state])
     await until(lambda: keeper.gang.state == READY)
     assert keeper.gang.epoch == 55 and not machines.lives
     rank.is_frozen = True

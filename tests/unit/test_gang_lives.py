@@ -290,7 +290,7 @@ async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_
     for rank in ranks if has_left else []:
         rank.says(spec=replace(rank.state.spec, born=50))
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
-    keeper.start(ranks, ranks[0].state.spec)  # type: ignore[arg-type]
+    keeper.start(ranks, [rank.state for rank in ranks])  # type: ignore[arg-type]
     await until(lambda: keeper.gang.state == READY)
     assert keeper.gang.epoch == (101 if num_joined == 1 or has_left else 55)
     assert not any(rank.is_killed for rank in ranks) and not any(m for _, _, m in machines.begun)
@@ -306,7 +306,7 @@ async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replac
     for rank in ranks:
         await rank.join(rank.state.spec, await ranks[0].host())
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
-    keeper.start(ranks, ranks[0].state.spec)  # type: ignore[arg-type]
+    keeper.start(ranks, [rank.state for rank in ranks])  # type: ignore[arg-type]
     await until(lambda: keeper.gang.state == READY)
     ranks[1].death = NodeLost("connection reset")
     await until(lambda: keeper.gang.epoch == 101 and keeper.gang.state == READY)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.epochs import Epochs
+from cluster.control.gang import Epochs
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import NodeLost

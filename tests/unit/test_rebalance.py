@@ -9,7 +9,7 @@ from cluster.control import rebalance as rebalance_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import plan_gangs
 from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
-from cluster.gateway.balance import with_balance
+from cluster.gateway.handles import with_balance
 from core.balance import balance_ratio, rebalance
 from core.config import load
 from core.errors import NodeLost
@@ -35,7 +35,9 @@ class Kept:
 
     def __init__(self, rows_LE: tuple[tuple[int, ...], ...]) -> None:
         self.machines = FakeMachines()
-        config = load(None, ["prefill.dp_size=4", "prefill.num_redundant_experts=4"])
+        config = load(
+            None, ["prefill.dp_size=4", "prefill.num_redundant_experts=4", "control.stop_s=0.05"]
+        )
         self.states: list[str] = []
         self.keeper = GangKeeper(
             plan_gangs(config)[0],
@@ -58,7 +60,7 @@ async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> Non
     await kept.ready()
     first = kept.machines.ranks[2]
     first.says(num_held=1)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, 60.0, 0.05))
+    moving = asyncio.create_task(rebalance_gang(kept.keeper, 60.0))
     await until(lambda: kept.keeper.gang.state == DRAINING)
     await first.asked(5)
     assert kept.keeper.gang.members and not moving.done(), "it ends what it has"
@@ -81,7 +83,7 @@ async def test_who_does_not_end_in_time_is_not_waited_for() -> None:
     kept = Kept(SKEWED)
     await kept.ready()
     kept.machines.ranks[0].says(num_held=3)
-    assert (await rebalance_gang(kept.keeper, 0.0, 0.05)).is_moved
+    assert (await rebalance_gang(kept.keeper, 0.0)).is_moved
     await kept.keeper.stop(0.05)
 
 
@@ -89,11 +91,11 @@ async def test_what_gains_nothing_is_left_alone() -> None:
     kept = Kept(SKEWED)
     kept.rows = replace(kept.rows, placement=rebalance(SKEWED, 12, 2, 1, 4))
     await kept.ready()
-    done = await rebalance_gang(kept.keeper, 60.0, 0.05)
+    done = await rebalance_gang(kept.keeper, 60.0)
     assert not done.is_moved and len(kept.machines.begun) == 1 and DRAINING not in kept.states
     await kept.keeper.stop(0.05)
     with pytest.raises(NodeLost, match="prefill-0 is lost: try again"):
-        await rebalance_gang(kept.keeper, 60.0, 0.05)
+        await rebalance_gang(kept.keeper, 60.0)
 
 
 def test_machines_count_where_each_has_as_many_ranks() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from cluster.control.company import Company
 from cluster.control.members import RayMembers, _tell
+from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver
+from core.config import load
 from core.errors import NodeLost
 from core.info import ModelInfo
 from core.membership import (
@@ -60,7 +62,8 @@ class FakeRank:
 
 
 def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
-    made = Company("d", len(says), 0.05, START_S)
+    control = load(None, ["control.stuck_s=0.05", f"control.start_s={START_S}"]).control
+    made = Company(GangPlan("d", "decode", len(says), {}), control)
     made.handles = {rank: FakeRank(rank, one) for rank, one in enumerate(says)}  # type: ignore[misc]
     return made
 

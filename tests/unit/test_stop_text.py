@@ -154,8 +154,8 @@ def test_answers_and_their_resumption_stop_alike(
         if answer.is_finished or not run:
             break
         position += size
-        answer.update(SequenceUpdate("r", run, "length" if position >= len(ids) else None))
-        rest += answer.delta(run).text
+        last = "length" if position >= len(ids) else None
+        rest += answer.update(SequenceUpdate("r", run, last)).text
     if answer.is_finished:
         assert rest == text and answer.token_ids == list(ids[cut : len(told)])
         assert answer.finish_reason == ("stop" if whole.stopped else "length")
@@ -166,9 +166,7 @@ def test_an_answer_that_goes_on_elsewhere_for_its_last_token_ends_with_it() -> N
     sampling = SamplingParams(seed=0, max_tokens=len(ids))
     answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
     answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
-    answer.delta(ids[:1])
     answer.update(SequenceUpdate("r", ids[1:-1], None))
-    answer.delta(ids[1:-1])
     assert not answer.is_finished and answer.rest().output_ids == ids[:-1]
     answer.prefilled(Prefilled(ids[-1], 0, 0.0, 0.0))
     assert answer.finish_reason == "length"
@@ -180,16 +178,12 @@ def test_a_cut_run_counts_what_was_kept() -> None:
     sampling = SamplingParams(seed=0, stop=("g",))
     answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
     answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
-    answer.delta(ids[:1])
     answer.update(
         SequenceUpdate("r", ids[1:5], None, None, SpeculationCounts(1, 3, 3, (1, 1, 1), 3))
     )
-    answer.delta(ids[1:5])
-    answer.update(
-        SequenceUpdate("r", ids[5:9], None, None, SpeculationCounts(2, 6, 6, (2, 2, 2), 3))
-    )
     logprobs = tuple(TokenLogprobs(-float(i), (), ()) for i in range(4))
-    delta = answer.delta(ids[5:9], logprobs)
+    counts = SpeculationCounts(2, 6, 6, (2, 2, 2), 3)
+    delta = answer.update(SequenceUpdate("r", ids[5:9], None, None, counts, logprobs))
     assert (delta.token_ids, delta.text) == (ids[5:7], "f")
     assert delta.logprobs == logprobs[:2]
     finished = answer.finished()
