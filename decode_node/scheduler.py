@@ -216,23 +216,18 @@ class Scheduler:
 
     def _short(self) -> list[Running]:
         """The sequences that miss pages: few, of those that every step looks at."""
-        ahead, page_size = 2 * (self._max_drafts + 1), self._pool.page_size
-        return [
-            s
-            for s in self._runs
-            if s is not None
-            and s.num_prompt + s.num_output + ahead > len(s.pages) * page_size
-            and len(s.pages) < s.num_most_pages
-        ]
+        ahead, size = 2 * (self._max_drafts + 1), self._pool.page_size
+        running = filter(None, self._runs)
+        short = [s for s in running if s.num_prompt + s.num_output + ahead > len(s.pages) * size]
+        return [s for s in short if len(s.pages) < s.num_most_pages]
 
     def _num_growing(self) -> int:
         """Sequences that may want a page more, each of which is kept free."""
         return sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing(self, sequence: Running) -> int:
-        wanted = min(
-            self._num_pages(sequence.num_prompt + sequence.num_output), sequence.num_most_pages
-        )
+        num_tokens = sequence.num_prompt + sequence.num_output
+        wanted = min(self._num_pages(num_tokens), sequence.num_most_pages)
         return max(0, wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:

@@ -11,10 +11,11 @@ from contextlib import aclosing
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
+from cluster.gateway.balance import with_balance
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
-from cluster.gateway.handles import Pair, with_balance
+from cluster.gateway.handles import Pair
 from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece

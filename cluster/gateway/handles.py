@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from cluster.gateway.liveness import Event, Liveness
-from core.balance import ratio_of_loads
 from core.beat import Beat
 from core.control import Control, Done, ask
 from core.errors import NodeLost
@@ -146,19 +144,3 @@ class Pair:
             told = [(rank, rank.release(method, asked)) for rank, method, asked in releases]
             waited_for = (asyncio.shield(one) for rank, one in told if rank.liveness.heard.is_set())
             await asyncio.gather(*waited_for, return_exceptions=True)
-
-
-def with_balance(nodes: Sequence[NodeStatus], gangs: Sequence[str]) -> list[NodeStatus]:
-    """Ranks, with the balance ratio of each one's gang; a gang of one has none."""
-    loads: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for node, gang in zip(nodes, gangs, strict=True):
-        if node.rows_by_layer:
-            loads[gang].append(node.rows_by_layer)
-    ratios = {}
-    for gang, loads_RL in loads.items():
-        loads_LR = list(zip(*loads_RL, strict=True))
-        ratios[gang] = ratio_of_loads(loads_LR, list(map(sum, loads_LR)))
-    return [
-        replace(node, balance_ratio=ratios.get(gang, 0.0))
-        for node, gang in zip(nodes, gangs, strict=True)
-    ]

@@ -52,11 +52,10 @@ class StepPlanner:
     def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
         forms = {proposal.form for proposal in proposals}
         form = forms.pop() if len(forms) == 1 else EAGER
+        told = self._costs, self._buckets, self._length, self._catch_up
+        key, self._costs = plan_step(proposals, *told)
         for proposal in proposals:
             self._forms.refuse(proposal.refused)
-        key, self._costs = plan_step(
-            proposals, self._costs, self._buckets, self._length, self._catch_up
-        )
         if key is not None:
             return self._forms.plan(key, form)
         if form == CAPTURED and self._forms.lacks:

@@ -9,7 +9,7 @@ from cluster.control import rebalance as rebalance_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import plan_gangs
 from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
-from cluster.gateway.handles import with_balance
+from cluster.gateway.balance import with_balance
 from core.balance import balance_ratio, rebalance
 from core.config import load
 from core.errors import NodeLost
