@@ -35,8 +35,8 @@ HOUSES = {
     "tandem": 15,
     "wires": 155,
 }
-"""The most of each, which together are the most there may be now; 12,766 before houses had bounds of
-their own. Whoever builds something of size says how much it adds, and where."""
+"""The most of each, which together are the most there may be now; 12,766 before houses had bounds
+of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
 MOST_ENTERED = 7_600
 _NO_CODE = {

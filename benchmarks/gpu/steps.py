@@ -99,7 +99,7 @@ class Steps:
         return self._programs.run(self._plan, None, *self._index)
 
     def capture(self) -> None:
-        self._plan = StepPlan(self._plan.key, MAKE, slot=0)
+        self._plan = StepPlan(self._plan.key, MAKE, number=0)
         index = self.rows.index([], self._plan.key.num_rows, is_trial=True)
         self._programs.make(self._plan, *index)
 

@@ -25,7 +25,7 @@ class Forms:
     def __init__(self, usual: Iterable[StepKey] = ()) -> None:
         self._asked = dict.fromkeys(usual, 0)
         """Not made yet, and for how many steps each was asked for."""
-        self._slots: OrderedDict[StepKey, int] = OrderedDict()
+        self._numbers: OrderedDict[StepKey, int] = OrderedDict()
         """Of what ranks keep; the one unused for longest first."""
         self._free = list(range(MAX_KEPT - 1, -1, -1))
         self._refused: set[StepKey] = set()
@@ -35,19 +35,19 @@ class Forms:
         for key in keys:
             self._refused.add(key)
             self._asked.pop(key, None)
-            if key in self._slots:
-                self._free.append(self._slots.pop(key))
+            if key in self._numbers:
+                self._free.append(self._numbers.pop(key))
 
     def plan(self, key: StepKey, form: str, use: str = SERVE) -> StepPlan:
         """That step where ``form`` is the best that all ranks can have, or what gets its program
         ready."""
-        if key in self._slots:
-            self._slots.move_to_end(key)
-            return StepPlan(key, use, self._slots[key])
+        if key in self._numbers:
+            self._numbers.move_to_end(key)
+            return StepPlan(key, use, self._numbers[key])
         if form == EAGER or key in self._refused or not self._makes:
             return StepPlan(key, use)
         if form != CAPTURED:
-            return StepPlan(key, use, self._slot(key))
+            return StepPlan(key, use, self._number(key))
         num_asked = self._asked[key] = self._asked.get(key, 0) + 1
         return self._make(key) if num_asked > MOST_EAGER else StepPlan(key, use, is_settled=False)
 
@@ -66,12 +66,12 @@ class Forms:
 
     def _make(self, key: StepKey) -> StepPlan:
         del self._asked[key]
-        return StepPlan(key, MAKE, self._slot(key))
+        return StepPlan(key, MAKE, self._number(key))
 
-    def _slot(self, key: StepKey) -> int:
-        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
-        self._slots[key] = slot
-        return slot
+    def _number(self, key: StepKey) -> int:
+        number = self._free.pop() if self._free else self._numbers.popitem(last=False)[1]
+        self._numbers[key] = number
+        return number
 
 
 def usual_keys(sizes: Iterable[int], lengths: Iterable[int], catch_up: CatchUp) -> list[StepKey]:

@@ -72,13 +72,13 @@ class StepPlan:
     """The next step of all ranks. ``use`` is SERVE but for steps of nobody's rows: in a TRIAL all
     ranks run made-up ones, to learn what such a step costs; MAKE gets the program ready.
 
-    ``slot`` is the program's place in the table of forms (forms.py), None for eager steps, which
+    ``number`` is the program's in the table of forms (forms.py), None for eager steps, which
     are ``is_settled`` if no better form will follow.
     """
 
     key: StepKey
     use: str = SERVE
-    slot: int | None = None
+    number: int | None = None
     is_settled: bool = True
 
 

@@ -37,7 +37,7 @@ class StepResult:
 
 class Programs:
     """Functions of the rows to read [B] and those to write [B] of ``rows``, which they advance, by
-    the slot that the planner gave each (planning/forms.py); this rank decides nothing. A drafter
+    the number that the planner gave each (planning/forms.py); this rank decides nothing. A drafter
     that is fed is called before them.
 
     Those that could not be made, and why, the loaded model keeps for later lives.
@@ -95,15 +95,15 @@ class Programs:
         self.kept.clear()
 
     def _function(self, plan: StepPlan, num_pages: int | None) -> Repeated:
-        key, slot = plan.key, plan.slot
-        if slot in self.kept and self.kept[slot][0] == key:
-            return self.kept[slot][1]
+        key, number = plan.key, plan.number
+        if number in self.kept and self.kept[number][0] == key:
+            return self.kept[number][1]
         compute = partial(self._compute, key, num_pages)
-        if slot is None:
+        if number is None:
             return Eager(compute)
         assert num_pages is None, "page tables of kept programs are whole"
-        self.kept[slot] = key, self._loaded.kernels.repeated(compute)
-        return self.kept[slot][1]
+        self.kept[number] = key, self._loaded.kernels.repeated(compute)
+        return self.kept[number][1]
 
     @contextmanager
     def _making(self, key: StepKey, function: Repeated, most_tries: int) -> Iterator[None]:

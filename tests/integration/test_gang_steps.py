@@ -144,7 +144,7 @@ class Capturing(Kernels):
 
 
 def keys_of(programs: Programs) -> set[tuple[int, StepKey]]:
-    return {(slot, key) for slot, (key, _) in programs.kept.items()}
+    return {(number, key) for number, (key, _) in programs.kept.items()}
 
 
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
@@ -184,7 +184,7 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
             await until(lambda: not any(rank.engine.has_work() for rank in ranks))
             assert keys_of(programs[0]) == keys_of(programs[1])
         assert ran[programs[0]] == ran[programs[1]]
-        assert {plan.slot is None for plan in ran[programs[0]]} == {True, False}
+        assert {plan.number is None for plan in ran[programs[0]]} == {True, False}
         assert keys_of(programs[0]) - usual, "what was eager is made when nobody has work"
         await cluster.check_empty()
     assert not any(program.kept for program in programs)

@@ -108,33 +108,33 @@ def keys(num: int) -> list[StepKey]:
 
 
 def test_of_too_many_programs_the_one_unused_for_longest_makes_room() -> None:
-    """Its slot is another's, so ranks let go of it; asked for again, it is made again."""
+    """Its number is another's, so ranks let go of it; asked for again, it is made again."""
     forms = Forms()
     kept = [forms.plan(key, RECORDED) for key in keys(MAX_KEPT)]
-    slots = [plan.slot for plan in kept]
-    assert len({*slots}) == MAX_KEPT and None not in slots
+    numbers = [plan.number for plan in kept]
+    assert len({*numbers}) == MAX_KEPT and None not in numbers
     first, second, *_ = keys(2)
     assert forms.plan(first, RECORDED) == kept[0], "it is kept"
     *_, another = keys(MAX_KEPT + 1)
-    assert forms.plan(another, RECORDED).slot == kept[1].slot, "the one unused for longest"
+    assert forms.plan(another, RECORDED).number == kept[1].number, "the one unused for longest"
     assert forms.plan(first, RECORDED) == kept[0]
-    assert forms.plan(second, RECORDED).slot == kept[2].slot
+    assert forms.plan(second, RECORDED).number == kept[2].number
 
 
 def test_of_too_many_captured_ones_too() -> None:
     forms = Forms(keys(MAX_KEPT + 1))
     made = [forms.make() for _ in keys(MAX_KEPT + 1)]
-    assert not forms.lacks and made[-1].slot == made[0].slot
+    assert not forms.lacks and made[-1].number == made[0].number
     first, second, *_ = keys(2)
     assert forms.plan(first, CAPTURED) == StepPlan(first, is_settled=False) and forms.lacks
     assert forms.plan(second, CAPTURED) == replace(made[1], use="serve")
-    assert forms.make() == StepPlan(first, MAKE, made[2].slot)
+    assert forms.make() == StepPlan(first, MAKE, made[2].number)
 
 
 def test_where_ranks_record_the_first_step_that_wants_a_program_makes_it() -> None:
     planner = fixed(*usual_keys((1, 2), [3], CATCH_UP))
     plans = [planner((rows(3, form=RECORDED),)) for _ in range(3)]
-    assert plans == [StepPlan(StepKey(1, 3, 4), slot=0)] * 3
+    assert plans == [StepPlan(StepKey(1, 3, 4), number=0)] * 3
     assert planner((rows(3, form=RECORDED), rows(3))) == plans[0], "it is there already"
     assert planner((rows(3, 3, form=RECORDED), rows(3))) == StepPlan(StepKey(2, 3, 4))
 
@@ -151,7 +151,7 @@ def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
     assert asked == [StepPlan(key, is_settled=False)] * 3, "it is not waited for"
     left = [planner((idle, idle)) for _ in range(3)]
     assert left == [StepPlan(usual[1], MAKE, 1), StepPlan(key, MAKE, 2), None]
-    assert planner((ruled, idle)) == StepPlan(key, slot=2)
+    assert planner((ruled, idle)) == StepPlan(key, number=2)
 
 
 def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_waits() -> None:
@@ -162,7 +162,7 @@ def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_wai
     key = StepKey(1, 3, 4, SAMPLED)
     assert plans[:MOST_EAGER] == [StepPlan(key, is_settled=False)] * MOST_EAGER
     assert plans[MOST_EAGER] == StepPlan(key, MAKE, 0)
-    assert plans[MOST_EAGER + 1 :] == [StepPlan(key, slot=0)] * (MOST_EAGER - 1)
+    assert plans[MOST_EAGER + 1 :] == [StepPlan(key, number=0)] * (MOST_EAGER - 1)
     assert planner((IDLE_CAPTURING,)) == StepPlan(StepKey(2, 3, 4), MAKE, 1)
 
 
@@ -173,11 +173,11 @@ def test_one_that_cannot_be_made_is_eager_and_leaves_the_others_what_they_are(fo
     if form == CAPTURED:
         forms.make(), forms.make()
     kept = forms.plan(good, form)
-    assert kept.slot is not None and forms.plan(bad, form).slot is not None
+    assert kept.number is not None and forms.plan(bad, form).number is not None
     forms.refuse([bad])
     assert forms.plan(bad, form) == StepPlan(bad) and forms.plan(good, form) == kept
     *_, later = keys(3)
-    assert forms.plan(later, RECORDED).slot == 1, "its slot is free again"
+    assert forms.plan(later, RECORDED).number == 1, "its number is free again"
 
 
 def test_after_some_that_could_not_be_made_no_more_are_tried() -> None:
