@@ -11,27 +11,31 @@ functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple
 
 from decode_node.planning.step_plan import Report
 
 NUM_TRIES = 5
 """The least time of as many is a length's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS = 256, 2
-"""Steps between looks at the other lengths in turns; the first step of one may have to catch up."""
+LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 128, 2, 16
+"""Steps between looks at the other lengths in turns, a quarter of that for the first looks: what
+was measured while idle was of made-up rows. The first step of one may have to catch up."""
+LOSSES = 5
+"""Who loses a fifth of the tokens is looked at every second time, who loses two every third."""
 GAIN = 1.02
 """Another length must promise so much more."""
-WEIGHT = 0.25
-"""Of a new time in the running mean after the first."""
+WEIGHT, LOOK_WEIGHT = 0.25, 0.8
+"""Of a new time in the running mean after the first: of the length in use, and of others, which are
+timed seldom."""
 OUTLIER = 1.5
 """A time counts as no more than so many times the mean; so many accepted drafts are a surprise."""
-MEMORY, PRIOR = 200.0, 8.0
+MEMORY, PRIOR = 100.0, 8.0
 """Rows that tried a draft of which a share tells, and that are made up, all accepted, at first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SizeCosts:
+class SizeCosts(NamedTuple):
     """Of one size of batch: the mean step time of each length, 0 if unknown, how many of its steps
     were planned up to NUM_TRIES, how many of all, and the length in use. ``surprise`` is one that
     brought so much more than expected that it is looked at again, if there is such a one."""
@@ -43,14 +47,13 @@ class SizeCosts:
     surprise: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(NamedTuple):
     """What steps cost, by size of batch, and what drafts bring: ``shares[k]`` of the rows that
     tried draft k + 1 accepted it, as ``tried[k]`` of them told."""
 
     tried: tuple[float, ...]
     shares: tuple[float, ...]
-    sizes: Mapping[int, SizeCosts] = field(default_factory=dict)
+    sizes: Mapping[int, SizeCosts] = MappingProxyType({})
 
     def of_size(self, num_rows: int) -> SizeCosts:
         """Row buckets that differ by less than a factor of two share what is known."""
@@ -60,7 +63,7 @@ class Costs:
         )
 
     def with_size(self, num_rows: int, size: SizeCosts) -> "Costs":
-        return replace(self, sizes={**self.sizes, num_rows.bit_length(): size})
+        return self._replace(sizes={**self.sizes, num_rows.bit_length(): size})
 
     def expected_tokens(self) -> list[float]:
         """Tokens that a row emits with 0, 1 .. drafts."""
@@ -94,12 +97,12 @@ def by_load(
     costs = all_recorded(costs, reports)
     most, _ = most_wanted(costs, reports, num_rows, wanted)
     size, tokens = costs.of_size(num_rows), _tokens(costs.expected_tokens(), most, wanted)
-    num_drafts = _looked_at(size, most)
+    num_drafts = _looked_at(size, tokens)
     if num_drafts is None:
         num_drafts = _best(size, tokens)
         if num_drafts != min(size.current, most):
-            size = replace(size, current=num_drafts)
-    size = replace(size, num_planned=size.num_planned + 1, surprise=None)
+            size = size._replace(current=num_drafts)
+    size = size._replace(num_planned=size.num_planned + 1, surprise=None)
     return num_drafts, costs.with_size(num_rows, _tried(size, num_drafts))
 
 
@@ -123,7 +126,7 @@ def recorded(costs: Costs, reports: Sequence[Report]) -> Costs:
         tried[k] = min(MEMORY, tried[k] + num)
         shares[k] += (accepted - num * shares[k]) / max(tried[k], num)
     if num_accepted > OUTLIER * num_expected:
-        size = replace(size, surprise=key.num_drafts)
+        size = size._replace(surprise=key.num_drafts)
     if all(report.is_usual for report in reports):
         size = _timed(size, key.num_drafts, max(report.program_s for report in reports))
     return Costs(tuple(tried), tuple(shares), costs.sizes).with_size(key.num_rows, size)
@@ -136,11 +139,13 @@ def _timed(size: SizeCosts, num_drafts: int, step_s: float) -> SizeCosts:
     if mean and size.num_tries[num_drafts] < NUM_TRIES:
         step_s = min(step_s, mean)
     elif mean:
-        step_s = mean + WEIGHT * (min(step_s, OUTLIER * mean) - mean)
-        if num_drafts == size.current:
+        is_current = num_drafts == size.current
+        weight = WEIGHT if is_current else LOOK_WEIGHT
+        step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
+        if is_current:
             means = [one * step_s / mean for one in means]
     means[num_drafts] = step_s
-    return replace(size, step_s=tuple(means))
+    return size._replace(step_s=tuple(means))
 
 
 def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int, Costs] | None:
@@ -158,32 +163,41 @@ def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int, Costs] | None
 
 def _tried(size: SizeCosts, num_drafts: int) -> SizeCosts:
     num_tries = list(size.num_tries)
-    num_tries[num_drafts] = min(NUM_TRIES, num_tries[num_drafts] + 1)
-    return replace(size, num_tries=tuple(num_tries))
+    if num_tries[num_drafts] == NUM_TRIES:
+        return size
+    num_tries[num_drafts] += 1
+    return size._replace(num_tries=tuple(num_tries))
 
 
-def _looked_at(size: SizeCosts, most: int) -> int | None:
-    """A length of 0 .. most to look at now, whatever it promises."""
+def _looked_at(size: SizeCosts, tokens: Sequence[float]) -> int | None:
+    """A length of 0 .. most to look at now; those that promise least are looked at seldom."""
+    most = len(tokens) - 1
     if size.surprise is not None and size.surprise <= most:
         return size.surprise
-    left = [n for n in range(most + 1) if size.num_tries[n] < NUM_TRIES]
-    if left:
-        return left[-1]
-    others = [n for n in range(most + 1) if n != min(size.current, most)]
-    num_looks, step = divmod(size.num_planned, LOOK_EVERY)
-    is_due = num_looks > 0 and step < LOOK_STEPS and others
-    return others[-num_looks % len(others)] if is_due else None
+    if min(size.num_tries[: most + 1]) < NUM_TRIES:
+        return max(n for n in range(most + 1) if size.num_tries[n] < NUM_TRIES)
+    every = LOOK_EVERY // (4 if size.num_planned < EAGER_LOOKS * LOOK_EVERY // 4 else 1)
+    num_looks, step = divmod(size.num_planned, every)
+    if num_looks == 0 or step >= LOOK_STEPS:
+        return None
+    worth, current = _worth(size, tokens), min(size.current, most)
+    best = max(worth) or 1.0
+    periods = [1 + int(LOSSES * (1 - one / best)) for one in worth]
+    due = [n for n in range(most + 1) if n != current and num_looks % periods[n] == 0]
+    return due[num_looks // max(periods) % len(due)] if due else None
 
 
 def _best(size: SizeCosts, tokens: Sequence[float]) -> int:
     """The length in use, unless another of 0 .. most promises clearly more."""
-    most = len(tokens) - 1
-    current = min(size.current, most)
-    worth = {n: tokens[n] / size.step_s[n] for n in range(most + 1) if size.step_s[n]}
-    if not worth:
-        return current
-    best = max(worth, key=worth.__getitem__)
-    return best if current not in worth or worth[best] > worth[current] * GAIN else current
+    worth, current = _worth(size, tokens), min(size.current, len(tokens) - 1)
+    best = worth.index(max(worth))
+    return best if worth[best] > worth[current] * GAIN else current
+
+
+def _worth(size: SizeCosts, tokens: Sequence[float]) -> list[float]:
+    """Tokens a second with each length, 0 while its time is unknown."""
+    times = size.step_s[: len(tokens)]
+    return [num / step_s if step_s else 0.0 for num, step_s in zip(tokens, times, strict=True)]
 
 
 def _tokens(expected: Sequence[float], most: int, wanted: Sequence[int]) -> list[float]:

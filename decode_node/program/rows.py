@@ -147,11 +147,12 @@ class Rows:
             count_emitted(self._rules, write_B, verdict.tokens_BN1, num_B)
 
     def _make_up(self, i: int) -> None:
-        """One row of trials."""
+        """One row of trials; their tokens are far apart, as their experts shall be."""
         num_known, vocab_size = self._loaded.max_model_len // 2, self._loaded.config.vocab_size
         prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
         features_F = torch.randn(self._loaded.drafter.num_features)
-        new = self._row(_request(prompt_ids, i % vocab_size), features_F)
+        token = i * vocab_size // len(self._num_pages)
+        new = self._row(_request(prompt_ids, token), features_F)
         write(self._table, self._upload([self._num_rows + i]), new)
 
     def _row(
