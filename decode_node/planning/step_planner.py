@@ -9,14 +9,7 @@ from decode_node.planning import lengths
 from decode_node.planning.buckets import Buckets
 from decode_node.planning.forms import Forms, usual_keys
 from decode_node.planning.lengths import Costs, DraftLength
-from decode_node.planning.step_plan import (
-    TRIAL,
-    Proposal,
-    Report,
-    StepKey,
-    StepPlan,
-    extras_of_all,
-)
+from decode_node.planning.step_plan import TRIAL, Proposal, StepKey, StepPlan, extras_of_all
 
 
 class StepPlanner:
@@ -97,5 +90,5 @@ def plan_trial(
     return StepKey(num_rows, num_drafts, catch_up.amount(num_drafts, catch_up.start)), costs
 
 
-def _reports(proposals: Sequence[Proposal]) -> list[Report]:
+def _reports(proposals: Sequence[Proposal]) -> list[lengths.Report]:
     return [proposal.report for proposal in proposals if proposal.report is not None]
