@@ -93,9 +93,10 @@ class DecodeEngine:
         ``first_token`` was already emitted by the prefill node. ``features_F`` are those of the
         last prompt token, None for zero_hidden. Raises HandoverError when its grant is gone.
         """
-        sequence = self.scheduler.run(identity, request, is_suspect)
+        sequence = self.scheduler.started(identity, request, is_suspect)
         sequence.behind = self._catch_up.start
         self._launcher.rows.begin(sequence, first_token, features_F)
+        self.scheduler.run(sequence)
 
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait, without a word; False if it was gone already."""

@@ -109,10 +109,11 @@ class Scheduler:
         self.sequences[identity] = replace(granted, pages=pages)
         return pages
 
-    def run(self, identity: Identity, request: Request, is_suspect: bool = False) -> Running:
-        """The granted request has its KV and its first token."""
+    def started(self, identity: Identity, request: Request, is_suspect: bool = False) -> Running:
+        """The granted request with its KV and its first token, for ``run``. Raises what ``held``
+        raises."""
         granted, most, asked = self.held(identity), self._max_drafts, request.speculation.max_drafts
-        sequence = Running(
+        return Running(
             identity,
             granted.row,
             list(granted.pages),
@@ -126,8 +127,10 @@ class Scheduler:
             most,
             num_alone=NUM_STEPS_ALONE if is_suspect else 0,
         )
-        self.sequences[identity] = self._runs[granted.row] = sequence
-        return sequence
+
+    def run(self, sequence: Running) -> None:
+        """Steps may have it from now on."""
+        self.sequences[sequence.identity] = self._runs[sequence.row] = sequence
 
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait for a row; whether it held one. Row and pages are free once
@@ -182,9 +185,8 @@ class Scheduler:
         Oldest first; the youngest ones make way. They are dropped already.
         """
         preempted: list[Running] = []
-        waiting = self._short()
-        if self._lacks(waiting):
-            waiting = self.running
+        short = self._short()
+        waiting = self.running if self._lacks(short) else short
         while waiting:
             sequence = waiting[0]
             missing = self._num_missing(sequence)

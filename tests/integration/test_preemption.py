@@ -95,7 +95,9 @@ def enter(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> 
 
 def run(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Running:
     identity = enter(scheduler, name, num_prompt, max_tokens)
-    return scheduler.run(identity, greedy(name, range(num_prompt), max_tokens))
+    sequence = scheduler.started(identity, greedy(name, range(num_prompt), max_tokens))
+    scheduler.run(sequence)
+    return sequence
 
 
 def test_the_youngest_makes_way_and_the_oldest_never() -> None:

@@ -57,7 +57,8 @@ class Played:
         return self.scheduler.grant()
 
     def activate(self, identity: Identity) -> None:
-        sequence = self.scheduler.run(identity, self.asked[identity])
+        sequence = self.scheduler.started(identity, self.asked[identity])
+        self.scheduler.run(sequence)
         if sequence.num_output >= sequence.max_output:
             self.scheduler.drop(identity)
             self.finished.append(identity.request_id)
@@ -259,7 +260,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
         scheduler.drop(next(iter(scheduler.sequences)))
         assert scheduler.grant() == [names[turn]]
     with pytest.raises(HandoverError, match="holds no row"):
-        scheduler.run(names["runs"], request("runs", 4, 4))
+        scheduler.started(names["runs"], request("runs", 4, 4))
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

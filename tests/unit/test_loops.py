@@ -16,6 +16,7 @@ from decode_node.planning.buckets import Buckets
 from decode_node.planning.step_plan import Extras, StepKey
 from decode_node.program.launcher import Launcher
 from decode_node.program.step import decode_step
+from decode_node.states import Granted
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop
 
@@ -153,6 +154,29 @@ def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
     bench.check_empty()
     [(ids, reason)] = bench.generate(greedy("next", list(range(5, 25)), 9, ignore_eos=True))
     assert (len(ids), reason) == (9, "length")
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, loop: str) -> None:
+    """Its row may still say what its last owner had there; its pages go when it is dropped."""
+    bench = Bench(loaded, num_drafts=2, max_rows=3, loop=loop)
+    beside = greedy("beside", [5, 6, 7], 12, ignore_eos=True)
+    expected = Bench(loaded, num_drafts=2).generate(beside)
+    first, _ = bench.start(beside)
+    with patch.object(bench.decode._launcher.rows, "begin", Mock(side_effect=MemoryError("full"))):
+        with pytest.raises(MemoryError):
+            bench.start(greedy("late", [8, 9], 12, ignore_eos=True))
+    late = bench.identities["late"]
+    assert isinstance(bench.decode.scheduler.sequences[late], Granted)
+    bench.frames.clear()
+    while bench.decode.has_work():
+        bench.decode.step()
+        bench.decode.scheduler.check_integrity()
+    assert {one.identity.request_id for one in bench.updates()} == {"beside"}
+    tokens = [first, *(token for one in bench.updates() for token in one.token_ids)]
+    assert tokens == expected[0][0]
+    assert bench.decode.drop(late)
+    bench.check_empty()
 
 
 def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:
