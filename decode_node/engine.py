@@ -243,8 +243,7 @@ class DecodeEngine:
         request = sequence.request
         if reason is not None:
             self.scheduler.drop(sequence.identity)
-        told = reason is not None or request.sampling.stop
-        counts = sequence.counts if told else None
+        counts = sequence.counts if reason is not None or request.sampling.stop else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
             assert step.logprobs is not None, "somebody asked for log probabilities"

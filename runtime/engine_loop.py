@@ -184,9 +184,12 @@ class EngineLoop:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether nothing can be trusted after it: a broken invariant of ours, or a device that
-    answers nothing any more. Want of memory and bad input are not, nor is a program that cannot be
-    captured: torch's own text of that begins as if the device were lost."""
-    if isinstance(error, CannotCapture):
-        return False
-    return isinstance(error, AssertionError) or "CUDA error" in str(error)
+    """Whether nothing can be trusted after it: a broken invariant of ours, or a lost device. Want
+    of memory and bad input are not."""
+    return isinstance(error, AssertionError) or is_device_lost(error)
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether it answers nothing any more. A program that cannot be captured is not that, though
+    torch's own text of it begins as if it were."""
+    return "CUDA error" in str(error) and not isinstance(error, CannotCapture)

@@ -163,9 +163,7 @@ def untried(costs: Costs, sizes: Sequence[int]) -> tuple[int, int, Costs] | None
 
 def _tried(size: SizeCosts, num_drafts: int) -> SizeCosts:
     num_tries = list(size.num_tries)
-    if num_tries[num_drafts] == NUM_TRIES:
-        return size
-    num_tries[num_drafts] += 1
+    num_tries[num_drafts] = min(NUM_TRIES, num_tries[num_drafts] + 1)
     return size._replace(num_tries=tuple(num_tries))
 
 

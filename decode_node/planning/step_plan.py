@@ -119,17 +119,14 @@ class Proposal:
 def wishes_of(sequences: Sequence[Running], max_drafts: int) -> tuple[tuple[int, ...], int, Extras]:
     """Of a Proposal, what follows from its rows, which may be none."""
     limits = [sequence.limit for sequence in sequences]
-    behind = max((one.behind for one in sequences), default=0)
-    return tuple(map(limits.count, range(max_drafts + 1))), behind, extras_of(sequences)
-
-
-def extras_of(sequences: Iterable[Running]) -> Extras:
     settings = [one.request.sampling for one in sequences]
-    return Extras(
+    extras = Extras(
         all_greedy=all(one.temperature == 0 for one in settings),
         has_rules=any(one.adjusts_logits for one in settings),
         kinds=kinds_of(one.request.speculation.acceptance for one in sequences),
     )
+    behind = max((one.behind for one in sequences), default=0)
+    return tuple(map(limits.count, range(max_drafts + 1))), behind, extras
 
 
 def report_of(

@@ -54,12 +54,10 @@ class Programs:
     def form(self) -> str:
         """In which they are had, and what is not as it could be; for a status."""
         form, refused = self._loaded.form, list(self.refused.values())
-        told = [form]
-        if form != self._loaded.kernels.form:
-            told = [f"{form}: {self._loaded.dispatch.why_eager}"]
+        is_best = form == self._loaded.kernels.form
+        told = [form if is_best else f"{form}: {self._loaded.dispatch.why_eager}"]
         told += [f"{len(refused)} programs eager: {refused[-1]}"] if refused else []
-        num_lost = self._feeder.num_lost
-        told += [f"{num_lost} steps without drafts"] if num_lost else []
+        told += [f"{lost} steps without drafts"] if (lost := self._feeder.num_lost) else []
         return ", ".join(told)
 
     def run(
@@ -120,10 +118,10 @@ class Programs:
     def _inputs(
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor
     ) -> tuple[Tensor, ...]:
-        fed: tuple[Tensor, ...] = ()
-        if self._loaded.drafter.is_fed:
-            fed = self._feeder.feed(key, self._rows.select(read_B, num_pages, key.extras))
-        return read_B, write_B, *fed
+        if not self._loaded.drafter.is_fed:
+            return read_B, write_B
+        rows = self._rows.select(read_B, num_pages, key.extras)
+        return read_B, write_B, *self._feeder.feed(key, rows)
 
     def _compute(
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor, *fed: Tensor

@@ -120,8 +120,7 @@ class Rows:
         where it writes."""
         num, first = num_rows - len(rows), self._num_rows
         more = range(first, first + num) if is_trial else [self._read_padding] * num
-        read = [*rows, *more]
-        read_B, write_B = self._upload([read, [*rows, *[self._write_padding] * num]])
+        read_B, write_B = self._upload([[*rows, *more], [*rows, *[self._write_padding] * num]])
         return read_B, write_B
 
     def select(self, read_B: Tensor, num_pages: int | None, extras: Extras = PLAIN) -> RowTensors:
@@ -151,8 +150,7 @@ class Rows:
         num_known, vocab_size = self._loaded.max_model_len // 2, self._loaded.config.vocab_size
         prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
         features_F = torch.randn(self._loaded.drafter.num_features)
-        token = i * vocab_size // len(self._num_pages)
-        new = self._row(_request(prompt_ids, token), features_F)
+        new = self._row(_request(prompt_ids, i * vocab_size // len(self._num_pages)), features_F)
         write(self._table, self._upload([self._num_rows + i]), new)
 
     def _row(
@@ -170,8 +168,7 @@ class Rows:
         speculation, drafter = request.speculation, self._loaded.drafter
         num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
         token = request.output_ids[-1]
-        if features_F is None:
-            features_F = torch.zeros(drafter.num_features)
+        features_F = torch.zeros(drafter.num_features) if features_F is None else features_F
         features_F = features_F.to(self._loaded.dtype)
         row = RowTensors(
             state=RowState(

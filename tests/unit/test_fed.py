@@ -1,15 +1,19 @@
 """Drafters that are fed to a step's program: the same bits as within it, and an error of theirs
 costs drafts and nothing else."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.request import REJECTION_GREEDY, Request, Speculation
+from core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
+from model.cache import Caches
+from model.drafters.base import Drafts, View
 from model.drafters.mtp import MtpDrafter
 from model.loaded import LoadedModel
 from tests.drafters import Again, Failing, FedMtp
@@ -64,6 +68,67 @@ def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, loop: str) -
     bench.check_empty()
     assert bench.decode.programs._feeder.num_lost == 1 and drafter.num_calls > 8
     assert bench.decode.programs.form.endswith(", 1 steps without drafts")
+
+
+class Wrong(Again):
+    """What somebody may give by mistake, in every step with a real row."""
+
+    name, is_fed = "wrong", True
+
+    def __init__(self, wrong: Callable[[Tensor, int], Drafts]) -> None:
+        self.wrong = wrong
+
+    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+        if view.real_B.any():
+            return self.wrong(view.last_B1, num_drafts)
+        return super().draft(own, view, num_drafts, amount, caches)
+
+
+def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
+    raise AssertionError("an invariant of its own")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (_broken, "an invariant of its own"),
+        (lambda last_B1, n: Drafts(last_B1), "have the shapes"),
+        (lambda last_B1, n: Drafts(last_B1.repeat(1, n), last_B1), "have the shapes"),
+        (lambda last_B1, n: Drafts(last_B1.repeat(1, n), None, last_B1 / 1), "have the shapes"),
+        (lambda last_B1, n: last_B1.repeat(1, n), "unpack"),
+        (lambda last_B1, n: None, "unpack"),
+    ],
+)
+def test_what_is_no_draft_costs_drafts_only(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture, wrong: Callable, told: str
+) -> None:
+    """Neither rows nor the rank, whatever was raised, and the log says what it was."""
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(4)]
+    expected, _ = answers(loaded, 0, asked)
+    given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
+    assert given == expected and bench.decode.programs._feeder.num_lost == 8
+    assert told in caplog.text and caplog.text.count("without drafts") == 4
+
+
+@pytest.mark.parametrize("token", [-7, 10**9])
+@pytest.mark.parametrize("num", [-3, 10**6])
+def test_ids_that_are_no_tokens_are_drafts_that_fail(
+    loaded: LoadedModel, token: int, num: int
+) -> None:
+    """On a GPU they would be read outside of the embedding."""
+    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(3)]
+    sampled = replace(asked[2].sampling, temperature=0.8, seed=3)
+    speculation = Speculation(2, REJECTION)
+    asked[2] = replace(asked[2], sampling=sampled, speculation=speculation)
+    expected, _ = answers(loaded, 0, asked[:2])
+
+    def wrong(last_B1: Tensor, n: int) -> Drafts:
+        drafts_BN = torch.full_like(last_B1, token).repeat(1, n)
+        return Drafts(drafts_BN.int(), torch.full_like(drafts_BN[:, 0], num))
+
+    given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
+    assert given[:2] == expected and len(given[2][0]) == 9
+    assert bench.decode.programs._feeder.num_lost == 0
 
 
 def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:

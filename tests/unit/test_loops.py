@@ -163,9 +163,9 @@ def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, loop: str) -> None:
     beside = greedy("beside", [5, 6, 7], 12, ignore_eos=True)
     expected = Bench(loaded, num_drafts=2).generate(beside)
     first, _ = bench.start(beside)
-    with patch.object(bench.decode._launcher.rows, "begin", Mock(side_effect=MemoryError("full"))):
-        with pytest.raises(MemoryError):
-            bench.start(greedy("late", [8, 9], 12, ignore_eos=True))
+    full, rows = Mock(side_effect=MemoryError("full")), bench.decode._launcher.rows
+    with patch.object(rows, "begin", full), pytest.raises(MemoryError):
+        bench.start(greedy("late", [8, 9], 12, ignore_eos=True))
     late = bench.identities["late"]
     assert isinstance(bench.decode.scheduler.sequences[late], Granted)
     bench.frames.clear()
