@@ -198,8 +198,9 @@ async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
         await until(lambda: len(machines.lives) > 6)
         assert DOWN not in {gang.state for gang in seen} and "again" in note(keeper.gang)
         assert keeper.history.num_deaths == (1 if service_s == 0 else len(machines.lives) - 1)
-        given_up = [gang.is_given_up for gang in seen if gang.state == STARTING]
-        assert (True in given_up) == (service_s != 0) and not given_up[0]
+        given_up = {gang.epoch: gang.is_given_up for gang in seen if gang.state == STARTING}
+        wanted = [service_s != 0 and num >= 3 for num in range(6)]
+        assert [given_up[101 + num] for num in range(6)] == wanted, "after three deaths in a row"
         keeper.start()
         assert keeper.history.num_deaths == 0 and not keeper.gang.is_given_up
 

@@ -82,9 +82,9 @@ RUNS = {
         1,
     ),
     "own faults in a row": (
-        [(1.0, FAULT)] * 9,
-        [2.0, 4.0, 8.0, 16.0, 32.0, *[MAX_BACK_OFF_S] * 4],
-        9,
+        [(1.0, FAULT)] * 2000,
+        [2.0, 4.0, 8.0, 16.0, 32.0, *[MAX_BACK_OFF_S] * 1995],
+        2000,
     ),
     "own faults, never ready": ([(None, FAULT)] * 3, [2.0, 4.0, 8.0], 3),
     "own faults, the third after long service": (
