@@ -29,10 +29,10 @@ from rich.table import Table
 from benchmarks.accepted_length import TINY, requests
 from benchmarks.driven.engines import Bench, Held, load
 from core.request import Request
-from model.cache import Caches
 from model.drafters.base import Drafter, Drafts, Own, View
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
+from model.network.cache import Caches
 
 MAX_DRAFTS = 3
 PAGE_SIZE = 64

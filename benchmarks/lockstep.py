@@ -31,7 +31,7 @@ from core.info import DECODE, PREFILL
 from core.membership import Meeting, RankSpec
 from core.request import Request, SamplingParams
 from decode_node.engine import DecodeEngine
-from decode_node.messages import Size
+from decode_node.planning.states import Size
 from kv_transfer.pages import PagePool
 from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop

@@ -37,7 +37,7 @@ class NodeStatus(Counters):
     ``kind`` is prefill, decode or colocated. ``kernels`` names what computes its steps
     (model/kernels), and for decode steps in which form. Of a rank of a gang ``rows_by_layer`` are
     the rows that its experts of each MoE layer computed, and ``balance_ratio`` is how evenly those
-    of its gang are spread (core/balance.py).
+    of its gang are spread (core/eplb.py).
     """
 
     name: str

@@ -1,0 +1,1 @@
+"""A decode rank: ``service`` to others, ``planning`` of steps, their ``program``."""

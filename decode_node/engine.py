@@ -16,13 +16,12 @@ from core.identity import Identity
 from core.request import ERROR, PREEMPTED, Request, SequenceUpdate, TokenLogprobs
 from core.schema import failure_of
 from core.stopping import cut
-from decode_node.messages import Size
+from decode_node.planning.scheduler import Scheduler
+from decode_node.planning.states import Running, Size
 from decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wishes_of
 from decode_node.planning.step_planner import StepPlanner
 from decode_node.program.clock import settle
 from decode_node.program.launcher import InFlight, Launcher, Prepared
-from decode_node.scheduler import Scheduler
-from decode_node.states import Running
 from runtime.engine_loop import is_fatal
 from runtime.lockstep import Planner
 from runtime.parts import RankParts

@@ -11,26 +11,22 @@ from core.forms import EAGER
 from core.info import PREFILL
 from core.pace import LOADING, on_start
 from core.placement import Placement
-from model.cache import MAIN, CacheGroup, Caches, zeros
-from model.checkpoint_files import CheckpointFiles
-from model.config import ModelConfig
-from model.deepseek import DeepseekV3
-from model.dispatch import create_dispatch
-from model.dispatch.base import Dispatch
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.files import CheckpointFiles
+from model.checkpoint.weights import Checkpoint, has_mtp, load_main
 from model.drafters import NONE, create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
 from model.kernels.base import BLOCK, Kernels
-from model.layers import adopt
-from model.think import read_think_ids
-from model.weights import Checkpoint, has_mtp, load_main
+from model.network.cache import MAIN, CacheGroup, Caches, zeros
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch import create_dispatch
+from model.network.dispatch.base import Dispatch
+from model.network.layers import adopt
+from text.think import read_think_ids
 
 log = logging.getLogger(__name__)
-DEFAULT_TOKENS_PER_ROW = 2048
-"""Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
-SHARE_OF_STEPS = 0.1
-"""Of a GPU's memory: what steps compute with, and graphs hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,11 @@ class LoadedModel:
     def lag(self) -> int:
         """How many later tokens an entry of any cache depends on."""
         return max(group.lag for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all caches."""
+        return self.dtype.itemsize * sum(one.num_layers * one.width for one in self.groups)
 
     def allocate(self, num_pages: int, page_size: int) -> Caches:
         """Zeroed: whatever is read before it was written, the dummy page too, is finite."""
@@ -145,28 +146,3 @@ def _max_model_len(asked: int | None, config: ModelConfig) -> int:
             f"model.max_model_len: {asked} is out of range, this checkpoint allows 2..{longest}"
         )
     return asked or longest
-
-
-def default_num_pages(config: TandemConfig, loaded: LoadedModel) -> int:
-    """Pages for every row at its usual length, and at least one sequence at full length; on a GPU
-    all that fit beside steps and their graphs.
-
-    Raises ValueError if one sequence does not.
-    """
-    num_ahead, longest = 2 * (config.speculation.num_tokens + 1), loaded.max_model_len
-    page_size, max_rows = config.kv.page_size, config.decode.max_rows
-    if loaded.device.type == "cpu":
-        per_row = min(longest, DEFAULT_TOKENS_PER_ROW) + num_ahead
-        num_tokens = max(max_rows * per_row, longest + num_ahead)
-        return 1 + -(-num_tokens // page_size) + max_rows
-    torch.cuda.empty_cache()
-    num_free, num_bytes = torch.cuda.mem_get_info(loaded.device)
-    per_token = loaded.dtype.itemsize * sum(one.num_layers * one.width for one in loaded.groups)
-    num_pages = int(num_free - SHARE_OF_STEPS * num_bytes) // (page_size * per_token)
-    if num_pages * page_size < longest + num_ahead + page_size:
-        raise ValueError(
-            f"model.max_model_len: {longest} tokens do not fit, {num_free / 1e9:.1f} GB are free "
-            f"on {loaded.device} and {max(0, num_pages) * page_size} tokens fit beside the steps; "
-            "use fewer, or more ranks"
-        )
-    return num_pages

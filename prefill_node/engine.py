@@ -16,12 +16,12 @@ from core.errors import Poisonous, StepFailed
 from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
-from model.adjust import no_rules, set_rules
-from model.batch import Batch, Segment, pack
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
-from model.logprobs import raw_logprobs
-from model.sampling import SamplingRows, choose
+from model.network.batch import Batch, Segment, pack
+from model.sampling.adjust import no_rules, set_rules
+from model.sampling.logprobs import raw_logprobs
+from model.sampling.sampler import SamplingRows, choose
 from prefill_node.page_source import PageSource
 from prefill_node.planner import fullest
 from prefill_node.scheduler import Chunk, Scheduler

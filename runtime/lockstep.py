@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from model.dispatch.base import Collectives
+from model.network.dispatch.base import Collectives
 
 Proposal = TypeVar("Proposal")
 Asked = TypeVar("Asked", contravariant=True)

@@ -14,11 +14,12 @@ from core.membership import Meeting, NodeInfo, RankSpec
 from core.placement import Placement
 from core.tasks import in_thread
 from kv_transfer import caches as transfer
+from kv_transfer.budget import default_num_pages
 from kv_transfer.channel import channel_maker
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
-from model.cache import Caches
-from model.loaded import LoadedModel, default_num_pages, load_model
+from model.loaded import LoadedModel, load_model
+from model.network.cache import Caches
 from runtime.black_box import BlackBox
 from runtime.engine_loop import EngineLoop
 from runtime.gang.hub import Hub
@@ -108,7 +109,8 @@ def load_memory(spec: RankSpec, config: TandemConfig, placement: Placement | Non
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
     the user's mistakes."""
     loaded = load_model(config, spec.kind, spec.rank, placement)
-    num_pages = config.kv.num_pages or default_num_pages(config, loaded)
+    page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
+    num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
     return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
 
 

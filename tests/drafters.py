@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.cache import Caches
-from model.deepseek import DeepseekV3
+from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafts, View
 from model.drafters.mtp import MtpDrafter
 from model.drafters.none import NoDrafter
-from model.weights import Checkpoint
+from model.network.cache import Caches
+from model.network.deepseek import DeepseekV3
 
 
 class FedMtp(MtpDrafter):

@@ -9,8 +9,8 @@ import msgpack
 
 from core.control import Control
 from core.tasks import Tasks
-from decode_node.node import DecodeNode
-from prefill_node.node import PrefillNode
+from decode_node.service.rank import DecodeNode
+from prefill_node.rank import PrefillNode
 from tests.rig import Rig
 
 

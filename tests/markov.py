@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from core.request import REJECTION, Request, SamplingParams
-from model.acceptance import KIND_NUMBERS, judge, pick_draft
-from model.acceptance.base import AcceptanceRows, Evidence, Verdict
-from model.adjust import count_emitted, no_rules, set_rules
-from model.sampling import SamplingRows, adjusted_places, draw_places
-from model.tensors import select
+from model.checkpoint.tensors import select
+from model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft
+from model.sampling.acceptance.base import AcceptanceRows, Evidence, Verdict
+from model.sampling.adjust import count_emitted, no_rules, set_rules
+from model.sampling.sampler import SamplingRows, adjusted_places, draw_places
 from tests.unit.test_sampling import check_chi_square, filtered, obvious, sampling_rows
 
 VOCAB = 5

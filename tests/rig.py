@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cluster.control import colocated
 from cluster.control.plan import LOOPBACK, plan_gangs
 from cluster.gateway.gateway import ClusterGateway
+from colocated_node import rank as colocated
 from core.answer import Delta, Finished
 from core.config import CheckpointConfig, TandemConfig, load
 from core.control import Control, InProcessControl
@@ -19,12 +19,12 @@ from core.errors import NodeLost
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
-from decode_node.node import DecodeNode
+from decode_node.service.rank import DecodeNode
 from model.loaded import LoadedModel, load_model
-from model.tokenizer import Tokenizer
-from prefill_node.node import PrefillNode
+from prefill_node.rank import PrefillNode
 from runtime import parts
 from runtime.gang.hub import Hub
+from text.tokenizer import Tokenizer
 
 Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
 _epochs = count(100)
@@ -127,9 +127,9 @@ class Rig:
         if spec.kind == DECODE:
             more["find_owner"] = self.members.find_owner
         builder = {
-            PREFILL: "prefill_node.node",
-            DECODE: "decode_node.node",
-            COLOCATED: "cluster.control.colocated",
+            PREFILL: "prefill_node.rank",
+            DECODE: "decode_node.service.rank",
+            COLOCATED: "colocated_node.rank",
         }
         return await parts.start_rank(builder[spec.kind], spec, memory, **more)
 

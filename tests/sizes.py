@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PRODUCT = (
     "cluster",
+    "colocated_node",
     "core",
     "decode_node",
     "kv_transfer",
@@ -19,20 +20,23 @@ PRODUCT = (
     "prefill_node",
     "runtime",
     "tandem",
+    "text",
     "wires",
 )
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_310,
-    "core": 995,
+    "cluster": 3_140,
+    "colocated_node": 75,
+    "core": 1_010,
     "decode_node": 1_550,
-    "kv_transfer": 1_445,
-    "model": 2_045,
+    "kv_transfer": 1_470,
+    "model": 1_905,
     "model/kernels": 1_695,
     "prefill_node": 490,
     "runtime": 1_015,
     "tandem": 15,
+    "text": 190,
     "wires": 155,
 }
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
@@ -52,23 +56,25 @@ SPINE = {
     "cluster/door": ("request_mapping", "servicer"),
     "cluster/gateway": (
         *("admission", "answer", "checks", "fleet", "flow", "frame_reader", "gateway", "handles"),
-        "liveness",
-        *("router", "stop_text"),
+        *("liveness", "router"),
     ),
     "core": ("answer", "request"),
-    "decode_node": (
-        *("engine", "messages", "node", "publisher", "scheduler", "sessions", "states"),
+    "decode_node": ("engine",),
+    "decode_node/planning": (
+        *("forms", "lengths", "scheduler", "states", "step_plan", "step_planner"),
     ),
-    "decode_node/planning": ("forms", "lengths", "step_plan", "step_planner"),
     "decode_node/program": ("launcher", "programs", "rows", "step"),
+    "decode_node/service": ("decode_calls", "publisher", "rank", "sessions"),
     "kv_transfer": ("messages", "pages", "pull", "sink", "source"),
-    "model": ("batch", "deepseek", "layers", "mla", "moe", "sampling"),
-    "model/acceptance": ("__init__", "base", "strict"),
-    "model/dispatch": ("base",),
     "model/drafters": ("base", "mtp", "mtp_rows"),
     "model/kernels": ("base", "recorded"),
-    "prefill_node": ("engine", "messages", "node", "scheduler", "sequence"),
+    "model/network": ("batch", "deepseek", "layers", "mla", "moe"),
+    "model/network/dispatch": ("base",),
+    "model/sampling": ("sampler",),
+    "model/sampling/acceptance": ("__init__", "base", "strict"),
+    "prefill_node": ("engine", "prefill_calls", "rank", "scheduler", "sequence"),
     "runtime": ("frames",),
+    "text": ("stop_text",),
 }
 """The path of a greedy split request with MTP, in the order of docs/structure.md: who reads these
 files has read how a request is served."""
@@ -86,10 +92,14 @@ BESIDE = {
         *("accepted", "base", "caches", "gloo", "layout", "line", "links"),
         *("offered", "staging", "waiting"),
     ),
-    "model": ("config", "experts", "loaded", "tensors", "think", "token_bytes", "tokenizer"),
+    "model": ("loaded",),
+    "model/checkpoint": ("config", "tensors"),
     "model/kernels": ("native",),
+    "model/network": ("experts",),
+    "model/sampling": ("thinking",),
     "prefill_node": ("page_source", "planner", "prefix_cache"),
     "runtime": ("black_box", "engine_loop", "lockstep", "parts", "watch"),
+    "text": ("think", "token_bytes", "tokenizer"),
     "wires": ("framing", "groups"),
 }
 """What such a request enters besides: nouns, what every rank has, transports, the checkpoint; and

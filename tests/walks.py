@@ -39,9 +39,9 @@ STARTS = {
     ),
     "draft": ("decode_node/program/step.py:decode_step:rows",),
     "hidden": (
-        "prefill_node/node.py:PrefillNode._on_progress:progress",
+        "prefill_node/rank.py:PrefillNode._on_progress:progress",
         "kv_transfer/pull.py:Pulling.check_seal:seal",
-        "decode_node/node.py:DecodeNode._activate:seal",
+        "decode_node/service/rank.py:DecodeNode._activate:seal",
     ),
     "pair": ("cluster/gateway/flow.py:run_request:pair",),
     "launch:config": ("cluster/control/launch.py:launch:config",),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.checkpoint_files import dequantise
+from model.checkpoint.files import dequantise
 from model.kernels.base import BLOCK, Blocks
 
 

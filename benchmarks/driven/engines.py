@@ -14,12 +14,11 @@ from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.engine import DecodeEngine
-from decode_node.messages import Size
 from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import Costs, DraftLength, most_wanted
+from decode_node.planning.states import Running, Size
 from decode_node.planning.step_plan import Proposal, Report, StepPlan
 from decode_node.planning.step_planner import StepPlanner
-from decode_node.states import Running
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
 from prefill_node.engine import PrefillEngine, Progress

@@ -13,9 +13,9 @@ from benchmarks.gpu.exact import answers, requests, same
 from benchmarks.gpu.say import Say
 from core.config import TINY_MODEL
 from core.placement import Placement
-from model.dispatch.gathered import Gathered
 from model.loaded import LoadedModel
-from model.moe import MoE
+from model.network.dispatch.gathered import Gathered
+from model.network.moe import MoE
 from runtime.gang.collectives import Collectives, connect
 
 

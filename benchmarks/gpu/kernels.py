@@ -15,12 +15,12 @@ from benchmarks.gpu.floors import Work
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
 from core.request import SamplingParams
-from model.batch import Segments
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 from model.kernels import create_kernels
 from model.kernels.base import BLOCK, PLAIN, Attention, Blocks, Kernels, Weights
-from model.moe import routing
-from model.sampling import SamplingRows
+from model.network.batch import Segments
+from model.network.moe import routing
+from model.sampling.sampler import SamplingRows
 
 PAGE_SIZE = 64
 BF16 = torch.bfloat16

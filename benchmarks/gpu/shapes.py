@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.deepseek import DeepseekV3
-from model.dispatch.base import Dispatch
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import keep_blocks
 from model.drafters.base import Drafter
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.drafters.none import NoDrafter
 from model.kernels import create_kernels
-from model.layers import adopt
 from model.loaded import LoadedModel
-from model.weights import keep_blocks
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch.base import Dispatch
+from model.network.layers import adopt
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
 YARN |= {"original_max_position_embeddings": 4096}

@@ -16,10 +16,10 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from core.identity import Identity
+from decode_node.planning.states import Running
 from decode_node.planning.step_plan import MAKE, StepKey, StepPlan
 from decode_node.program.programs import Programs
 from decode_node.program.rows import Rows
-from decode_node.states import Running
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 

@@ -27,8 +27,8 @@ from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
 from kv_transfer.sink import Sink
 from kv_transfer.source import Source
-from model.cache import MAIN, MTP
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
+from model.network.cache import MAIN, MTP
 from runtime.engine_loop import EngineLoop
 from wires.groups import gloo_group, store_client, store_server
 

@@ -21,9 +21,9 @@ from cluster.gateway.fan_out import expand
 from core.config import TINY_MODEL
 from core.request import Request, SamplingParams, TokenBias
 from core.stopping import stop_ids
-from model.adjust import adjust, no_rules, set_rules
-from model.sampling import PLAIN_SAMPLER, SamplingRows, gumbel
-from model.tokenizer import Tokenizer
+from model.sampling.adjust import adjust, no_rules, set_rules
+from model.sampling.sampler import PLAIN_SAMPLER, SamplingRows, gumbel
+from text.tokenizer import Tokenizer
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
 MAX_LOGPROB_GAP = 1e-3

@@ -12,9 +12,9 @@ from core.errors import TandemError
 from core.identity import Identity
 from core.schema import decode, pack, unpack
 from core.tasks import Tasks
-from decode_node.messages import Abort
+from decode_node.service.decode_calls import Abort
 from kv_transfer.messages import Renew
-from prefill_node.messages import Prefill
+from prefill_node.prefill_calls import Prefill
 
 POLL_S = 0.002
 BOUND_MS = 100

@@ -29,7 +29,7 @@ from benchmarks.soak.plans import Plan, Shares, plans
 from core.config import load
 from core.info import DECODE
 from core.membership import NodeInfo
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 
 LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 8, 400, 160
 MOST_GROWN_MB = 100

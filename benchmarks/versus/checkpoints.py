@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.driven.tiny import BASE, random_tensors
 from core.config import TINY_MODEL
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 from training.corpus import held_out_prompts
 
 SHIPPED, RANDOM = "shipped", "random-0.5b"

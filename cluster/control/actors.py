@@ -39,16 +39,16 @@ class RayControl:
 
 
 class PrefillActor(RankShell):
-    builder = "prefill_node.node"
+    builder = "prefill_node.rank"
 
 
 class DecodeActor(RankShell):
-    builder = "decode_node.node"
+    builder = "decode_node.service.rank"
     links = MappingProxyType({"find_owner": RayControl})
 
 
 class ColocatedActor(RankShell):
-    builder = "cluster.control.colocated"
+    builder = "colocated_node.rank"
 
 
 ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}

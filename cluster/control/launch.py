@@ -7,7 +7,7 @@ from cluster.control.members import OnProgress, RayMembers, stop_cluster
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TandemConfig
-from model.tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.control.gang import POLL_S, GangKeeper
-from core.balance import balance_ratio, rebalance
+from core.eplb import balance_ratio, rebalance
 from core.errors import NodeLost
 from core.membership import READY, ExpertRows, Gang
 from core.placement import Placement

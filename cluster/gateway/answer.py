@@ -4,14 +4,14 @@ import time
 from dataclasses import replace
 
 from cluster.gateway.checks import refuse
-from cluster.gateway.stop_text import AnswerText
 from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.errors import Preempted
 from core.info import ModelInfo
 from core.request import ABORT, PREEMPTED, STOP, Request, SequenceUpdate
 from core.stopping import cut, num_budget, stop_ids
-from model.tokenizer import TextStream
-from prefill_node.messages import Prefilled
+from prefill_node.prefill_calls import Prefilled
+from text.stop_text import AnswerText
+from text.tokenizer import TextStream
 
 
 class Answer:

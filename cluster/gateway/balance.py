@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.balance import ratio_of_loads
+from core.eplb import ratio_of_loads
 from core.info import NodeStatus
 
 

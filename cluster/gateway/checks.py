@@ -13,7 +13,7 @@ from core.info import ModelInfo
 from core.request import ACCEPTANCES, RELAXED, RELAXED_LOG_PROBS, Request, Unchecked
 
 if TYPE_CHECKING:
-    from model.tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_CHARS = 4096

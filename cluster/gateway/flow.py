@@ -14,10 +14,10 @@ from core.control import Done
 from core.errors import NodeLost
 from core.request import Request
 from core.schema import decode, error_of, pack
-from decode_node import messages as on_decode
+from decode_node.service import decode_calls as on_decode
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from prefill_node import messages as on_prefill
+from prefill_node import prefill_calls as on_prefill
 
 GRACE_S = 1.0
 """A failed prefill is told to its caller and to the decode rank, in no order."""

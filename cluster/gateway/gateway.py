@@ -25,7 +25,7 @@ from core.identity import Identity
 from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, ModelInfo, NodeStatus, ServerStatus
 from core.request import Request, SamplingParams
 from core.stopping import num_budget
-from model.tokenizer import TextStream, Tokenizer
+from text.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3

@@ -16,8 +16,8 @@ from core.membership import NodeInfo
 from core.request import ERROR, SequenceUpdate
 from core.schema import Failure
 from core.tasks import Tasks
-from decode_node.messages import Abort
-from prefill_node.messages import Cancel
+from decode_node.service.decode_calls import Abort
+from prefill_node.prefill_calls import Cancel
 
 log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0

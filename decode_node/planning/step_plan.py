@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.forms import EAGER
 from core.request import ACCEPTANCES, STRICT
-from decode_node.states import Running
+from decode_node.planning.states import Running
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What a step computes, and the programs that compute it."""

@@ -11,9 +11,9 @@ from core.request import REJECTION
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import RowTensors
 from decode_node.program.step import draft
-from model.cache import Caches
 from model.drafters.base import Drafts
 from model.loaded import LoadedModel
+from model.network.cache import Caches
 from runtime.engine_loop import is_device_lost
 
 log = logging.getLogger(__name__)

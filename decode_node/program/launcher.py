@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from core.forms import CatchUp
+from decode_node.planning.states import Running
 from decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
 from decode_node.program.clock import Moment, now, wait
 from decode_node.program.programs import Programs
 from decode_node.program.rows import Rows
-from decode_node.states import Running
-from model.acceptance.base import Verdict
-from model.logprobs import LogprobRows, raw_logprobs
-from model.tensors import download
+from model.checkpoint.tensors import download
+from model.sampling.acceptance.base import Verdict
+from model.sampling.logprobs import LogprobRows, raw_logprobs
 from runtime.parts import RankParts
 
 

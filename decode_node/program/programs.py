@@ -13,11 +13,11 @@ from decode_node.planning.step_plan import StepKey, StepPlan
 from decode_node.program.feeder import Feeder
 from decode_node.program.rows import Rows
 from decode_node.program.step import decode_step
-from model.acceptance.base import Verdict
-from model.cache import Caches
 from model.drafters.base import Drafts
 from model.kernels.repeated import Eager, Repeated
 from model.loaded import LoadedModel
+from model.network.cache import Caches
+from model.sampling.acceptance.base import Verdict
 from runtime.engine_loop import is_fatal
 
 MOST_TRIES = 2

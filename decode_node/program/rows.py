@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from core.request import Request, SamplingParams
+from decode_node.planning.states import Running
 from decode_node.planning.step_plan import PLAIN, Extras
-from decode_node.states import Running
-from model.acceptance import KIND_NUMBERS
-from model.acceptance.base import AcceptanceRows, Verdict
-from model.adjust import AdjustRows, count_emitted, no_rules, set_rules
+from model.checkpoint.tensors import each, select, upload, write
 from model.drafters.base import Own
 from model.loaded import LoadedModel
-from model.sampling import SamplingRows
-from model.tensors import each, select, upload, write
-from model.think import thinking_at_start
+from model.sampling.acceptance import KIND_NUMBERS
+from model.sampling.acceptance.base import AcceptanceRows, Verdict
+from model.sampling.adjust import AdjustRows, count_emitted, no_rules, set_rules
+from model.sampling.sampler import SamplingRows
+from text.think import thinking_at_start
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import RowState, RowTensors
-from model.acceptance import judge, pick_draft
-from model.acceptance.base import Evidence, Verdict
-from model.batch import Batch, physical_slots
-from model.cache import MAIN, Caches
-from model.deepseek import DeepseekV3
 from model.drafters.base import Drafter, Drafts, Emitted, View
 from model.loaded import LoadedModel
-from model.sampling import adjusted_places, draw_places
-from model.think import ThinkIds, phase_after
+from model.network.batch import Batch, physical_slots
+from model.network.cache import MAIN, Caches
+from model.network.deepseek import DeepseekV3
+from model.sampling.acceptance import judge, pick_draft
+from model.sampling.acceptance.base import Evidence, Verdict
+from model.sampling.sampler import adjusted_places, draw_places
+from model.sampling.thinking import phase_after
+from text.think import ThinkIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from importlib import import_module
 
 from core.config import AUTO
-from model.cache import MTP
-from model.deepseek import DeepseekV3
+from model.checkpoint.weights import Checkpoint, has_mtp
 from model.drafters.base import Drafter
 from model.drafters.none import NoDrafter
-from model.weights import Checkpoint, has_mtp
+from model.network.cache import MTP
+from model.network.deepseek import DeepseekV3
 
 NONE = "none"
 Loader = Callable[[Checkpoint, DeepseekV3], Drafter]

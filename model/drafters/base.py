@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from core.forms import CatchUp
-from model.batch import Batch
-from model.cache import CacheGroup, Caches
 from model.kernels.base import Kernels
+from model.network.batch import Batch
+from model.network.cache import CacheGroup, Caches
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""

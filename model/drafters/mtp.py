@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.pages import DUMMY_PAGE
-from model.batch import Batch, physical_slots
-from model.cache import MTP, CacheGroup, Caches
-from model.config import ModelConfig
-from model.deepseek import DecoderLayer, DeepseekV3
-from model.dispatch.base import Dispatch
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import Checkpoint, load_mtp
 from model.drafters.base import UNKNOWN, Drafts, Emitted, View
 from model.drafters.mtp_rows import MtpRows, PassRows, Pending, first_pass, later_slots
 from model.kernels.base import Angles, Kernels
-from model.layers import Linear, RMSNorm, adopt
-from model.weights import Checkpoint, load_mtp
+from model.network.batch import Batch, physical_slots
+from model.network.cache import MTP, CacheGroup, Caches
+from model.network.deepseek import DecoderLayer, DeepseekV3
+from model.network.dispatch.base import Dispatch
+from model.network.layers import Linear, RMSNorm, adopt
 
 
 class MtpLayer(DecoderLayer):

@@ -3,10 +3,10 @@ nothing inherits."""
 
 from torch import Tensor
 
-from model.batch import Batch
-from model.cache import CacheGroup, Caches
 from model.drafters.base import Drafts, Emitted, View
 from model.kernels.base import Kernels
+from model.network.batch import Batch
+from model.network.cache import CacheGroup, Caches
 
 
 class NeverBehind:

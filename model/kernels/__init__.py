@@ -5,7 +5,7 @@ import logging
 import torch
 
 from core.config import AUTO
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 from model.kernels.base import PLAIN, Kernels
 
 log = logging.getLogger(__name__)

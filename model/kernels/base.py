@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from core.forms import EAGER
-from model.batch import Segments, gather_pages, visible_slots
 from model.kernels.repeated import Eager, Function, Repeated
-from model.sampling import Sampler
+from model.network.batch import Segments, gather_pages, visible_slots
+from model.sampling.sampler import Sampler
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.forms import RECORDED
-from model.batch import Segments
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 from model.kernels.base import Attention, Kernels, Routing
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Function, Repeated
+from model.network.batch import Segments
 
 LANES = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""

@@ -15,8 +15,8 @@ from typing import Any
 from core.membership import Meeting
 from core.schema import pack, unpack
 from runtime.gang.collectives import CONNECT_S
-from runtime.gang.messages import MAX_BYTES, Proposed, Told, send
 from runtime.gang.rounds import Rounds
+from runtime.gang.told import MAX_BYTES, Proposed, Told, send
 from runtime.lockstep import Decide
 from wires.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
 from wires.groups import store_server

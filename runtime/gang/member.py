@@ -16,7 +16,7 @@ from core.membership import Meeting, RankSpec
 from core.schema import pack, unpack
 from runtime.gang.collectives import CONNECT_S, Collectives, connect
 from runtime.gang.hub import HELLO, Hub
-from runtime.gang.messages import MAX_BYTES, Proposed, Told, send
+from runtime.gang.told import MAX_BYTES, Proposed, Told, send
 from runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
 from runtime.watch import Watch
 from wires.framing import Inbox, framed, received, shut

@@ -146,7 +146,7 @@ def _stop_as_it_compiles(build: Any) -> None:
 
 PATCHES = {
     "decode_node.program.launcher": _poison_steps,
-    "model.checkpoint_files": _stop_as_it_loads,
+    "model.checkpoint.files": _stop_as_it_loads,
     "model.kernels.build": _stop_as_it_compiles,
     "prefill_node.engine": _poison_prefill,
     "runtime.engine_loop": _block_on_demand,

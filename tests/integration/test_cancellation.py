@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from core.tasks import cancelled
-from decode_node.node import DecodeNode
+from decode_node.service.rank import DecodeNode
 from kv_transfer.pages import PagePool
-from prefill_node.node import PrefillNode
+from prefill_node.rank import PrefillNode
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
 

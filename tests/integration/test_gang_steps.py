@@ -15,12 +15,12 @@ from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
 from core.request import Request, SamplingParams
-from decode_node.node import DecodeNode
 from decode_node.planning.step_plan import StepKey, StepPlan
 from decode_node.program.programs import Programs, StepResult
-from model.dispatch.spread import Spread
+from decode_node.service.rank import DecodeNode
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
+from model.network.dispatch.spread import Spread
 from runtime.gang.collectives import Collectives
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig

@@ -11,8 +11,8 @@ from benchmarks.driven.exact import near_ties
 from cluster.gateway.liveness import Phase
 from core.errors import NodeLost, Poisonous, StepFailed
 from core.request import Request
+from decode_node.planning.states import NUM_STEPS_ALONE
 from decode_node.program.launcher import InFlight, Launcher, Prepared
-from decode_node.states import NUM_STEPS_ALONE
 from prefill_node.engine import End, PrefillEngine, Work
 from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts

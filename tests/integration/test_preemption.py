@@ -11,9 +11,8 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from core.identity import Identity
 from core.request import PREEMPTED
-from decode_node.messages import Size
-from decode_node.scheduler import Scheduler
-from decode_node.states import Running
+from decode_node.planning.scheduler import Scheduler
+from decode_node.planning.states import Running, Size
 from kv_transfer.pages import PagePool
 from tests.rig import Rig, rig
 

@@ -17,8 +17,8 @@ from core.errors import HandoverError, NodeLost, Poisonous, RankDied
 from core.identity import Identity
 from core.membership import EndedLife, InStep, RankSpec
 from core.schema import encode_failure, unpack
-from decode_node.messages import Start
-from prefill_node.messages import Prefill
+from decode_node.service.decode_calls import Start
+from prefill_node.prefill_calls import Prefill
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig

@@ -22,8 +22,9 @@ from core.membership import DOWN, Gang
 from core.request import Request
 from core.schema import Failure, pack
 from core.schema import decode as decode_reply
-from decode_node.messages import Abort, Grant, Size, Start
-from decode_node.node import REMEMBER_S
+from decode_node.planning.states import Size
+from decode_node.service.decode_calls import Abort, Grant, Start
+from decode_node.service.rank import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.rig import Rig, rig

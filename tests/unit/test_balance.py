@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.balance import balance_ratio, balanced_packing, rebalance, replicate_experts
+from core.eplb import balance_ratio, balanced_packing, rebalance, replicate_experts
 from core.placement import Placement
 from core.schema import pack, unpack
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from benchmarks.driven.engines import load
 from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
-from model.batch import Batch, Segment, pack
-from model.cache import MAIN, Caches
 from model.kernels.recorded import Recorded
 from model.loaded import LoadedModel
+from model.network.batch import Batch, Segment, pack
+from model.network.cache import MAIN, Caches
 
 PAGE_SIZE, NUM_PROMPT, NUM_ALL = 16, 48, 96
 BOUND = 0.012

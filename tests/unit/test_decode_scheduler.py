@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.request import Request, SamplingParams, Speculation
-from decode_node.messages import Size
-from decode_node.scheduler import Scheduler
-from decode_node.states import Granted, Running
+from decode_node.planning.scheduler import Scheduler
+from decode_node.planning.states import Granted, Running, Size
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3
@@ -264,7 +263,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_node.scheduler.MAX_WAITING", 2)
+    monkeypatch.setattr("decode_node.planning.scheduler.MAX_WAITING", 2)
     scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, MAX_DRAFTS, 200, ())
     for _ in range(2):
         scheduler.ask(Identity("r"), Size(4, 0, 4))

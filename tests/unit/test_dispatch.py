@@ -9,13 +9,13 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from core.placement import Placement
-from model.config import ModelConfig
-from model.dispatch.base import Collectives, Dispatch
-from model.dispatch.exchanged import Exchanged
-from model.dispatch.gathered import Gathered
-from model.dispatch.spread import Spread
-from model.experts import Experts
+from model.checkpoint.config import ModelConfig
 from model.kernels.base import PLAIN
+from model.network.dispatch.base import Collectives, Dispatch
+from model.network.dispatch.exchanged import Exchanged
+from model.network.dispatch.gathered import Gathered
+from model.network.dispatch.spread import Spread
+from model.network.experts import Experts
 from tests.ranks import CPU, on_ranks
 
 LAYER, NUM_EXPERTS, TOP, DIM = 1, 8, 2, 48

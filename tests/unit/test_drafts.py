@@ -15,11 +15,11 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.request import Request
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import decode_step, draft
-from model.batch import Batch, Segment, pack
-from model.cache import MAIN, MTP, Caches
 from model.drafters.base import Drafts, Own, View
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
+from model.network.batch import Batch, Segment, pack
+from model.network.cache import MAIN, MTP, Caches
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from core.answer import Finished, Piece
 from core.config import TINY_MODEL
 from core.info import ModelInfo
 from core.request import ABORT, STOP, Request, SamplingParams
-from model.tokenizer import TextStream, Tokenizer
 from tests.waiting import PATIENCE_S, for_ever
+from text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 EOS_ID = 1

@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
-from model.cache import Caches
 from model.drafters.base import Drafts, View
 from model.drafters.mtp import MtpDrafter
 from model.loaded import LoadedModel
+from model.network.cache import Caches
 from tests.drafters import Again, Failing, FedMtp
 from tests.unit.test_recorded import everything, run
 

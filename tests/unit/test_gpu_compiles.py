@@ -12,9 +12,9 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from kv_transfer.gpu_copies import copy_all_layers
-from model.batch import Segments
 from model.kernels.base import BLOCK, Attention, Blocks, Routing
-from model.sampling import SamplingRows
+from model.network.batch import Segments
+from model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED
 
 if IS_INTERPRETED or sys.platform != "linux":

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
-from model.checkpoint_files import dequantise
+from model.checkpoint.files import dequantise
 from model.kernels.base import BLOCK, Kernels
 from model.kernels.repeated import Eager, Function, Repeated
 from tests.kernels import IS_INTERPRETED

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from core.config import TINY_MODEL
 from core.request import SamplingParams
-from model.batch import Batch, Segments
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Attention, Kernels, Routing
-from model.sampling import SamplingRows
+from model.network.batch import Batch, Segments
+from model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, TYPES, gpu_only, native_only, ours
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}

@@ -22,7 +22,7 @@ from core.identity import Identity
 from core.membership import READY, Gang
 from core.pace import Pace
 from core.schema import pack
-from decode_node.messages import Abort
+from decode_node.service.decode_calls import Abort
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, turns

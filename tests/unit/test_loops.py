@@ -13,10 +13,10 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.request import ERROR, PREEMPTED, Request
 from decode_node.planning.buckets import Buckets
+from decode_node.planning.states import Granted
 from decode_node.planning.step_plan import Extras, StepKey
 from decode_node.program.launcher import Launcher
 from decode_node.program.step import decode_step
-from decode_node.states import Granted
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop
 

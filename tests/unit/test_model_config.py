@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks.driven.tiny import BASE
-from model.config import ModelConfig
-from model.deepseek import DeepseekV3
-from model.dispatch.base import Dispatch
+from model.checkpoint.config import ModelConfig
 from model.drafters.mtp import MtpLayer
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch.base import Dispatch
 
 V3 = BASE | {
     "vocab_size": 129280,

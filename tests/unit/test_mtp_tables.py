@@ -17,17 +17,17 @@ from core.identity import Identity
 from core.info import PREFILL
 from core.membership import RankSpec
 from core.request import Request, SamplingParams
+from decode_node.planning.states import Running
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import Rows
 from decode_node.program.step import decode_step, verify_slots
-from decode_node.states import Running
 from kv_transfer.pages import PagePool
-from model.batch import Batch
-from model.cache import MAIN, MTP
-from model.dispatch.base import Dispatch
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import first_pass, later_slots
 from model.kernels.base import PLAIN
+from model.network.batch import Batch
+from model.network.cache import MAIN, MTP
+from model.network.dispatch.base import Dispatch
 from prefill_node.engine import PrefillEngine, Progress
 from runtime.engine_loop import EngineLoop
 from runtime.parts import RankParts

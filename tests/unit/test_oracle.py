@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
-from model.batch import Batch, Segment, pack, physical_slots
-from model.cache import MAIN, MTP
 from model.drafters.mtp import MtpDrafter
+from model.network.batch import Batch, Segment, pack, physical_slots
+from model.network.cache import MAIN, MTP
 
 YARN = {
     "type": "yarn",

@@ -9,10 +9,10 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
 from core.identity import Identity
-from model.batch import Segment, pack
-from model.cache import MAIN, MTP, Caches
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
+from model.network.batch import Segment, pack
+from model.network.cache import MAIN, MTP, Caches
 from prefill_node.planner import fullest
 from runtime.lockstep import LocalPlanner, Plan
 

@@ -14,13 +14,13 @@ from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import most_wanted
 from decode_node.planning.step_plan import Proposal, StepKey, StepPlan
 from decode_node.planning.step_planner import StepPlanner
-from model.batch import Batch
-from model.cache import Caches
+from model.checkpoint.tensors import each, select
 from model.drafters.base import Drafts, Own, View
 from model.drafters.mtp import MtpLayer
 from model.drafters.mtp_rows import Pending
 from model.loaded import LoadedModel
-from model.tensors import each, select
+from model.network.batch import Batch
+from model.network.cache import Caches
 from runtime.lockstep import LocalPlanner, Plan
 from tests.unit.test_drafts import Spy
 

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from core.config import load as load_config
 from core.errors import StalePages
 from core.info import DECODE
 from core.pages import DUMMY_PAGE
+from kv_transfer.budget import default_num_pages
 from kv_transfer.pages import PagePool
-from model.loaded import default_num_pages, load_model
+from model.loaded import load_model
 
 
 def test_allocation_is_all_or_nothing_and_never_gives_the_dummy_page() -> None:
@@ -118,12 +118,12 @@ def test_pages_fill_a_gpu_but_for_what_steps_need(
     config = load_config(None, [f"model.path={tmp_path}", "kv.page_size=8"])
     loaded = load_model(config, DECODE)
     page = sum(cache.nbytes for group in loaded.allocate(1, 8).values() for cache in group)
-    loaded = replace(loaded, device=torch.device("cuda"))
+    bounds = torch.device("cuda"), loaded.max_model_len, loaded.bytes_per_token
     least = -(-(loaded.max_model_len + 8) // 8) + 1
     memory = [int((least + 0.5) * page) + 10**6, 10**7]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(memory))
-    assert default_num_pages(config, loaded) == least
+    assert default_num_pages(config, *bounds) == least
     memory[0] -= page
     with pytest.raises(ValueError, match="model.max_model_len: .* do not fit, 0.0 GB are free"):
-        default_num_pages(config, loaded)
+        default_num_pages(config, *bounds)

@@ -10,8 +10,8 @@ from cluster.control.gang import GangKeeper
 from cluster.control.plan import plan_gangs
 from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
 from cluster.gateway.balance import with_balance
-from core.balance import balance_ratio, rebalance
 from core.config import load
+from core.eplb import balance_ratio, rebalance
 from core.errors import NodeLost
 from core.info import DECODE, PREFILL, NodeStatus
 from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, NodeInfo, RankSpec

@@ -15,9 +15,9 @@ from core.request import (
     SamplingParams,
     TokenBias,
 )
-from model.acceptance import KIND_NUMBERS, KINDS, rejection
-from model.acceptance.base import Evidence
-from model.sampling import COIN, DRAFT, RESIDUAL, gumbel, uniform
+from model.sampling.acceptance import KIND_NUMBERS, KINDS, rejection
+from model.sampling.acceptance.base import Evidence
+from model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, uniform
 from tests.markov import VOCAB, World, check_tokens, evidence, judged_by, one_step, tell
 from tests.unit.test_sampling import sampling_rows
 

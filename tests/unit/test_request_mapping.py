@@ -30,7 +30,7 @@ from core.answer import (
 from core.config import TINY_MODEL
 from core.info import ModelInfo, NodeStatus, ServerStatus
 from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
-from model.tokenizer import TextStream, Tokenizer
+from text.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
 THINKER = replace(MODEL, think_token_ids=(8, 9))

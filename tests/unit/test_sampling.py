@@ -10,9 +10,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from benchmarks.driven import tiny
 from core.request import Request, SamplingParams, TokenBias
-from model.adjust import adjust, count_emitted, no_rules, set_rules
-from model.sampling import SamplingRows, choose, gumbel
-from model.tensors import select
+from model.checkpoint.tensors import select
+from model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
+from model.sampling.sampler import SamplingRows, choose, gumbel
 
 EOS = tiny.BASE["eos_token_id"]
 VOCAB = 12

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.identity import Identity
-from decode_node.sessions import Sessions
+from decode_node.service.sessions import Sessions
 
 LEASE_S = 10.0
 

@@ -8,13 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.gateway.answer import Answer
-from cluster.gateway.stop_text import AnswerText, StopText
 from core.answer import SpeculationCounts, TokenLogprobs
 from core.config import TINY_MODEL
 from core.info import ModelInfo
 from core.request import Request, SamplingParams, SequenceUpdate
-from model.tokenizer import TextStream, Tokenizer
-from prefill_node.messages import Prefilled
+from prefill_node.prefill_calls import Prefilled
+from text.stop_text import AnswerText, StopText
+from text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 MODEL = ModelInfo("tiny", "deepseek_v3", 1000, 512, (), 3, True, "float32")

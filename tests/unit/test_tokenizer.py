@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import TINY_MODEL
-from model.tokenizer import REPLACEMENT, TextStream, Tokenizer
+from text.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 
@@ -156,5 +156,5 @@ def test_missing_and_corrupt_files_are_named(tmp_path: Path) -> None:
 
 
 def test_importable_without_torch() -> None:
-    code = "import sys, model.tokenizer, model.config; assert 'torch' not in sys.modules"
+    code = "import sys, text.tokenizer, model.checkpoint.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

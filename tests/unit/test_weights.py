@@ -15,17 +15,17 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.config import load as load_config
 from core.info import DECODE, PREFILL
 from core.pace import LOADING, on_start
-from model.batch import Segment, pack
-from model.cache import MTP
-from model.checkpoint_files import CheckpointFiles, dequantise
-from model.config import ModelConfig
-from model.deepseek import DeepseekV3
-from model.dispatch.base import Dispatch
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.files import CheckpointFiles, dequantise
+from model.checkpoint.weights import Checkpoint
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.kernels.base import PLAIN, Blocks
-from model.layers import adopt
 from model.loaded import LoadedModel, load_model, load_network
-from model.weights import Checkpoint
+from model.network.batch import Segment, pack
+from model.network.cache import MTP
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch.base import Dispatch
+from model.network.layers import adopt
 
 
 @pytest.fixture

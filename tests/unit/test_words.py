@@ -17,7 +17,6 @@ KNOWN = {
     ("node", "kv_transfer", "NodeLost"),
     *(("node", "prefill_node", name) for name in ("PrefillNode",)),
     *(("node", "runtime", name) for name in ("NodeInfo", "NodeLost", "NodeStatus")),
-    *(("page", "cluster/control", name) for name in ("AdoptedPages", "pages")),
     *(("page", "cluster/gateway", name) for name in ("num_free_pages", "num_pages", "page_size")),
     ("step", "kv_transfer", "step"),
 }

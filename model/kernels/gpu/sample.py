@@ -1,5 +1,5 @@
 """Tokens drawn from adjusted logits, or what they are drawn from, one program a row
-(model/sampling.py: what is drawn).
+(model/sampling/sampler.py: what is drawn).
 
 Nothing is sorted: the least logit that top-k and top-p leave is found by halving, on bits that have
 the order of the numbers. Sums of probabilities differ from torch's in their last bits, so that a
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.sampling import SamplingRows
+from model.sampling.sampler import SamplingRows
 
 TILE = 4096
 
@@ -66,7 +66,7 @@ def _key(seed, index):
 
 @triton.jit
 def _gumbel(key, token):
-    """As model/sampling.py's, stream TARGET; 1 - u is exact in fp64."""
+    """As model/sampling/sampler.py's, stream TARGET; 1 - u is exact in fp64."""
     bits = _mix(_mix(key ^ token) ^ (key >> 16))
     u = (bits.to(tl.float64) + 0.5) / 4294967296.0
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)

@@ -1,0 +1,1 @@
+"""Prefill and decode in one rank."""

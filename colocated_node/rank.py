@@ -1,0 +1,94 @@
+"""Both engines in one rank over one page pool: for comparison, debugging, small machines.
+
+A decode row's pages are granted first; the prompt is computed right there. Nothing crosses: the
+hand-over is the seal alone.
+"""
+
+from collections.abc import Sequence
+
+from core.answer import TransferStats
+from core.control import Control, Done, InProcessControl, ask
+from core.identity import Identity
+from core.tasks import Tasks
+from decode_node.service.rank import DecodeNode
+from kv_transfer import messages as m
+from kv_transfer.side import Deadlines
+from kv_transfer.sink import Pulled
+from prefill_node.page_source import AdoptedPages
+from prefill_node.rank import PrefillNode
+from runtime.parts import RankParts
+
+PREFILL_METHODS = ("prefill", "cancel")
+
+
+class SealedInPlace:
+    """The decode side of a hand-over within one rank: waits for the seal, moves nothing."""
+
+    def __init__(self, num_groups: int, lease_s: float) -> None:
+        self._num_groups = num_groups
+        self._num_pulls = 0
+        self._tasks = Tasks()
+        self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
+
+    async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
+        """As Sink.pull: keeps the lease, releases it at the end, whatever the end."""
+        reason = "failed"
+        self._num_pulls += 1
+        try:
+            seal = await self._seal(offer.identity, control)
+            reason = "pulled"
+            return Pulled(seal, TransferStats(tokens=offer.num_tokens, backend="in place"))
+        finally:
+            self._num_pulls -= 1
+            release = m.Release(offer.identity, reason)
+            self._tasks.start(ask(control, "release", release, Done, self._deadlines.call_s))
+
+    async def _seal(self, identity: Identity, control: Control) -> m.Seal:
+        num_tokens, waits = (0,) * self._num_groups, self._deadlines
+        while True:
+            pull = m.Pull(identity, num_tokens, waits.wait_s)
+            ready = await ask(control, "pull", pull, m.Ready, waits.wait_s + waits.call_s)
+            if ready.seal is not None:
+                return ready.seal
+            num_tokens = ready.num_tokens
+            await ask(control, "renew", m.Renew(identity), Done, waits.call_s)
+
+    def counts(self) -> dict[str, int]:
+        return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
+
+    async def idle(self) -> None:
+        await self._tasks.finish()
+
+    close = idle
+
+
+class ColocatedRank:
+    """A prefill and a decode rank that share model, pages and engine thread."""
+
+    def __init__(self, prefill: PrefillNode, decode: DecodeNode) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
+
+    @property
+    def num_held(self) -> int:
+        return self.decode.num_held
+
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
+        rank = self.prefill if method in PREFILL_METHODS else self.decode
+        return await rank.handle(epoch, method, payload)
+
+    async def stop(self) -> None:
+        await self.prefill.source.stop()
+        await self.decode.stop()
+
+
+async def build(parts: RankParts) -> ColocatedRank:
+    """Both engines on one thread."""
+    intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
+    decode = DecodeNode(parts, intake, lambda owner, epoch: control)
+    held, share = decode.engine.scheduler.held, decode.engine.scheduler.share
+    pages = AdoptedPages(parts.pool, parts.loaded.lag, lambda one: held(one).pages, share)
+    prefill = PrefillNode(parts, pages)
+    control = InProcessControl(prefill.handle, parts.spec.epoch)
+    await decode.listen()
+    return ColocatedRank(prefill, decode)

@@ -1,0 +1,119 @@
+"""The states of a sequence on a decode rank, one after the other: waiting, granted, running,
+ending. Each has what is known by then. Plain Python."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from core.answer import SpeculationCounts
+from core.identity import Identity
+from core.request import Request
+
+NUM_STEPS_ALONE = 8
+"""Of what may have failed a step: if it was that, it fails again before it has made so many. More
+than the tokens that a lost rank had made and not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is known of a request before it comes: tokens of its prompt, emitted, and at most."""
+
+    num_prompt: int
+    num_output: int
+    max_tokens: int
+
+    @property
+    def is_begun(self) -> bool:
+        """Its client has tokens already."""
+        return self.num_output > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For its turn. The whole answer may need ``num_most_pages`` and ends at ``max_output``."""
+
+    size: Size
+    num_most_pages: int
+    max_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Owns ``row`` and ``pages``, into which its KV comes."""
+
+    identity: Identity
+    row: int
+    pages: tuple[int, ...]
+    num_most_pages: int
+    max_output: int
+    num_output: int
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that runs in its row, from its first token on.
+
+    ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
+    read, and ``pages`` grow. A step uses at most ``limit`` drafts of ``max_drafts``.
+    ``num_last_drafts`` are those of the step launched last, and behind it the drafter is at most
+    so far ``behind`` (core.forms). ``steps`` counts those of (drafts, accepted drafts).
+    ``num_alone`` of its next steps it shares with nobody.
+    """
+
+    identity: Identity
+    row: int
+    pages: list[int]
+    num_most_pages: int
+    max_output: int
+    num_output: int
+    num_prompt: int
+    request: Request
+    stops: frozenset[int]
+    limit: int
+    max_drafts: int
+    behind: int = 0
+    num_alone: int = 0
+    num_in_flight: int = 0
+    num_last_drafts: int = 0
+    first_accepted: int = 0
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @property
+    def num_budget(self) -> int:
+        return self.max_output - self.num_output
+
+    @property
+    def num_known_most(self) -> int:
+        """Tokens of prompt and answer, at most, once every step on its way is through."""
+        num_coming = self.num_in_flight * (self.num_last_drafts + 1)
+        return self.num_prompt + self.num_output + num_coming
+
+    def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
+        """Count one step whose run of ``num_accepted`` drafts plus one token was cut to
+        ``num_kept`` tokens: what was cut off does not count as accepted."""
+        num_accepted = min(num_accepted, num_kept)
+        if not self.steps:
+            self.first_accepted = num_accepted
+        self.num_output += num_kept
+        self.num_alone = max(0, self.num_alone - 1)
+        self.steps[num_drafted, num_accepted] += 1
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        steps, places = self.steps.items(), range(self.max_drafts)
+        return SpeculationCounts(
+            num_steps=self.steps.total(),
+            num_drafted=sum(drafted * num for (drafted, _), num in steps),
+            num_accepted=sum(accepted * num for (_, accepted), num in steps),
+            accepted_per_position=tuple(sum(n for (_, a), n in steps if a > i) for i in places),
+            first_step_accepted=self.first_accepted,
+            drafted_per_position=tuple(sum(n for (d, _), n in steps if d > i) for i in places),
+        )
+
+
+@dataclass(slots=True)
+class Ending:
+    """Its row and pages are free once no step on its way may touch them."""
+
+    row: int
+    pages: list[int]
+    num_in_flight: int

@@ -1,0 +1,1 @@
+"""What a decode rank is to others: its calls, its sessions, the frames that it sends."""

@@ -1,0 +1,71 @@
+"""What a decode rank tells the gateways: each session its own sequences' updates, and its beats."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+
+from core.beat import Beat
+from core.identity import Identity
+from core.request import SequenceUpdate, TokenFrame
+from core.schema import pack
+from decode_node.service.sessions import Sessions
+from runtime.frames import Frame
+
+
+class FramePublisher:
+    """Owned by the asyncio loop it was made in; ``publish`` is called on the engine thread.
+
+    ``beat_of`` makes the beat of a session that holds these, without waiting for the engine.
+    """
+
+    def __init__(self, sessions: Sessions, beat_of: Callable[[tuple[Identity, ...]], Beat]) -> None:
+        self._sessions = sessions
+        self._beat_of = beat_of
+        self._readers: dict[int, Callable[[Frame], None]] = {}
+        self._failure: BaseException | None = None
+        self._asyncio = asyncio.get_running_loop()
+
+    def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
+        """Call ``reader`` with the packed frames of ``session`` from now on, and with the error
+        that stops the engine; returns what ends that. A later reader replaces an earlier one."""
+        self._sessions.renew(session)
+        self._readers[session] = reader
+
+        def unsubscribe() -> None:
+            if self._readers.get(session) is reader:
+                del self._readers[session]
+
+        return unsubscribe
+
+    def beat(self, session: int) -> None:
+        """A heartbeat: renew what the session holds, and tell it what that is, or why the engine
+        has stopped."""
+        self._sessions.renew(session)
+        beat = self._beat_of(self._sessions.held(session))
+        self._tell(session, self._failure or pack(TokenFrame(beat=beat)))
+
+    def publish(self, updates: list[SequenceUpdate]) -> None:
+        """What a step gave. Engine thread."""
+        if updates:
+            self._asyncio.call_soon_threadsafe(self._publish, updates)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine has stopped."""
+        self._failure = error
+        for reader in list(self._readers.values()):
+            reader(error)
+
+    def _publish(self, updates: list[SequenceUpdate]) -> None:
+        by_session: dict[int, list[SequenceUpdate]] = defaultdict(list)
+        for update in updates:
+            session = self._sessions.owner(update.identity)
+            if session is not None:
+                by_session[session].append(update)
+            if update.finish_reason is not None:
+                self._sessions.let_go(update.identity)
+        for session, own in by_session.items():
+            self._tell(session, pack(TokenFrame(tuple(own))))
+
+    def _tell(self, session: int, frame: Frame) -> None:
+        if session in self._readers:
+            self._readers[session](frame)

@@ -1,0 +1,1 @@
+"""What lies on disk: the config, the files, weights as the network wants them."""

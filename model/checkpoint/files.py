@@ -1,0 +1,92 @@
+"""Which file of a checkpoint holds which tensor (spec §2). Nothing is read but headers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from core.json_file import read_json
+from core.pace import LOADING, on_start
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class CheckpointFiles(ExitStack):
+    """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
+
+    ``core.pace.on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._file_of = _file_of(path)
+        self._open: dict[str, safe_open] = {}
+        self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
+        self._num_read = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def where(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.path / self._file_of[name]
+
+    def names(self) -> Iterator[str]:
+        """Every tensor's name, file by file, so that each file is read in one go."""
+        return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
+
+    def read(self, name: str) -> Tensor:
+        """Raises ValueError naming tensor and file when it cannot be read."""
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                opened = safe_open(str(self.path / file), framework="pt")
+                self._open[file] = self.enter_context(opened)
+            tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
+            ) from None
+        self._num_read += tensor.nbytes
+        on_start.get()(LOADING, min(1.0, self._num_read / self._num_bytes))
+        return tensor
+
+
+def _file_of(path: Path) -> dict[str, str]:
+    index = path / INDEX
+    if index.is_file():
+        return _from_index(index)
+    if not (path / SINGLE).is_file():
+        raise ValueError(f"{path}: has neither {INDEX} nor {SINGLE}; give a checkpoint folder")
+    try:
+        with safe_open(str(path / SINGLE), framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path / SINGLE}: is not a readable safetensors file ({error}); download it again"
+        ) from None
+
+
+def _from_index(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: has no weight_map; download it again")
+    weight_map = {str(name): str(file) for name, file in weight_map.items()}
+    missing = sorted({file for file in weight_map.values() if not (index.parent / file).is_file()})
+    if missing:
+        raise ValueError(f"{index}: names files that are missing: {', '.join(missing[:5])}")
+    return weight_map
+
+
+def dequantise(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 weight [out, in] times its block scales, in fp32 (spec §6).
+
+    ``scale_inv`` is [ceil(out / block[0]), ceil(in / block[1])]: ragged edges share a scale.
+    """
+    rows = torch.arange(weight.shape[0]) // block[0]
+    columns = torch.arange(weight.shape[1]) // block[1]
+    return weight.float() * scale_inv.float()[rows][:, columns]

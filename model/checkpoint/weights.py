@@ -1,0 +1,192 @@
+"""Checkpoint tensors into modules that were built on the meta device (spec §2, §6).
+
+One tensor is in memory beside the weights at any time. Parameters carry the checkpoint's names,
+less a prefix where a module is a part of it; only routed experts are fused, so each of theirs is
+a slice of one parameter. Those that other ranks of the gang hold are not read.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.config import Fp8Blocks, ModelConfig
+from model.checkpoint.files import CheckpointFiles, dequantise
+from model.network.experts import Experts
+from model.network.layers import Linear
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_SCALE = "_scale_inv"
+_DERIVED = (_SCALE, "rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
+    FP8 matrices, if these ``keep_blocks``. A rank that never ``drafts`` writes cache entries of the
+    MTP layer and has no use for its experts."""
+
+    files: CheckpointFiles
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    keep_blocks: bool = False
+    drafts: bool = True
+
+
+def mtp_prefix(config: ModelConfig) -> str:
+    """What the names of the first MTP layer begin with."""
+    return f"model.layers.{config.num_hidden_layers}."
+
+
+def has_mtp(files: CheckpointFiles, config: ModelConfig) -> bool:
+    """Whether the checkpoint really holds its first MTP layer: re-quantised copies often drop
+    it while config.json still promises one."""
+    return config.num_nextn_predict_layers > 0 and f"{mtp_prefix(config)}eh_proj.weight" in files
+
+
+def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the main model: every tensor but those of MTP layers. Raises as load_weights does."""
+    num_layers = checkpoint.config.num_hidden_layers
+    layers = ((name, _LAYER.match(name)) for name in checkpoint.files.names())
+    own = (name for name, match in layers if not match or int(match[1]) < num_layers)
+    load_weights(network, own, checkpoint)
+
+
+def load_mtp(layer: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the first MTP layer; its copies of embedding and head are not read, nor are experts if
+    they are not to be kept. Raises as load_weights does."""
+    prefix = mtp_prefix(checkpoint.config)
+    own = (name for name in checkpoint.files.names() if name.startswith(prefix))
+    own = (name for name in own if name.removeprefix(prefix) not in _MTP_COPIES)
+    if not checkpoint.drafts:
+        del layer.mlp
+        own = (name for name in own if not name.startswith(prefix + "mlp."))
+    load_weights(layer, own, checkpoint, prefix)
+
+
+def load_weights(
+    module: nn.Module, names: Iterable[str], checkpoint: Checkpoint, prefix: str = ""
+) -> None:
+    """Fill every parameter and buffer of ``module`` from the tensors ``names``; the module's own
+    names are without ``prefix``.
+
+    Parameters get the checkpoint's dtype, buffers (the routing bias) keep theirs. Raises
+    ValueError naming tensor, file and both shapes for anything missing, unknown, misshapen or
+    unreadable.
+    """
+    files, config = checkpoint.files, checkpoint.config
+    if checkpoint.keep_blocks:
+        keep_blocks(module, lambda name: f"{prefix}{name}{_SCALE}" in files)
+    tensors = _materialise(module, checkpoint)
+    places: dict[str, list[Tensor]] = defaultdict(list)
+    for item in tensors.items():
+        for name, place in _pieces(module, *item):
+            places[prefix + name].append(place)
+    for name in names:
+        if name in places:
+            _fill(places.pop(name), files, name, config.quantization)
+        elif not (name.endswith(_DERIVED) or _is_elsewhere(name, config)):
+            raise ValueError(
+                f"{files.where(name)}: unknown tensor {name}; "
+                f"this is not a {config.model_type} checkpoint as config.json describes it"
+            )
+    if config.tie_word_embeddings and places.pop("lm_head.weight", None) is not None:
+        _assign(module, "lm_head.weight", tensors["model.embed_tokens.weight"])
+    if places:
+        some = ", ".join(sorted(places)[:3])
+        raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
+
+
+def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
+    """Before it is loaded: routed experts stay FP8, and other matrices that are, as their names
+    tell, where that can be read."""
+    for name, part in module.named_modules():
+        is_kept = isinstance(part, Linear) and part.may_keep_blocks and is_fp8(f"{name}.weight")
+        if is_kept or isinstance(part, Experts):
+            part.keep_blocks()
+
+
+def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names in the checkpoint and their places in a parameter: experts' matrices lie apart, and a
+    replica's is one that has been there already."""
+    owner, _, leaf = name.rpartition(".")
+    path, _, fused = owner.rpartition(".")
+    experts = module.get_submodule(path)
+    if not isinstance(experts, Experts):
+        yield name, tensor
+        return
+    parts = ("gate_proj", "up_proj") if fused == "gate_up" else ("down_proj",)
+    for expert, matrix in zip(experts.held, tensor, strict=True):
+        for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield f"{path}.{expert}.{part}.{leaf}", place
+
+
+def _is_elsewhere(name: str, config: ModelConfig) -> bool:
+    """Whether it is of an expert that some rank holds."""
+    match = _EXPERT.search(name)
+    return match is not None and int(match[1]) < config.n_routed_experts
+
+
+def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Blocks | None) -> None:
+    tensor = files.read(name)
+    if places[0].shape != tensor.shape:
+        raise ValueError(
+            f"{files.where(name)}: {name} has shape {tuple(tensor.shape)}, "
+            f"config.json makes it {tuple(places[0].shape)}"
+        )
+    if places[0].dtype != torch.float8_e4m3fn:
+        tensor = _plain(files, name, tensor, fp8)
+    elif tensor.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{files.where(name)}: {name} is {tensor.dtype}, others are FP8")
+    for place in places:
+        place.copy_(tensor)
+
+
+def _plain(files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None) -> Tensor:
+    """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor
+    if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
+        raise ValueError(
+            f"{files.where(name)}: {name} is {tensor.dim()}-d {tensor.dtype}; "
+            "only bf16, fp16 and fp32 tensors, and fp8 e4m3 matrices, can be loaded"
+        )
+    scale = name + _SCALE
+    if scale not in files or fp8 is None:
+        raise ValueError(
+            f"{files.where(name)}: {name} is {tensor.dtype} but has no {scale} "
+            "or config.json no quantization_config"
+        )
+    rows, columns = fp8.weight_block_size
+    scale_inv = files.read(scale)
+    expected = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
+    if tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"{files.where(scale)}: {scale} has shape {tuple(scale_inv.shape)}, expected {expected}"
+        )
+    return dequantise(tensor, scale_inv, (rows, columns))
+
+
+def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Memory for what is still on the meta device, by name."""
+    slots = {}
+    for name, meta in [*module.named_parameters(), *module.named_buffers()]:
+        if meta.is_meta:
+            is_usual = isinstance(meta, nn.Parameter) and meta.dtype == torch.float32
+            dtype = checkpoint.dtype if is_usual else meta.dtype
+            slots[name] = torch.empty(meta.shape, dtype=dtype, device=checkpoint.device)
+            _assign(module, name, slots[name])
+    return slots
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    is_buffer = leaf in owner._buffers
+    setattr(owner, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,1 @@
+"""The main model in PyTorch."""

@@ -1,0 +1,80 @@
+"""The DeepSeek-V3 network. Parameters carry the checkpoint's names (spec §2).
+
+Shape legend: B sequences, Q query rows, X = B * Q, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.config import ModelConfig
+from model.kernels.base import Angles
+from model.network.batch import Batch
+from model.network.cache import MAIN, Caches
+from model.network.dispatch.base import Dispatch
+from model.network.layers import GatedMLP, Linear, RMSNorm, Rope
+from model.network.mla import MLA
+from model.network.moe import MoE
+
+
+class DecoderLayer(nn.Module):
+    """``moe_layer`` is its number among the MoE layers, None for a dense one."""
+
+    def __init__(self, config: ModelConfig, dispatch: Dispatch, moe_layer: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MLA(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module
+        if moe_layer is None:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = MoE(config, dispatch, moe_layer)
+
+    def forward(
+        self, x_XD: Tensor, more_XD: Tensor | None, batch: Batch, cache: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of both, through the layer: again in two parts, which the next norm sums up."""
+        x_XD, normed_XD = self.input_layernorm.add(x_XD, more_XD)
+        attended_XD = self.self_attn(normed_XD, batch, cache, angles)
+        x_XD, normed_XD = self.post_attention_layernorm.add(x_XD, attended_XD)
+        real_X = None if batch.real_BQ is None else batch.real_BQ.flatten()
+        return x_XD, self.mlp(normed_XD, real_X)
+
+
+class Trunk(nn.Module):
+    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
+        super().__init__()
+        # Given weights skip the random ones, which on the meta device cost seconds of imports.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, dispatch, config.moe_layer(i))
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DeepseekV3(nn.Module):
+    """The main model; drafters have weights of their own, and share its ``dispatch``."""
+
+    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
+        super().__init__()
+        self.config = config
+        self.dispatch = dispatch
+        self.model = Trunk(config, dispatch)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.rope = Rope(config)
+
+    def forward(self, batch: Batch, caches: Caches) -> Tensor:
+        """Hidden states [B, Q, D] after ``model.norm``: what the head and the drafter read."""
+        x_XD, more_XD = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
+        angles = self.rope.at(batch.positions_BQ.flatten())
+        for layer, cache in zip(self.model.layers, caches[MAIN], strict=True):
+            x_XD, more_XD = layer(x_XD, more_XD, batch, cache, angles)
+        _, hidden_XD = self.model.norm.add(x_XD, more_XD)
+        return hidden_XD.view(*batch.token_ids_BQ.shape, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Raw fp32 logits [..., V]."""
+        logits: Tensor = self.lm_head(hidden.flatten(0, -2), in_fp32=True)
+        return logits.unflatten(0, hidden.shape[:-1])

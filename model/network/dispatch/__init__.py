@@ -1,0 +1,34 @@
+"""Ways for tokens to reach their experts, each in a file of its own."""
+
+import torch
+
+from core.config import AUTO, NodeConfig
+from core.info import PREFILL
+from core.placement import Placement
+from model.checkpoint.config import ModelConfig
+from model.network.dispatch.base import Dispatch
+from model.network.dispatch.exchanged import Exchanged
+from model.network.dispatch.gathered import Gathered
+
+EXCHANGED = "exchanged"
+
+
+def create_dispatch(
+    config: ModelConfig, section: NodeConfig, kind: str, rank: int, placement: Placement | None
+) -> Dispatch:
+    """For rank ``rank`` of a gang whose experts lie as ``placement`` says, None of plain order.
+
+    Raises ValueError if the experts cannot be spread evenly.
+    """
+    if section.dp_size == 1:
+        return Dispatch(config.n_routed_experts)
+    device, way = torch.device(section.device), section.dispatch
+    placement = placement or Placement.plain(
+        config.num_moe_layers,
+        config.n_routed_experts,
+        section.dp_size,
+        section.num_redundant_experts,
+    )
+    if way == EXCHANGED or (way == AUTO and kind == PREFILL):
+        return Exchanged(placement, rank, device)
+    return Gathered(placement, rank, device, is_static=device.type != "cpu")

@@ -1,0 +1,38 @@
+"""The routed experts that a rank holds, fused (spec §4).
+
+Shape legend: N tokens that are here, P (token, expert) pairs, S slots, D hidden, F width.
+"""
+
+from torch import Tensor
+
+from model.checkpoint.config import ModelConfig
+from model.kernels.base import Kernels
+from model.network.layers import Matrices, Part
+
+
+class Experts(Part):
+    """Slot i holds routed expert ``held[i]``; gate rows first, then up rows."""
+
+    def __init__(self, config: ModelConfig, held: tuple[int, ...]) -> None:
+        super().__init__()
+        self.held = held
+        num, dim, width = len(held), config.hidden_size, config.moe_intermediate_size
+        self.gate_up = Matrices(num, 2 * width, dim, num_parts=2)
+        self.down = Matrices(num, dim, width)
+
+    def keep_blocks(self) -> None:
+        self.gate_up.keep_blocks()
+        self.down.keep_blocks()
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        self._packed = kernels.pack_experts(self.gate_up.stored, self.down.stored)
+        del self.gate_up, self.down
+
+    def forward(
+        self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
+    ) -> Tensor:
+        """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``: [P, D]; undefined where the slot
+        is S, which means that it is not here. Without tokens each has as many pairs, in order.
+        Those that are not here are among them if they are the pairs of ``num_ranks``."""
+        return self.kernels.experts(x_ND, tokens_P, slots_P, *self._packed, num_ranks)

@@ -1,0 +1,179 @@
+"""Norms, rotary embedding and the gated MLP (spec §3).
+
+Shape legend: X rows, D hidden, R rotary width of a head.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.config import ModelConfig, YarnScaling
+from model.checkpoint.files import dequantise
+from model.kernels.base import BLOCK, Angles, Blocks, Kernels, Weights
+
+
+class Part(nn.Module):
+    """A module that computes with ``kernels``, which it gets by ``adopt`` before its first use."""
+
+    kernels: Kernels
+
+    def adopt(self, kernels: Kernels) -> None:
+        """Its weights are loaded: pack them."""
+        self.kernels = kernels
+
+
+def adopt(module: nn.Module, kernels: Kernels) -> None:
+    """Every part of ``module`` does. An outer one may merge the weights of inner ones, which it
+    then drops."""
+    if isinstance(module, Part):
+        module.adopt(kernels)
+    for child in list(module.children()):
+        adopt(child, kernels)
+
+
+class RMSNorm(Part):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum of both, and its norm."""
+        if more is None:
+            return x, self(x)
+        return self.kernels.add_rms_norm(x, more, self.weight, self.eps)
+
+
+class Matrices(Part):
+    """Weights [..., M, K] as they are loaded. ``num_parts`` matrices of the checkpoint lie below
+    each other in one of them."""
+
+    def __init__(self, *shape: int, num_parts: int = 1) -> None:
+        super().__init__()
+        self.num_parts = num_parts
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def keep_blocks(self) -> None:
+        """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
+        fp8 = self.weight.to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(fp8, requires_grad=False)
+        *num, rows, columns = fp8.shape
+        num_blocks = self.num_parts * -(-rows // self.num_parts // BLOCK), -(-columns // BLOCK)
+        self.register_buffer("weight_scale_inv", torch.empty(*num, *num_blocks, device=fp8.device))
+
+    @property
+    def stored(self) -> Weights:
+        """As it was loaded."""
+        if self.weight.dtype != torch.float8_e4m3fn:
+            return self.weight.data
+        return Blocks(self.weight.data, self.get_buffer("weight_scale_inv"))
+
+
+class Linear(Matrices):
+    """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
+    read. ``may_keep_blocks``: they can read FP8 there."""
+
+    def __init__(self, dim_in: int, dim_out: int, may_keep_blocks: bool = True) -> None:
+        super().__init__(dim_out, dim_in)
+        self.num_out, self.may_keep_blocks = dim_out, may_keep_blocks
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        self.packed = kernels.pack(self.stored)
+        del self.weight
+
+    def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
+        return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
+
+
+def alike(*weights: Weights) -> list[Any]:
+    """All of them blocks, or none: beside one that is not, others are dequantised."""
+    plain = next((one for one in weights if isinstance(one, Tensor)), None)
+    if plain is None:
+        return list(weights)
+    return [
+        dequantise(*one, (BLOCK, BLOCK)).to(plain.dtype) if isinstance(one, Blocks) else one
+        for one in weights
+    ]
+
+
+def joined(first: Any, second: Any) -> Weights:
+    """Rows of both, which are `alike`."""
+    if isinstance(first, Tensor):
+        return torch.cat((first, second))
+    return Blocks(*map(torch.cat, zip(first, second, strict=True)))
+
+
+def alone(weights: Weights) -> Weights:
+    """One matrix as that of one expert."""
+    return weights[None] if isinstance(weights, Tensor) else Blocks(*(x[None] for x in weights))
+
+
+class GatedMLP(Part):
+    """down(silu(gate(x)) * up(x)), x [X, D]; padding is computed like the rest."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dim, width)
+        self.up_proj = Linear(dim, width)
+        self.down_proj = Linear(width, dim)
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        gate, up, down = alike(*(p.stored for p in (self.gate_proj, self.up_proj, self.down_proj)))
+        self.packed = kernels.pack_experts(alone(joined(gate, up)), alone(down))
+        del self.gate_proj, self.up_proj, self.down_proj
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.kernels.experts(x, None, None, *self.packed)
+
+
+def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
+    """Frequencies [dim / 2] stretched by ``yarn.factor`` below the ramp (spec §3, YaRN)."""
+
+    def correction(num_rotations: float) -> float:
+        span = yarn.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return dim * math.log(span) / (2 * math.log(theta))
+
+    low = max(math.floor(correction(yarn.beta_fast)), 0)
+    high: float = min(math.ceil(correction(yarn.beta_slow)), dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / yarn.factor * ramp
+
+
+class Rope(nn.Module):
+    """The angles of rotary embedding, by position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        cos, sin = rope_tables(config)
+        self.cos_TR: Tensor
+        self.sin_TR: Tensor
+        self.register_buffer("cos_TR", cos, persistent=False)
+        self.register_buffer("sin_TR", sin, persistent=False)
+
+    def at(self, positions_X: Tensor) -> Angles:
+        """Positions are clamped at the table's end."""
+        clamped_X = positions_X.clamp(max=self.cos_TR.shape[0] - 1)
+        return self.cos_TR[clamped_X], self.sin_TR[clamped_X]
+
+
+def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [max_position_embeddings, R/2] in fp32, built on the CPU."""
+    dim = config.qk_rope_head_dim
+    with torch.device("cpu"):
+        inv_freq = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        scale = 1.0
+        if config.yarn is not None:
+            inv_freq = yarn_inv_freq(inv_freq, config.rope_theta, dim, config.yarn)
+            scale = config.yarn.cos_sin_factor
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq[None, :]
+    return angles.cos() * scale, angles.sin() * scale

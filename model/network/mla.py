@@ -1,0 +1,88 @@
+"""Multi-head latent attention over a paged latent cache, expanded and absorbed (spec §3).
+
+Shape legend: X rows (B sequences times Q rows of each), D hidden, H heads, C kv_lora_rank,
+R qk_rope_head_dim, L = C + R, N qk_nope_head_dim, V v_head_dim, K qk_head_dim.
+
+Both forms read keys and values from the cache alone, after this pass's rows were written.
+"""
+
+from torch import Tensor
+
+from model.checkpoint.config import ModelConfig
+from model.kernels.base import BLOCK, Angles, Attention, Kernels
+from model.network.batch import Batch
+from model.network.layers import Linear, Part, RMSNorm, alike, joined
+
+
+class MLA(Part):
+    """The cached entry of a token is [normed latent (C), rotated shared key (R)]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, num_heads = config.hidden_size, config.num_attention_heads
+        q_dim = num_heads * config.qk_head_dim
+        # Below the one that is joined to it, kv_a's blocks begin where one of FP8 does, or nowhere.
+        is_even = (config.q_lora_rank or q_dim) % BLOCK == 0
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(dim, q_dim, is_even)
+        else:
+            self.q_a_proj = Linear(dim, config.q_lora_rank, is_even)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.lora_norm_eps)
+            self.q_b_proj = Linear(config.q_lora_rank, q_dim)
+        self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, is_even)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.lora_norm_eps)
+        kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        # Absorbed into queries it multiplies by columns, across which blocks do not scale.
+        self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_blocks=False)
+        self.o_proj = Linear(num_heads * config.v_head_dim, dim)
+
+    def adopt(self, kernels: Kernels) -> None:
+        """What reads the same input becomes one product; the absorbed form's matrices are those of
+        kv_b_proj, by head."""
+        super().adopt(kernels)
+        config = self.config
+        first = self.q_proj if config.q_lora_rank is None else self.q_a_proj
+        second = self.kv_a_proj_with_mqa
+        self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
+        self._down = kernels.pack(joined(*alike(first.stored, second.stored)))
+        del self.kv_a_proj_with_mqa
+        if config.q_lora_rank is None:
+            del self.q_proj
+        else:
+            del self.q_a_proj
+        up_HKC = self.kv_b_proj.weight.data.unflatten(0, (config.num_attention_heads, -1))
+        up_k_HNC, up_v_HVC = up_HKC.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        self._up_k = kernels.pack(up_k_HNC.transpose(1, 2))
+        self._up_v = kernels.pack(up_v_HVC)
+        self._kv_b = kernels.pack(up_HKC)
+        del self.kv_b_proj
+
+    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """Attention output [X, D]; writes this pass's latents into ``cache``."""
+        config, kernels = self.config, self.kernels
+        q = self.write(x_XD, batch, cache, angles)
+        if config.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q_XHK = q.unflatten(1, (config.num_attention_heads, -1))
+        how = self._how(batch, cache, angles)
+        if batch.segments is None:
+            ups = self._up_k, self._up_v
+            out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ)
+        else:
+            num_values = config.v_head_dim
+            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, num_values)
+        return self.o_proj(out_XHV.flatten(1))
+
+    def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """This pass's latents into ``cache``; what queries are made of, on the way."""
+        down = self.kernels.linear(x_XD, self._down, self._num_down)
+        kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
+        how = self._how(batch, cache, angles)
+        self.kernels.mla_entry(kv_XL, norm.weight, norm.eps, how, slots_X.flatten())
+        return down[:, : self._num_q]
+
+    def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
+        config = self.config
+        rest = batch.page_table_BP, config.softmax_scale
+        return Attention(*angles, config.rope_interleave, cache, *rest)

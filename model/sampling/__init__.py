@@ -1,0 +1,1 @@
+"""From logits to tokens: rules, draws, log probabilities, and what verification accepts."""

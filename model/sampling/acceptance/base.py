@@ -1,0 +1,77 @@
+"""The acceptance seam: what verification knows, and what a kind of acceptance makes of it.
+
+Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.sampling.sampler import SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRows:
+    """How B rows want their drafts judged: the number of the kind (KIND_NUMBERS), the most drafts
+    a row uses, and what relaxed kinds allow."""
+
+    kind_B: Tensor
+    limit_B: Tensor
+    relaxed_top_n_B: Tensor
+    relaxed_delta_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``tokens_BN1[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step."""
+
+    tokens_BN1: Tensor
+    num_accepted_B: Tensor
+
+    def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
+        """This verdict where ``rows_B`` is True, ``other`` elsewhere."""
+        return Verdict(
+            torch.where(rows_B.unsqueeze(1), self.tokens_BN1, other.tokens_BN1),
+            torch.where(rows_B, self.num_accepted_B, other.num_accepted_B),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One verified step of a whole batch; place i comes after drafts < i.
+
+    ``q_BNV`` are the probabilities that the drafts of rows of kind "rejection" were drawn from
+    (rows of other kinds may hold anything); None if the drafts are deterministic.
+    ``adjusted_BN1V`` are the main model's logits after bias, penalties and min_tokens, before
+    temperature; ``targets_BN1`` what it chose from them, with the request's own noise.
+    ``num_output_B`` tokens were emitted before. ``thinking_B`` is the think phase before the
+    drafts, ``think_ids`` the tokens that begin and end it; only relaxed kinds read them.
+    """
+
+    drafts_BN: Tensor
+    q_BNV: Tensor | None
+    adjusted_BN1V: Tensor
+    targets_BN1: Tensor
+    sampling: SamplingRows
+    acceptance: AcceptanceRows
+    num_output_B: Tensor
+    thinking_B: Tensor
+    think_ids: tuple[int, int] | None
+
+
+Picked = tuple[Tensor, Tensor | None]
+"""Draft tokens [B] and the probabilities they were drawn from [B, V], None if a draft is a function
+of its logits."""
+Pick = Callable[[Tensor, SamplingRows, Tensor], Picked]
+"""Of ``(adjusted draft logits [B, V], sampling, output index [B])``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How drafts are picked and how they are judged: the two belong together. Both work on all
+    rows of a batch, with static shapes and without waiting for the host."""
+
+    pick: Pick
+    judge: Callable[[Evidence], Verdict]

@@ -1,0 +1,102 @@
+"""Rejection sampling: a draft x drawn from q passes with probability min(1, p(x) / q(x)).
+
+Lossless in distribution, but the tokens depend on the drafts, so they are not a function of the
+seed alone (spec/deepseek_v3.md §9). Draft, coin and the token after a rejection take noise of
+streams of their own at their output index; noise of a place that was not reached has had no
+effect, so a later step may use it again.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.sampling.acceptance import strict
+from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Accepted drafts, then one token: from the residual norm(max(p - q, 0)) after a rejection,
+    from p after the last draft a row may use. Rows of temperature 0 are strict."""
+    greedy = strict.judge(evidence)
+    if evidence.sampling.all_greedy:
+        return greedy
+    p_BN1V = _target_probs(evidence)
+    num_accepted_B = _num_accepted(evidence, p_BN1V)
+    last_B1 = _last_token(evidence, p_BN1V, num_accepted_B).unsqueeze(1)
+    tokens_BN1 = torch.cat((evidence.drafts_BN, last_B1), 1)
+    tokens_BN1 = tokens_BN1.scatter(1, num_accepted_B.unsqueeze(1), last_B1)
+    return Verdict(tokens_BN1, num_accepted_B).where(evidence.sampling.temperature_B > 0, greedy)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
+    rest_BV = (p_BV - q_BV).clamp(min=0)
+    return torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)
+
+
+def _target_probs(evidence: Evidence) -> Tensor:
+    rows, places = evidence.sampling, evidence.adjusted_BN1V.unbind(1)
+    return torch.stack([rows.sampler.filtered_log_probs(x, rows).exp() for x in places], 1)
+
+
+def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
+    """In float64: u * q must not become 0, or tokens of probability 0 would pass."""
+    drafts_BN1 = evidence.drafts_BN.unsqueeze(2)
+    p_BN = p_BN1V[:, :-1].gather(2, drafts_BN1).squeeze(2).double()
+    q_BN = torch.ones_like(p_BN)
+    if evidence.q_BNV is not None:
+        q_BN = evidence.q_BNV.gather(2, drafts_BN1).squeeze(2).double()
+    place_N = torch.arange(p_BN.shape[1], device=p_BN.device)
+    index_BN = evidence.num_output_B.unsqueeze(1) + place_N
+    u_BN = uniform(evidence.sampling.seed_B.unsqueeze(1), index_BN, COIN)
+    passes_BN = (q_BN > 0) & (u_BN * q_BN <= p_BN)
+    return passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+
+
+def _last_token(evidence: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
+    """The token [B] at the place after the accepted drafts."""
+    p_BV = _at(p_BN1V, place_B)
+    num_drafts = evidence.drafts_BN.shape[1]
+    rest_BV = p_BV
+    if num_drafts > 0:
+        was_rejected_B = place_B < evidence.acceptance.limit_B.clamp(max=num_drafts)
+        q_BV = _draft_probs(evidence, p_BV, place_B.clamp(max=num_drafts - 1))
+        rest_BV = torch.where(was_rejected_B.unsqueeze(1), residual(p_BV, q_BV), p_BV)
+    index_B = evidence.num_output_B + place_B
+    return sample(rest_BV.log(), evidence.sampling.seed_B, index_B, RESIDUAL)
+
+
+def _draft_probs(evidence: Evidence, p_BV: Tensor, place_B: Tensor) -> Tensor:
+    """q [B, V] at a place of each row."""
+    if evidence.q_BNV is not None:
+        return _at(evidence.q_BNV, place_B)
+    draft_B1 = evidence.drafts_BN.gather(1, place_B.unsqueeze(1))
+    return torch.zeros_like(p_BV).scatter(1, draft_B1, 1.0)
+
+
+def _at(x_BNV: Tensor, place_B: Tensor) -> Tensor:
+    index_B1V = place_B.view(-1, 1, 1).expand(-1, 1, x_BNV.shape[2])
+    return x_BNV.gather(1, index_B1V).squeeze(1)
+
+
+def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+    """Drafts drawn from q, the drafter's distribution after the request's own filters, and q."""
+    greedy_B = adjusted_BV.argmax(-1)
+    if sampling.all_greedy:
+        return greedy_B, None
+    log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV, sampling)
+    drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
+    return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
+
+
+def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+    """The drafter's likeliest token."""
+    return adjusted_BV.argmax(-1), None
+
+
+REJECTION = Kind(pick_from_q, judge)
+REJECTION_GREEDY = Kind(pick_best, lambda evidence: judge(replace(evidence, q_BNV=None)))
+"""The same for drafts that are a function of their logits: q is 1 at the draft."""

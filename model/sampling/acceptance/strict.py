@@ -1,0 +1,26 @@
+"""Strict acceptance: a draft passes iff it is the token that the main model chose itself.
+
+Lossless, and the emitted tokens are those of decoding without drafts. Drafts of sampled rows
+take the noise of the token that they guess, so that they agree more often.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+"""
+
+from torch import Tensor
+
+from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from model.sampling.sampler import SamplingRows, draw
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The longest prefix of drafts equal to the targets, plus one target."""
+    matches_BN = (evidence.drafts_BN == evidence.targets_BN1[:, :-1]).long()
+    num_accepted_B = matches_BN.cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+    return Verdict(evidence.targets_BN1, num_accepted_B)
+
+
+def pick(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+    """What the main model would choose from the same logits at the same place."""
+    return draw(adjusted_BV, sampling, output_index_B), None
+
+
+STRICT = Kind(pick, judge)

@@ -1,0 +1,143 @@
+"""One prefill rank as its callers see it: bytes in, bytes out, no Ray.
+
+Lives on an asyncio loop; the engine computes on the engine loop's thread. This object joins the
+engine's progress with the hand-over's source: a chunk computed is a chunk offered.
+"""
+
+import asyncio
+import time
+
+import torch
+from torch import Tensor
+
+from core.beat import Beat, Counters
+from core.control import Methods, Service
+from core.errors import HandoverError, RankDied, StepFailed, TandemError
+from core.identity import Identity
+from core.tasks import resolve
+from kv_transfer.offered import FirstToken
+from kv_transfer.source import Source
+from prefill_node.engine import PrefillEngine, Progress
+from prefill_node.page_source import PageSource
+from prefill_node.prefill_calls import Cancel, Prefill, Prefilled
+from runtime.parts import RankParts
+
+
+class PrefillNode:
+    """A prefill rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
+
+    Owns the callers; pages belong to the engine, leases to the source.
+    """
+
+    def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
+        self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
+        self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
+        self.source = Source(parts.side())
+        self.info = parts.info()
+        self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
+        self._callers: dict[Identity, asyncio.Future[Progress]] = {}
+        self._asyncio = asyncio.get_running_loop()
+        parts.loop.on_failure(self._on_engine_failure)
+        parts.loop.add(self.engine)
+        own: Methods = {
+            "prefill": (Prefill, self._prefill),
+            "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
+            "beat": (None, self._beat),
+            "status": (None, lambda _: parts.status(self._counters)),
+        }
+        service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
+        self.handle = service.handle
+
+    @property
+    def num_held(self) -> int:
+        return len(self.engine.scheduler.sequences)
+
+    async def stop(self) -> None:
+        await self.source.stop()
+        await asyncio.to_thread(self.loop.stop)
+
+    def _on_progress(self, progress: Progress) -> None:
+        """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
+        sequence, first = progress.sequence, None
+        if progress.first_token is not None:
+            first = FirstToken(progress.first_token, *self._packed(progress.features_F))
+        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
+        if first is not None:
+            self._settle(sequence.identity, progress)
+
+    def _on_release(self, identity: Identity) -> None:
+        """The hand-over needs the pages no more. Engine thread."""
+        self.engine.scheduler.drop(identity)
+        text = f"{identity} was released before its prefill was done"
+        self._settle(identity, HandoverError(text))
+
+    def _on_failed(self, identity: Identity, error: StepFailed) -> None:
+        """Its caller learns that first, then the decode rank. Engine thread."""
+        self._settle(identity, error)
+        self.source.fail(identity, str(error))
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
+        text = f"the engine stopped: {error!r}"
+        for identity in list(self._callers):
+            self._settle(identity, RankDied(text))
+            self.source.fail(identity, text)
+
+    def _settle(self, identity: Identity, result: Progress | TandemError) -> None:
+        """Tell its caller, if there still is one. Engine thread."""
+        answer = self._callers.pop(identity, None)
+        if answer is not None:
+            self._asyncio.call_soon_threadsafe(resolve, answer, result)
+
+    async def _prefill(self, asked: Prefill) -> Prefilled:
+        answer: asyncio.Future[Progress] = self._asyncio.create_future()
+        submitted_at = time.monotonic()
+        try:
+            await self.loop.call(lambda: self._submit(asked, answer))
+            done = await answer
+        except (asyncio.CancelledError, ValueError) as error:
+            self.source.fail(asked.identity, f"its caller has gone or was refused: {error}")
+            raise
+        assert done.first_token is not None
+        started_at = done.sequence.started_at
+        return Prefilled(
+            done.first_token,
+            done.sequence.num_cached,
+            queue_ms=(started_at - submitted_at) * 1e3,
+            prefill_ms=(time.monotonic() - started_at) * 1e3,
+            logprobs=done.logprobs,
+        )
+
+    def _submit(self, asked: Prefill, answer: "asyncio.Future[Progress]") -> None:
+        identity = asked.identity
+        self.engine.scheduler.admit(identity, asked.request, asked.is_suspect)
+        self._callers[identity] = answer
+        self.source.open(identity, lambda: self._on_release(identity))
+
+    def _packed(self, features_F: Tensor | None) -> tuple[bytes | None, str]:
+        if features_F is None or not self._ship_hidden:
+            return None, ""
+        raw = features_F.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return raw, str(features_F.dtype).removeprefix("torch.")
+
+    def _beat(self, _: None) -> Beat:
+        """Read without waiting for the engine: how far that is, is what it tells."""
+        if self.loop.failure is not None:
+            raise RankDied(f"the engine stopped: {self.loop.failure!r}")
+        num_left = self.engine.scheduler.num_tokens_left
+        return Beat(self.loop.watch.pace(), self._counters(), num_tokens_left=num_left)
+
+    def _counters(self) -> Counters:
+        scheduler, counts = self.engine.scheduler, self.source.counts()
+        return Counters(
+            num_active_rows=scheduler.num_waiting + scheduler.num_queued,
+            num_free_pages=self.pool.num_available,
+            num_open_leases=counts["leases"],
+            num_channels=counts["channels"],
+            num_quarantined=counts["quarantined"],
+            num_steps=self.engine.num_steps,
+        )
+
+
+async def build(parts: RankParts) -> PrefillNode:
+    return PrefillNode(parts)
