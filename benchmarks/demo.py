@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.common import running_server
-from cluster.commands.status import node_table
+from cluster.commands.status import rank_table
 from core.config import load
 from tandem import AsyncClient, Finished
 
@@ -85,10 +85,10 @@ async def demo(sets: list[str]) -> None:
         info = await client.model_info()
         status = await client.status()
         console.print(f"[green]ready[/] grpc={server.address}  model {info.name} ({info.dtype})")
-        console.print("nodes:", ", ".join(sorted(node.name for node in status.nodes)), "\n")
+        console.print("nodes:", ", ".join(sorted(node.name for node in status.ranks)), "\n")
         rows = [await answer(client, console, prompt) for prompt in PROMPTS]
         console.print(summary(rows, ready_s))
-        console.print(node_table(await client.status()), "\n")
+        console.print(rank_table(await client.status()), "\n")
         console.print("tandem serve, tandem generate, tandem status: see --help of each.")
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.identity import Identity
 from core.request import SequenceUpdate, TokenFrame
 from core.schema import pack, unpack
@@ -177,7 +177,7 @@ async def run_round(
     sent, got, _, _ = await measured(actor, frames, args.num_frames, 0.0)
     found.rates_hz.append(args.num_frames / (got[-1] - sent[0]))
     await actor.end.remote()
-    with contextlib.suppress(StopAsyncIteration, NodeLost):
+    with contextlib.suppress(StopAsyncIteration, RankLost):
         await anext(frames)
 
 

@@ -10,12 +10,12 @@ from core.answer import TransferStats
 from core.control import Control, Done, InProcessControl, ask
 from core.identity import Identity
 from core.tasks import Tasks
-from decode_node.service.rank import DecodeNode
+from decode_node.service.rank import DecodeRank
 from kv_transfer import messages as m
 from kv_transfer.side import Deadlines
 from kv_transfer.sink import Pulled
 from prefill_node.page_source import AdoptedPages
-from prefill_node.rank import PrefillNode
+from prefill_node.rank import PrefillRank
 from runtime.parts import RankParts
 
 PREFILL_METHODS = ("prefill", "cancel")
@@ -65,7 +65,7 @@ class SealedInPlace:
 class ColocatedRank:
     """A prefill and a decode rank that share model, pages and engine thread."""
 
-    def __init__(self, prefill: PrefillNode, decode: DecodeNode) -> None:
+    def __init__(self, prefill: PrefillRank, decode: DecodeRank) -> None:
         self.prefill, self.decode = prefill, decode
         self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
 
@@ -85,10 +85,10 @@ class ColocatedRank:
 async def build(parts: RankParts) -> ColocatedRank:
     """Both engines on one thread."""
     intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
-    decode = DecodeNode(parts, intake, lambda owner, epoch: control)
+    decode = DecodeRank(parts, intake, lambda owner, epoch: control)
     held, share = decode.engine.scheduler.held, decode.engine.scheduler.share
     pages = AdoptedPages(parts.pool, parts.loaded.lag, lambda one: held(one).pages, share)
-    prefill = PrefillNode(parts, pages)
+    prefill = PrefillRank(parts, pages)
     control = InProcessControl(prefill.handle, parts.spec.epoch)
     await decode.listen()
     return ColocatedRank(prefill, decode)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from core.errors import NodeLost, Overloaded, TandemError, is_out_of_resources
+from core.errors import Overloaded, RankLost, TandemError, is_out_of_resources
 from core.schema import decode, encode_failure, pack, unpack
 
 Reply = TypeVar("Reply")
@@ -28,7 +28,7 @@ class Done:
 
 
 class Control(Protocol):
-    """One life of a rank as its callers reach it. A lost or later life is raised as NodeLost,
+    """One life of a rank as its callers reach it. A lost or later life is raised as RankLost,
     or answered by it."""
 
     async def call(self, method: str, payload: bytes) -> bytes: ...
@@ -57,7 +57,7 @@ class Service:
         """Answer one call; one that fails is answered by a packed Failure."""
         try:
             if epoch != self._epoch:
-                raise NodeLost(f"epoch {epoch} was asked for, this is {self._epoch}")
+                raise RankLost(f"epoch {epoch} was asked for, this is {self._epoch}")
             if method not in self._methods:
                 raise TandemError(f"no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]
@@ -78,10 +78,10 @@ async def ask(
     control: Control, method: str, message: Any, reply: type[Reply], timeout_s: float
 ) -> Reply:
     """Call with a message, or None where the method takes none, and decode. Raises the error that
-    was answered, or NodeLost when there is no answer in time."""
+    was answered, or RankLost when there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             data = await control.call(method, b"" if message is None else pack(message))
     except TimeoutError:
-        raise NodeLost(f"no answer to {method} within {timeout_s} s") from None
+        raise RankLost(f"no answer to {method} within {timeout_s} s") from None
     return decode(reply, data)

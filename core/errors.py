@@ -1,4 +1,4 @@
-"""Named errors that cross node borders. ``ValueError`` is the user's mistake throughout."""
+"""Named errors that cross processes. ``ValueError`` is the user's mistake throughout."""
 
 import errno
 
@@ -6,7 +6,7 @@ _OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
 
 
 class TandemError(Exception):
-    """A failure of one request or node that the caller may act upon."""
+    """A failure of one request or rank that the caller may act upon."""
 
 
 class Overloaded(TandemError):
@@ -17,26 +17,30 @@ class Overloaded(TandemError):
         self.retry_after_s = retry_after_s
 
 
-class Draining(TandemError):
+class Unavailable(TandemError):
+    """It does not work here, or not now: it may go on elsewhere, or later."""
+
+
+class Draining(Unavailable):
     """The server is shutting down and admits nothing new."""
 
 
-class Preempted(TandemError):
+class Preempted(Unavailable):
     """A decode rank gave the sequence up for others; it goes on from what it has emitted."""
 
 
-class NodeLost(TandemError):
-    """A node died or lost its epoch while it held state of this request. ``node`` is its name
-    where that is known; it does not cross processes."""
+class RankLost(Unavailable):
+    """A rank died or lost its epoch while it held state of this request. ``rank`` is the
+    life that was meant, where that is known; it does not cross processes."""
 
-    node: str | None = None
+    rank: str | None = None
 
 
-class RankDied(NodeLost):
+class RankDied(RankLost):
     """Its process has ended; the controller will tell whether a step was the cause."""
 
 
-class EpochEnded(NodeLost):
+class EpochEnded(RankLost):
     """A rank of the gang was lost or left: those that remain go on in the gang's next life."""
 
 
@@ -44,7 +48,7 @@ class ProgramFailed(EpochEnded):
     """A rank's own part of a step that all ranks share raised, which ended the epoch."""
 
 
-class StepFailed(TandemError):
+class StepFailed(Unavailable):
     """A step that this request was in failed; it goes on, at first in steps of its own."""
 
 
@@ -52,12 +56,12 @@ class Poisonous(StepFailed):
     """A step failed that this request, suspected already, was alone in: it is not tried again."""
 
 
-class HandoverError(TandemError):
+class HandoverError(Unavailable):
     """A KV hand-over could not be completed; nothing of it may be used."""
 
 
 class LayoutMismatch(HandoverError):
-    """Prefill and decode node do not cache the same thing the same way."""
+    """Prefill and decode rank do not cache the same thing the same way."""
 
 
 class StalePages(HandoverError):

@@ -1,8 +1,8 @@
-"""What a server and its nodes tell of themselves."""
+"""What a server and its ranks tell of themselves."""
 
 from dataclasses import dataclass
 
-from core.beat import Counters
+from core.beat import Held
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
@@ -30,21 +30,21 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus(Counters):
-    """A node as it is now; of one that does not answer only ``alive`` False is known, and the
+class RankStatus(Held):
+    """A rank as it is now; of one that does not answer only ``alive`` False is known, and the
     ``cause`` where the controller tells one.
 
-    ``kind`` is prefill, decode or colocated. ``kernels`` names what computes its steps
-    (model/kernels), and for decode steps in which form. Of a rank of a gang ``rows_by_layer`` are
-    the rows that its experts of each MoE layer computed, and ``balance_ratio`` is how evenly those
-    of its gang are spread (core/eplb.py).
+    ``kind`` is prefill, decode or colocated; its cache has room for ``max_tokens``. ``kernels``
+    names what computes its steps (model/kernels), and for decode steps in which form. Of a rank of
+    a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed, and
+    ``balance_ratio`` is how evenly those of its gang are spread (core/eplb.py).
     """
 
     name: str
     kind: str
     epoch: int
     alive: bool = True
-    num_pages: int = 0
+    max_tokens: int = 0
     rows_by_layer: tuple[int, ...] = ()
     balance_ratio: float = 0.0
     kernels: str = ""
@@ -59,4 +59,4 @@ class ServerStatus:
     state: str
     mode: str
     num_running: int
-    nodes: tuple[NodeStatus, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()

@@ -39,8 +39,8 @@ class RankSpec:
     room: int = 0
 
     @property
-    def name(self) -> str:
-        """Of this life: unique among all lives of all ranks."""
+    def life(self) -> str:
+        """The name of this life of it: unique among all lives of all ranks."""
         return f"{self.gang}.{self.epoch}.{self.rank}"
 
     @property
@@ -80,16 +80,15 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeInfo:
+class RankInfo:
     """A rank that is ready; fixed for its life. ``fingerprint`` is that of its cache layout,
-    ``why_plain`` what keeps it from faster kernels."""
+    ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels."""
 
     spec: RankSpec
     fingerprint: str
     model: ModelInfo
     num_mtp_layers: int
-    num_pages: int
-    page_size: int
+    max_tokens: int
     max_rows: int
     frames: FrameAddress | None = None
     why_plain: str = ""
@@ -130,7 +129,7 @@ class RankState:
     log_path: str
     seen: tuple[int, int]
     progress: float = 0.0
-    info: NodeInfo | None = None
+    info: RankInfo | None = None
     failure: Failure | None = None
     pace: Pace | None = None
     box_path: str = ""
@@ -163,7 +162,7 @@ class Gang:
     kind: str
     epoch: int
     state: str
-    members: tuple[NodeInfo, ...] = ()
+    members: tuple[RankInfo, ...] = ()
     starts: tuple[str, ...] = ()
     failure: Failure | None = None
     ended: EndedLife | None = None
@@ -183,7 +182,7 @@ class Membership:
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
 
-    def ready(self, *kinds: str) -> list[NodeInfo]:
+    def ready(self, *kinds: str) -> list[RankInfo]:
         """The ranks of gangs of these kinds, of all if none is given, that are ready or drain."""
         return [
             member

@@ -68,9 +68,9 @@ class DecodeEngine:
         self._in_flight: deque[InFlight] = deque()
         self._at_stake: dict[Identity, Running] = {}
         self._updates: list[SequenceUpdate] = []
-        self._box = parts.loop.box
+        self._box, self._counters = parts.loop.box, parts.counters
+        self._counters["num_preempted"] = 0
         self.num_steps = 0
-        self.num_preempted = 0
         self.step_s = self.program_s = 0.0
 
     def ask(self, identity: Identity, size: Size) -> None:
@@ -174,7 +174,7 @@ class DecodeEngine:
     def _make_room(self) -> None:
         """The preempted go on elsewhere or later, from what they have emitted."""
         preempted = self.scheduler.make_room()
-        self.num_preempted += len(preempted)
+        self._counters["num_preempted"] += len(preempted)
         self._updates += [
             SequenceUpdate(sequence.identity, (), PREEMPTED, counts=sequence.counts)
             for sequence in preempted

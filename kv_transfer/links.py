@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from core.control import Control, Done, ask
-from core.errors import HandoverError, NodeLost, TandemError
+from core.errors import HandoverError, RankLost, TandemError
 from kv_transfer.base import Channel
 from kv_transfer.line import Line
 from kv_transfer.messages import Accepted, Connect, HangUp
@@ -41,7 +41,7 @@ class Link:
         """A line with its channel, warm and usable, built anew where there is none. Who finds that
         it fails drops it, which has P end its side: that is what stops a receive.
 
-        Raises LayoutMismatch, NodeLost (another epoch, no answer) or HandoverError.
+        Raises LayoutMismatch, RankLost (another epoch, no answer) or HandoverError.
         """
         line = self._line
         if line is None or not line.is_usable:
@@ -69,13 +69,13 @@ class Link:
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
         """One control call to this owner; may take ``wait_s`` plus the usual deadline.
 
-        Raises NodeLost or HandoverError, whatever went wrong there.
+        Raises RankLost or HandoverError, whatever went wrong there.
         """
         try:
             return await ask(
                 self.control, method, message, reply, wait_s + self.side.deadlines.call_s
             )
-        except (NodeLost, HandoverError):
+        except (RankLost, HandoverError):
             raise
         except (TandemError, ValueError, OSError) as error:
             raise HandoverError(f"{self.owner}: {method}: {error}") from error

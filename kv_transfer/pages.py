@@ -40,6 +40,14 @@ class PagePool:
         """Free pages and idle ones."""
         return len(self._free) + self._num_idle
 
+    @property
+    def max_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def num_free_tokens(self) -> int:
+        return self.num_available * self.page_size
+
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.answer import TransferStats
 from core.control import Control, Done
-from core.errors import HandoverError, LayoutMismatch, NodeLost, TandemError
+from core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import chunks
@@ -49,7 +49,7 @@ class Sink:
         ``control`` reaches the life of the rank that the offer names. Follows prefill's
         progress, keeps the lease alive meanwhile and releases it at the end, whatever the end.
         Once this returns, raises or is cancelled nothing writes into ``pages`` any more. Raises
-        LayoutMismatch, StalePages, NodeLost or HandoverError.
+        LayoutMismatch, StalePages, RankLost or HandoverError.
         """
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
@@ -102,7 +102,7 @@ class Sink:
         """The link to this life of a rank; one to an earlier life is dropped."""
         link = self._links.get(seat)
         if link is not None and link.epoch > epoch:
-            raise NodeLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
+            raise RankLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
         if link is None or link.epoch != epoch:
             if link is not None:
                 link.drop(f"a later life of {seat} is asked for")

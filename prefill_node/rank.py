@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from core.beat import Beat, Counters
+from core.beat import Beat, Held
 from core.control import Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
@@ -23,7 +23,7 @@ from prefill_node.prefill_calls import Cancel, Prefill, Prefilled
 from runtime.parts import RankParts
 
 
-class PrefillNode:
+class PrefillRank:
     """A prefill rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
 
     Owns the callers; pages belong to the engine, leases to the source.
@@ -35,6 +35,7 @@ class PrefillNode:
         self.source = Source(parts.side())
         self.info = parts.info()
         self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
+        self._counters = parts.counters
         self._callers: dict[Identity, asyncio.Future[Progress]] = {}
         self._asyncio = asyncio.get_running_loop()
         parts.loop.on_failure(self._on_engine_failure)
@@ -43,9 +44,9 @@ class PrefillNode:
             "prefill": (Prefill, self._prefill),
             "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
             "beat": (None, self._beat),
-            "status": (None, lambda _: parts.status(self._counters)),
+            "status": (None, lambda _: parts.status(self._held)),
         }
-        service = Service(parts.spec.name, parts.spec.epoch, {**self.source.methods, **own})
+        service = Service(parts.spec.life, parts.spec.epoch, {**self.source.methods, **own})
         self.handle = service.handle
 
     @property
@@ -125,19 +126,19 @@ class PrefillNode:
         if self.loop.failure is not None:
             raise RankDied(f"the engine stopped: {self.loop.failure!r}")
         num_left = self.engine.scheduler.num_tokens_left
-        return Beat(self.loop.watch.pace(), self._counters(), num_tokens_left=num_left)
+        return Beat(self.loop.watch.pace(), self._held(), num_tokens_left=num_left)
 
-    def _counters(self) -> Counters:
+    def _held(self) -> Held:
         scheduler, counts = self.engine.scheduler, self.source.counts()
-        return Counters(
+        return Held(
             num_active_rows=scheduler.num_waiting + scheduler.num_queued,
-            num_free_pages=self.pool.num_available,
+            num_free_tokens=self.pool.num_free_tokens,
             num_open_leases=counts["leases"],
             num_channels=counts["channels"],
             num_quarantined=counts["quarantined"],
-            num_steps=self.engine.num_steps,
+            counters={"num_steps": float(self.engine.num_steps)} | self._counters,
         )
 
 
-async def build(parts: RankParts) -> PrefillNode:
-    return PrefillNode(parts)
+async def build(parts: RankParts) -> PrefillRank:
+    return PrefillRank(parts)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from core.config import ControlConfig
-from core.errors import CannotCapture, EpochEnded, NodeLost
+from core.errors import CannotCapture, EpochEnded, RankLost
 from core.tasks import fulfil
 from runtime.black_box import BlackBox
 from runtime.watch import Watch
@@ -44,7 +44,7 @@ class EngineLoop:
 
     A step that raises fails what was in it; one whose error leaves the state in doubt (is_fatal),
     or tells that the gang's epoch is over, ends the loop: ``failure`` holds it, later calls raise
-    NodeLost, and everyone who asked with ``on_failure`` is told once, on the engine thread. Posted
+    RankLost, and everyone who asked with ``on_failure`` is told once, on the engine thread. Posted
     functions that raise fail only their own future. ``watch`` tells how far the thread is, ``box``
     is where engines note whom they compute.
     """
@@ -103,7 +103,7 @@ class EngineLoop:
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping or self.failure is not None:
-                future.set_exception(NodeLost(f"engine loop has ended: {self.failure!r}"))
+                future.set_exception(RankLost(f"engine loop has ended: {self.failure!r}"))
                 return future
             self._posts.append((function, future))
             self._wake.notify()

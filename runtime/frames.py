@@ -11,7 +11,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from core.errors import NodeLost, RankDied
+from core.errors import RankDied, RankLost
 from core.membership import FrameAddress
 from core.schema import Failure, encode_failure, error_of, unpack
 from wires.framing import GREETING_S, Strangers, framed, keep_alive, receive
@@ -153,7 +153,7 @@ class FrameStream:
 async def connect(name: str, address: FrameAddress, session: int) -> FrameStream:
     """Subscribe to the frames that the rank ``name`` has for ``session``.
 
-    Raises NodeLost if it does not answer.
+    Raises RankLost if it does not answer.
     """
     try:
         async with asyncio.timeout(GREETING_S):
@@ -162,7 +162,7 @@ async def connect(name: str, address: FrameAddress, session: int) -> FrameStream
             writer.write(framed(address.token + _SESSION.pack(session)))
             await reader.readexactly(len(_EMPTY))
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-        raise NodeLost(
+        raise RankLost(
             f"{name}: no frames from {address.host}:{address.port}: {error!r}; can this machine "
             "reach that address (kv_transfer.host)?"
         ) from error

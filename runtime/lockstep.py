@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from model.network.dispatch.base import Collectives
+from model.network.dispatch.base import Peers
 
 Proposal = TypeVar("Proposal")
 Asked = TypeVar("Asked", contravariant=True)
@@ -68,7 +68,7 @@ class Lockstep:
     """One rank's place in one life of its gang; it has one engine. Here it is alone and
     ``collectives`` are None; that of a rank among others is runtime/gang/member.py."""
 
-    collectives: Collectives | None = None
+    collectives: Peers | None = None
 
     def planner(
         self,

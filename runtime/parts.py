@@ -2,15 +2,16 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from core.beat import Counters
+from core.beat import Held
 from core.config import TandemConfig
-from core.info import ModelInfo, NodeStatus
-from core.membership import Meeting, NodeInfo, RankSpec
+from core.info import ModelInfo, RankStatus
+from core.membership import Meeting, RankInfo, RankSpec
 from core.placement import Placement
 from core.tasks import in_thread
 from kv_transfer import caches as transfer
@@ -30,7 +31,8 @@ from runtime.lockstep import Lockstep
 @dataclass(frozen=True, slots=True)
 class RankParts:
     """``loop`` is not started; pages and caches belong to its thread, ``lockstep`` to whoever
-    ends this life of the rank."""
+    ends this life of the rank. ``counters`` are told in statuses by their names: who counts
+    something adds to one, always on the same thread."""
 
     spec: RankSpec
     config: TandemConfig
@@ -39,6 +41,7 @@ class RankParts:
     caches: Caches
     loop: EngineLoop
     lockstep: Lockstep = field(default_factory=Lockstep)
+    counters: Counter[str] = field(default_factory=Counter)
 
     @property
     def max_drafts(self) -> int:
@@ -56,10 +59,10 @@ class RankParts:
         maker = channel_maker(self.config, self.spec.kind, self.spec.host)
         return Side(self.transfer_caches(), self.loop, maker, self.config.kv_transfer)
 
-    def info(self) -> NodeInfo:
+    def info(self) -> RankInfo:
         """What this rank tells the cluster about itself."""
         config, loaded = self.config, self.loaded
-        return NodeInfo(
+        return RankInfo(
             spec=self.spec,
             fingerprint=self.transfer_caches().layout.fingerprint(),
             model=ModelInfo(
@@ -74,24 +77,23 @@ class RankParts:
                 think_token_ids=loaded.think_ids or (),
             ),
             num_mtp_layers=loaded.config.num_nextn_predict_layers,
-            num_pages=self.pool.num_pages,
-            page_size=config.kv.page_size,
+            max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,
             why_plain=loaded.kernels.why_plain,
         )
 
-    async def status(self, counters: Callable[[], Counters], form: str = "") -> NodeStatus:
-        """What it is, and its ``counters`` between two steps, which are computed in this form."""
+    async def status(self, held: Callable[[], Held], form: str = "") -> RankStatus:
+        """What it is, and what it has ``held`` between two steps, which run in this form."""
         spec, loaded = self.spec, self.loaded
         rows = await self.loop.call(loaded.dispatch.computed)
-        return NodeStatus(
+        return RankStatus(
             spec.label,
             spec.kind,
             spec.epoch,
-            num_pages=self.pool.num_pages,
+            max_tokens=self.pool.max_tokens,
             rows_by_layer=tuple(rows),
             kernels=", ".join(filter(None, (loaded.kernels.name, form))),
-            **asdict(counters()),
+            **asdict(held()),
         )
 
 

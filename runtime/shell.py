@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from core.config import TandemConfig
-from core.errors import EpochEnded, NodeLost, StepFailed
-from core.membership import ExpertRows, Meeting, NodeInfo, RankSpec, RankState
+from core.errors import EpochEnded, RankLost, StepFailed
+from core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
 from core.pace import on_start
 from core.placement import Placement
 from core.schema import encode_failure, failure_of, pack, unpack
@@ -34,7 +34,7 @@ class Rank(Protocol):
         """Sequences that wait, run, or are leased."""
 
     @property
-    def info(self) -> NodeInfo: ...
+    def info(self) -> RankInfo: ...
 
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes: ...
 
@@ -106,7 +106,7 @@ class RankShell:
 
     async def leave(self) -> None:
         """Void rows, leases and channels; process and weights stay. Returns when nothing of this
-        life runs any more, and raises NodeLost if that cannot be brought about."""
+        life runs any more, and raises RankLost if that cannot be brought about."""
         if self._joining is not None:
             await cancelled(self._joining)
         if self._hub is not None:
@@ -114,7 +114,7 @@ class RankShell:
         if self._rank is not None:
             await self._rank.stop()
             if self._rank.loop.is_running:
-                raise NodeLost(f"{self._spec.name}: its engine does not stop")
+                raise RankLost(f"{self._spec.life}: its engine does not stop")
         self._joining = self._hub = self._rank = None
         self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
 
@@ -134,9 +134,9 @@ class RankShell:
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
-        """The rank's answer, or a packed NodeLost when another life of it is meant."""
+        """The rank's answer, or a packed RankLost when another life of it is meant."""
         if self._rank is None:
-            return encode_failure(NodeLost(f"{self._spec.name} is not ready"))
+            return encode_failure(RankLost(f"{self._spec.life} is not ready"))
         return await self._rank.handle(epoch, method, payload)
 
     async def expert_rows(self) -> bytes:
@@ -173,7 +173,7 @@ class RankShell:
                 await self._join(None)
             self._state = replace(self._state, is_loaded=True)
         except Exception as error:
-            log.exception("%s cannot be built", self._spec.name)
+            log.exception("%s cannot be built", self._spec.life)
             self._fail(error)
 
     async def _join(self, meeting: Meeting | None) -> None:
@@ -182,7 +182,7 @@ class RankShell:
             self._state = replace(self._state, info=rank.info)
         except Exception as error:
             if not isinstance(error, EpochEnded):
-                log.exception("%s cannot be built", self._spec.name)
+                log.exception("%s cannot be built", self._spec.life)
             self._fail(error)
 
     def _on_start(self, doing: str, progress: float) -> None:

@@ -27,8 +27,8 @@ import asyncio, os, signal, sys
 from cluster.control.members import RayMembers
 from cluster.control.ray_session import ray_session
 from core.config import load
-from core.errors import NodeLost
-from core.info import NodeStatus
+from core.errors import RankLost
+from core.info import RankStatus
 from core.schema import decode
 
 async def main():
@@ -42,11 +42,11 @@ async def main():
         while not snapshot.ready("decode") or snapshot.ready("decode") == [old]:
             snapshot = await members.changed(snapshot.version)
         [new] = snapshot.ready("decode")
-        status = decode(NodeStatus, await members.control(new.spec).call("status", b""))
+        status = decode(RankStatus, await members.control(new.spec).call("status", b""))
         assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
         try:
             await members.control(old.spec).call("status", b"")
-        except NodeLost as error:
+        except RankLost as error:
             print("lost:", error)
         await members.close()
 

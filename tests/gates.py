@@ -9,15 +9,15 @@ import msgpack
 
 from core.control import Control
 from core.tasks import Tasks
-from decode_node.service.rank import DecodeNode
-from prefill_node.rank import PrefillNode
+from decode_node.service.rank import DecodeRank
+from prefill_node.rank import PrefillRank
 from tests.rig import Rig
 
 
 class Gate:
     """An engine that makes only the steps it is given, until ``open``."""
 
-    def __init__(self, rank: PrefillNode | DecodeNode) -> None:
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         self.num_given = 0
         self._rank = rank
         self._step = rank.engine.step
@@ -62,12 +62,12 @@ class Gate:
             self._changed.notify()
 
 
-def are_active(rank: DecodeNode, num: int) -> bool:
+def are_active(rank: DecodeRank, num: int) -> bool:
     """Whether so many sequences decode there."""
     return len(rank.engine.scheduler.running) == num
 
 
-def begin_together(rank: DecodeNode, num: int) -> None:
+def begin_together(rank: DecodeRank, num: int) -> None:
     """No sequence decodes there until so many of them can: then they all do from the same step."""
     has_work, begun = rank.engine.has_work, list[bool]()
 

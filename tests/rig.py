@@ -15,18 +15,18 @@ from colocated_node import rank as colocated
 from core.answer import Delta, Finished
 from core.config import CheckpointConfig, TandemConfig, load
 from core.control import Control, InProcessControl
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import READY, Gang, Membership, RankSpec
 from core.request import Request
-from decode_node.service.rank import DecodeNode
+from decode_node.service.rank import DecodeRank
 from model.loaded import LoadedModel, load_model
-from prefill_node.rank import PrefillNode
+from prefill_node.rank import PrefillRank
 from runtime import parts
 from runtime.gang.hub import Hub
 from text.tokenizer import Tokenizer
 
-Rank = PrefillNode | DecodeNode | colocated.ColocatedRank
+Rank = PrefillRank | DecodeRank | colocated.ColocatedRank
 _epochs = count(100)
 """Of all rigs: an epoch, and so a rank's name, never repeats."""
 SPARED = ["speculation.measure_at_start=false"]
@@ -67,12 +67,12 @@ class LocalMembers:
         """A gang."""
         spec = ranks[0].spec
         for rank in ranks:
-            self.controls[rank.spec.name] = InProcessControl(rank.handle, spec.epoch)
+            self.controls[rank.spec.life] = InProcessControl(rank.handle, spec.epoch)
         infos = tuple(rank.info for rank in ranks)
         self.tell(*self.membership.gangs, Gang(spec.gang, spec.kind, spec.epoch, READY, infos))
 
     def remove(self, name: str) -> None:
-        self.tell(*(g for g in self.membership.gangs if g.members[0].spec.name != name))
+        self.tell(*(g for g in self.membership.gangs if g.members[0].spec.life != name))
 
     def tell(self, *gangs: Gang) -> None:
         incarnation, counter = self.membership.version
@@ -86,14 +86,14 @@ class LocalMembers:
         return self.membership
 
     def control(self, spec: RankSpec) -> Control:
-        return self.controls[spec.name]
+        return self.controls[spec.life]
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         self.reports.append((gang, epoch, reason))
 
     def find_owner(self, name: str, epoch: int) -> Control:
         if name not in self.controls:
-            raise NodeLost(f"{name} of epoch {epoch} is gone")
+            raise RankLost(f"{name} of epoch {epoch} is gone")
         return self.controls[name]
 
 
@@ -104,17 +104,17 @@ class Rig:
     config: TandemConfig
     members: LocalMembers
     gateway: ClusterGateway = field(init=False)
-    prefills: list[PrefillNode] = field(default_factory=list)
-    decodes: list[DecodeNode] = field(default_factory=list)
+    prefills: list[PrefillRank] = field(default_factory=list)
+    decodes: list[DecodeRank] = field(default_factory=list)
 
     async def start(self, *specs: RankSpec) -> list[Rank]:
         """One more gang, known to every gateway from now on."""
         hub = Hub(len(specs), LOOPBACK) if len(specs) > 1 else None
         ranks = await asyncio.gather(*(self._start(spec, hub) for spec in specs))
         for rank in ranks:
-            if isinstance(rank, PrefillNode | colocated.ColocatedRank):
+            if isinstance(rank, PrefillRank | colocated.ColocatedRank):
                 self.prefills.append(getattr(rank, "prefill", rank))
-            if isinstance(rank, DecodeNode | colocated.ColocatedRank):
+            if isinstance(rank, DecodeRank | colocated.ColocatedRank):
                 self.decodes.append(getattr(rank, "decode", rank))
         self.members.add(*ranks)
         return list(ranks)

@@ -39,9 +39,9 @@ STARTS = {
     ),
     "draft": ("decode_node/program/step.py:decode_step:rows",),
     "hidden": (
-        "prefill_node/rank.py:PrefillNode._on_progress:progress",
+        "prefill_node/rank.py:PrefillRank._on_progress:progress",
         "kv_transfer/pull.py:Pulling.check_seal:seal",
-        "decode_node/service/rank.py:DecodeNode._activate:seal",
+        "decode_node/service/rank.py:DecodeRank._activate:seal",
     ),
     "pair": ("cluster/gateway/flow.py:run_request:pair",),
     "launch:config": ("cluster/control/launch.py:launch:config",),

@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgpack
 
 from core.control import Handler
-from core.errors import NodeLost
+from core.errors import RankLost
 
 
 async def serve(handler: Handler, reader: asyncio.StreamReader,
@@ -35,7 +35,7 @@ class SocketControl:
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
         if self._reading.done():
-            raise NodeLost("the control connection is closed")
+            raise RankLost("the control connection is closed")
         call = next(self._ids)
         self._calls[call] = asyncio.get_running_loop().create_future()
         data = msgpack.packb([call, epoch, method, payload])
@@ -57,4 +57,4 @@ class SocketControl:
         except (asyncio.IncompleteReadError, ConnectionError):
             for waiter in self._calls.values():
                 if not waiter.done():
-                    waiter.set_exception(NodeLost("the control connection broke"))
+                    waiter.set_exception(RankLost("the control connection broke"))

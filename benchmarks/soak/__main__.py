@@ -83,13 +83,14 @@ async def check_phase(client: AsyncClient, tally: Tally, share: float) -> Checke
 
 
 def num_preempted(status: ServerStatus) -> int:
-    return sum(node.num_preempted for node in status.nodes)
+    return int(sum(rank.counters.get("num_preempted", 0) for rank in status.ranks))
 
 
 def mean_step_ms(status: ServerStatus) -> float:
     """Of the decode nodes."""
-    num_steps = sum(node.num_steps for node in status.nodes if node.step_s)
-    return sum(node.step_s for node in status.nodes) / max(1, num_steps) * 1e3
+    counters = [rank.counters for rank in status.ranks if "step_s" in rank.counters]
+    num_steps = sum(one["num_steps"] for one in counters)
+    return sum(one["step_s"] for one in counters) / max(1, num_steps) * 1e3
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:

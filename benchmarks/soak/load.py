@@ -168,8 +168,8 @@ async def nothing_left(client: AsyncClient, timeout_s: float = 10.0) -> bool:
     while time.monotonic() < give_up_at:
         status = await client.status()
         held = status.num_running + sum(
-            n.num_pages - 1 - n.num_free_pages + n.num_open_leases + n.num_active_rows
-            for n in status.nodes
+            n.max_tokens - n.num_free_tokens + n.num_open_leases + n.num_active_rows
+            for n in status.ranks
         )
         if not held:
             return True

@@ -28,7 +28,7 @@ from benchmarks.soak.load import Load, Tally, nothing_left
 from benchmarks.soak.plans import Plan, Shares, plans
 from core.config import load
 from core.info import DECODE
-from core.membership import NodeInfo
+from core.membership import RankInfo
 from model.checkpoint.config import ModelConfig
 
 LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 8, 400, 160
@@ -65,13 +65,12 @@ class Memory:
         return median(self.samples_mb[-quarter:]) - median(self.samples_mb[half : half + quarter])
 
 
-def pages_mb(path: Path, info: NodeInfo) -> float:
+def pages_mb(path: Path, info: RankInfo) -> float:
     """All pages of a rank, which take memory as they are used."""
     config = ModelConfig.from_dir(path)
     num_layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    num_slots = info.num_pages * info.page_size
     num_bytes = {"float32": 4, "bfloat16": 2}[info.model.dtype]
-    return num_slots * num_layers * config.latent_dim * num_bytes / 2**20
+    return info.max_tokens * num_layers * config.latent_dim * num_bytes / 2**20
 
 
 def asked(seed: int, num: int) -> Iterator[Plan]:

@@ -14,19 +14,20 @@ class NodeUse:
     building the batch, reading tokens, telling them.
     """
 
-    num_steps: int = 0
+    num_steps: float = 0
     step_s: float = 0.0
     program_s: float = 0.0
-    num_preempted: int = 0
+    num_preempted: float = 0
 
     @classmethod
     def of(cls, status: ServerStatus) -> "NodeUse":
-        """Since the nodes were born."""
-        nodes = [node for node in status.nodes if node.kind != PREFILL]
-        return cls(*(sum(getattr(node, f.name) for node in nodes) for f in fields(cls)))
+        """Since the ranks were born."""
+        ranks = [rank for rank in status.ranks if rank.kind != PREFILL]
+        sums = {f.name: sum(rank.counters.get(f.name, 0) for rank in ranks) for f in fields(cls)}
+        return cls(**sums)
 
     def since(self, before: "NodeUse") -> "NodeUse":
-        """Nothing if a node's counters went back, as at its rebirth."""
+        """Nothing if a rank's counters went back, as at its rebirth."""
         parts = [getattr(self, f.name) - getattr(before, f.name) for f in fields(self)]
         return NodeUse(*parts) if min(parts) >= 0 else NodeUse()
 

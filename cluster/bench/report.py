@@ -93,8 +93,8 @@ def _steps(metrics: Metrics) -> str:
     if metrics.host_share is None:
         return "decode steps: the nodes tell nothing of them"
     return (
-        f"decode steps {use.num_steps}, {_number(use.step_ms)} ms each, of which the host's share "
-        f"{metrics.host_share:.1%}; preempted {use.num_preempted}"
+        f"decode steps {use.num_steps:.0f}, {_number(use.step_ms)} ms each, of which the host's "
+        f"share {metrics.host_share:.1%}; preempted {use.num_preempted:.0f}"
     )
 
 

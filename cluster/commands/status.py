@@ -1,4 +1,4 @@
-"""``tandem status``: what a server is, and how its nodes are doing."""
+"""``tandem status``: what a server is, and how its ranks are doing."""
 
 import json
 from dataclasses import asdict
@@ -16,7 +16,7 @@ Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to a
 
 
 def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
-    """Show the state of a server and of every node.
+    """Show the state of a server and of every rank.
 
     The exit code is 0 if it serves requests (SERVING, or DEGRADED: not by all
     nodes that there should be), else 1.
@@ -46,30 +46,30 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
             f"up to {model.max_model_len} tokens  up to {model.num_draft_tokens} drafts per step",
         ]
     told: dict[str, list[str]] = {}
-    for node in state.nodes:
-        is_well = f"kernels {node.kernels}" if node.alive else "no answer"
-        told.setdefault(node.cause or is_well, []).append(node.name)
+    for rank in state.ranks:
+        is_well = f"kernels {rank.kernels}" if rank.alive else "no answer"
+        told.setdefault(rank.cause or is_well, []).append(rank.name)
     lines += [f"{', '.join(names)}: {text}" for text, names in told.items()]
     console = Console(highlight=False)
     console.print("\n".join(lines), markup=False)
-    if any(node.alive for node in state.nodes):
-        console.print(node_table(state))
+    if any(rank.alive for rank in state.ranks):
+        console.print(rank_table(state))
 
 
-def node_table(state: ServerStatus) -> Table:
+def rank_table(state: ServerStatus) -> Table:
     """A line for each rank that is there."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    names = ["node", "epoch", "rows", "free pages", "leases", "channels", "steps"]
-    is_shared = any(node.balance_ratio for node in state.nodes)
+    names = ["rank", "epoch", "rows", "free tokens", "leases", "channels", "steps"]
+    is_shared = any(rank.balance_ratio for rank in state.ranks)
     if is_shared:
         names.append("balance")
     for i, name in enumerate(names):
         table.add_column(name, no_wrap=True, justify="left" if i < 2 else "right")
-    alive = [node for node in state.nodes if node.alive]
-    for node in sorted(alive, key=lambda node: (node.kind != PREFILL, node.name)):
-        pages = f"{node.num_free_pages}/{node.num_pages}"
-        counts = (node.num_open_leases, node.num_channels, node.num_steps)
-        cells = (node.name, node.epoch, node.num_active_rows, pages, *counts)
-        balance = [f"{node.balance_ratio:.2f}" if node.balance_ratio else ""] if is_shared else []
+    alive = [rank for rank in state.ranks if rank.alive]
+    for rank in sorted(alive, key=lambda rank: (rank.kind != PREFILL, rank.name)):
+        room = f"{rank.num_free_tokens}/{rank.max_tokens}"
+        counts = (rank.num_open_leases, rank.num_channels, int(rank.counters["num_steps"]))
+        cells = (rank.name, rank.epoch, rank.num_active_rows, room, *counts)
+        balance = [f"{rank.balance_ratio:.2f}" if rank.balance_ratio else ""] if is_shared else []
         table.add_row(*map(str, cells), *balance)
     return table

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayError
 
-from core.errors import NodeLost, Overloaded, RankDied
+from core.errors import Overloaded, RankDied, RankLost
 from core.info import COLOCATED, DECODE, PREFILL
 from runtime.shell import RankShell
 
@@ -23,7 +23,7 @@ class RayControl:
         self._actor: Any = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """Raises RankDied when the actor is dead or unknown, NodeLost when it cannot be reached or
+        """Raises RankDied when the actor is dead or unknown, RankLost when it cannot be reached or
         raised instead of answering, Overloaded when Ray has no room for the payload."""
         try:
             if self._actor is None:
@@ -35,7 +35,7 @@ class RayControl:
             if isinstance(error, (ObjectStoreFullError, OutOfDiskError)):
                 raise Overloaded(text) from error
             is_dead = isinstance(error, (ActorDiedError, ValueError))
-            raise (RankDied if is_dead else NodeLost)(text) from error
+            raise (RankDied if is_dead else RankLost)(text) from error
 
 
 class PrefillActor(RankShell):

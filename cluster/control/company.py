@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver, check, doing, is_starting
 from core.config import ControlConfig
-from core.errors import EpochEnded, NodeLost
+from core.errors import EpochEnded, RankLost
 from core.membership import ExpertRows, RankState
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Company:
         if stalled := self._stalled():
             lost = silent or stalled  # others may wait for who is silent, whatever it said last
             bound = f"{self.control.start_s:g} s (control.start_s)"
-            raise LifeOver(NodeLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
+            raise LifeOver(RankLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
         if not silent:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
@@ -77,7 +77,7 @@ class Company:
                 suspicion = str(over)
         if suspicion:
             text = f"rank {silent[0]}: no answer for {self.control.stuck_s:g} s: {suspicion}"
-            raise LifeOver(NodeLost(text), *silent)
+            raise LifeOver(RankLost(text), *silent)
         return ()
 
     def _stalled(self) -> list[int]:
@@ -96,7 +96,7 @@ class Company:
         if any(joined) or any(s.spec.born and s.spec.epoch == epoch for s in states):
             raise LifeOver(EpochEnded("some of its ranks have left this life already"))
         if len({state.placement for state in states}) > 1:
-            raise LifeOver(NodeLost("its ranks differ in where experts lie"), *self.handles)
+            raise LifeOver(RankLost("its ranks differ in where experts lie"), *self.handles)
         meeting = await self._call(self.handles[0].host)
         if isinstance(meeting, Exception):
             raise LifeOver(meeting, 0)
@@ -110,12 +110,12 @@ class Company:
                 raise LifeOver(failed, rank)
 
     async def expert_rows(self) -> list[ExpertRows]:
-        """Of all ranks. Raises NodeLost if one does not tell."""
+        """Of all ranks. Raises RankLost if one does not tell."""
         asked = (self._call(rank.expert_rows) for rank in self.handles.values())
         told = await asyncio.gather(*asked)
         for rows in told:
             if isinstance(rows, Exception):
-                raise NodeLost(f"{self.plan.name} does not tell its rows: {rows}")
+                raise RankLost(f"{self.plan.name} does not tell its rows: {rows}")
         return [rows for rows in told if isinstance(rows, ExpertRows)]
 
     async def leave(self) -> None:
@@ -143,7 +143,7 @@ class Company:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.handles[rank].leave()
-        except (NodeLost, TimeoutError) as error:
+        except (RankLost, TimeoutError) as error:
             log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
             self.kill([rank])
 
@@ -152,7 +152,7 @@ class Company:
         asked = {rank: self._call(self.handles[rank].who, *seen) for rank in ranks}
         told = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         for rank, answer in told.items():
-            if isinstance(answer, NodeLost):
+            if isinstance(answer, RankLost):
                 raise LifeOver(answer, rank)
             if isinstance(answer, RankState):
                 self.states[rank] = answer
@@ -160,9 +160,9 @@ class Company:
 
     async def _call(
         self, method: Callable[..., Awaitable[Answer]], *given: Any
-    ) -> Answer | NodeLost | TimeoutError:
+    ) -> Answer | RankLost | TimeoutError:
         try:
             async with asyncio.timeout(self.control.stuck_s):
                 return await method(*given)
-        except (NodeLost, TimeoutError) as error:
+        except (RankLost, TimeoutError) as error:
             return error

@@ -16,7 +16,7 @@ from cluster.control.actors import ACTORS, NAMESPACE
 from cluster.control.plan import Birth, GangPlan, hosts_of, no_room
 from cluster.control.verdict import LastWords
 from core.config import TandemConfig
-from core.errors import NodeLost, Overloaded
+from core.errors import Overloaded, RankLost
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
 from core.placement import Placement
 from core.schema import pack, unpack
@@ -34,7 +34,7 @@ DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 1
 
 class RayRank:
     """A rank's actor as its keeper holds it, building itself at the latest from now on. Calls raise
-    NodeLost when it is dead, TimeoutError when that cannot be told now."""
+    RankLost when it is dead, TimeoutError when that cannot be told now."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class RayRank:
         except ActorUnavailableError as error:
             raise TimeoutError(str(error)) from error
         except RayError as error:
-            raise NodeLost(f"{self.name}: {error}") from error
+            raise RankLost(f"{self.name}: {error}") from error
 
     async def host(self) -> Meeting:
         """Of rank 0: where the ranks of a new life meet."""
@@ -61,7 +61,7 @@ class RayRank:
         await self._told(self._actor.join.remote(pack(spec), pack(meeting)))
 
     async def leave(self) -> None:
-        """End this life of it, not its process. NodeLost also if it cannot."""
+        """End this life of it, not its process. RankLost also if it cannot."""
         await self._told(self._actor.leave.remote())
 
     async def expert_rows(self) -> ExpertRows:
@@ -99,7 +99,7 @@ class RayMachines:
                     return unpack(LastWords, data)
                 return await asyncio.to_thread(_last_words_there, state)
         except Exception as error:
-            log.warning("%s left no last words: %r", state.spec.name, error)
+            log.warning("%s left no last words: %r", state.spec.life, error)
             return LastWords()
 
     async def clear(self, gang: str) -> None:
@@ -114,7 +114,7 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
         try:
             return get_placement_group(name)
         except ValueError as error:
-            raise NodeLost(f"{plan.name}: its room is gone") from error
+            raise RankLost(f"{plan.name}: its room is gone") from error
     bundles = [dict(plan.resources)] * plan.num_ranks
     group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
     # Group.ready() would start a worker process of its own just to tell.

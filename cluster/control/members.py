@@ -16,7 +16,7 @@ from cluster.control.rebalance import Rebalanced
 from core.config import TandemConfig
 from core.control import Control
 from core.errors import TandemError
-from core.membership import LOST, READY, STARTING, Gang, Membership, NodeInfo, RankSpec
+from core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
 from core.schema import decode, error_of
 from core.tasks import cancelled, in_thread
 
@@ -159,7 +159,7 @@ def _can_serve(snapshot: Membership) -> bool:
     return bool(kinds) and kinds == ready and not starting
 
 
-def _tell(infos: Sequence[NodeInfo]) -> None:
+def _tell(infos: Sequence[RankInfo]) -> None:
     """What users should know of the nodes, and of the checkpoint that they loaded."""
     info = infos[0]
     for why in {info.why_plain for info in infos} - {""}:

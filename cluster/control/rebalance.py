@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cluster.control.gang import POLL_S, GangKeeper
 from core.eplb import balance_ratio, rebalance
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.membership import READY, ExpertRows, Gang
 from core.placement import Placement
 from core.schema import error_of
@@ -35,10 +35,10 @@ class Rebalanced:
 
 
 async def rebalance_gang(keeper: GangKeeper, drain_s: float) -> Rebalanced:
-    """Raises NodeLost while the gang is not ready, and what ended its next life."""
+    """Raises RankLost while the gang is not ready, and what ended its next life."""
     gang = keeper.gang
     if gang.state != READY:
-        raise NodeLost(f"{gang.name} is {gang.state}: try again when it is ready")
+        raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
     told = await keeper.ranks.expert_rows()
     counts_LE, placement = sum_rows(told), told[0].placement
     best = rebalance(

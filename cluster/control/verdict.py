@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from core.errors import NodeLost, Overloaded, ProgramFailed, StepFailed
+from core.errors import Overloaded, ProgramFailed, RankLost, StepFailed
 from core.membership import InStep, RankState
 from core.pace import LOADING
 from core.schema import Failure, error_of, failure_of
@@ -42,7 +42,7 @@ class Death:
             return MISTAKE
         if isinstance(self.error, Overloaded):
             return NO_ROOM
-        is_lost = isinstance(self.error, NodeLost | TimeoutError)
+        is_lost = isinstance(self.error, RankLost | TimeoutError)
         is_fatal = CREATION in str(self.error) or any(FATAL in said.log for said in self.words)
         return FAULT if is_fatal or not is_lost or self._is_step else OUTSIDE
 
@@ -89,10 +89,10 @@ def check(states: Sequence[RankState]) -> None:
     stuck = [state.pace for state in states if state.pace is not None and state.pace.is_stuck]
     if stuck:
         late = laggard(states)
-        text = f"{late.spec.name}: its engine is {stuck[0]}"
+        text = f"{late.spec.life}: its engine is {stuck[0]}"
         if len(states) > 1 and late.pace is not None:
-            text = f"{late.spec.name} holds up its gang at {late.pace.place}: {stuck[0]}"
-        raise LifeOver(NodeLost(text), late.spec.rank)
+            text = f"{late.spec.life} holds up its gang at {late.pace.place}: {stuck[0]}"
+        raise LifeOver(RankLost(text), late.spec.rank)
 
 
 def is_starting(state: RankState | None) -> bool:

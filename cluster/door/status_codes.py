@@ -33,9 +33,7 @@ def status_of(error: BaseException) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, hint)
         case errors.Poisonous():
             return RpcStatus(grpc.StatusCode.INTERNAL, details)
-        case errors.Draining() | errors.NodeLost() | errors.HandoverError():
-            return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)
-        case errors.Preempted() | errors.StepFailed():
+        case errors.Unavailable():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)
         case ValueError():
             return RpcStatus(grpc.StatusCode.INVALID_ARGUMENT, details)

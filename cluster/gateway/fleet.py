@@ -123,10 +123,10 @@ class Fleet:
         while rank.liveness.state.phase is Phase.SUSPECT and not (await rank.status()).alive:
             await retries.pause()
         if rank.liveness.tell(Event.ANSWERED):
-            log.warning("%s answers again and gets requests", rank.name)
+            log.warning("%s answers again and gets requests", rank.life)
 
     def _report(self, rank: Handle, error: Exception) -> None:
-        log.warning("%s is lost and gets no requests until it answers: %s", rank.name, error)
+        log.warning("%s is lost and gets no requests until it answers: %s", rank.life, error)
         self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow(self) -> None:
@@ -136,7 +136,7 @@ class Fleet:
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
         self._applied = now
-        infos = {info.spec.name: info for info in now.ready()}
+        infos = {info.spec.life: info for info in now.ready()}
         for name in self.ranks.keys() - infos.keys():
             rank = self.ranks.pop(name)
             self._listeners.pop(rank).cancel()
@@ -154,10 +154,10 @@ class Fleet:
                 self.deaths.append(step)
             if gang.state == DRAINING:
                 for info in gang.members:
-                    self.ranks[info.spec.name].liveness.tell(Event.DRAINS)
+                    self.ranks[info.spec.life].liveness.tell(Event.DRAINS)
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
             if (p, d) not in self._warming and _are_alike(p, d):
-                name = f"warm-up-{p.name}-{d.name}"
+                name = f"warm-up-{p.life}-{d.life}"
                 self._warming[p, d] = asyncio.create_task(self._warm_up(p, d), name=name)
 
     async def _warm_up(self, p: Handle, d: Handle) -> None:
@@ -172,7 +172,7 @@ class Fleet:
             except ValueError:
                 raise
             except Exception as error:
-                log.warning("%s and %s do not work together yet: %s", p.name, d.name, error)
+                log.warning("%s and %s do not work together yet: %s", p.life, d.life, error)
             await retries.pause()
 
 

@@ -11,7 +11,7 @@ from cluster.gateway.answer import Answer
 from cluster.gateway.handles import Handle, Pair
 from core.answer import Piece, TransferStats
 from core.control import Done
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.request import Request
 from core.schema import decode, error_of, pack
 from decode_node.service import decode_calls as on_decode
@@ -33,7 +33,7 @@ async def run_request(
     are released on both.
 
     Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError,
-    StepFailed or NodeLost, the latter also when a rank is found lost that it waits for; after any
+    StepFailed or RankLost, the latter also when a rank is found lost that it waits for; after any
     but the first ``answer.rest()`` may be tried again.
     """
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
@@ -102,13 +102,13 @@ async def _prefill(
 async def _call(
     rank: Handle, method: str, asked: object, reply: type[Reply], beyond: Handle | None = None
 ) -> Reply:
-    """Call and decode. NodeLost names the rank, or the one ``beyond`` it if the rank answered
+    """Call and decode. RankLost names the rank, or the one ``beyond`` it if the rank answered
     that it had lost that one."""
     lost = rank
     try:
         answer = await rank.control.call(method, pack(asked))
         lost = beyond or rank
         return decode(reply, answer)
-    except NodeLost as error:
-        error.node = lost.name
+    except RankLost as error:
+        error.rank = lost.life
         raise

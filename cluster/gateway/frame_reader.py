@@ -12,7 +12,7 @@ from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
 from core.beat import Beat
 from core.control import ask
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.identity import Identity
 from core.request import TokenFrame
 from core.schema import unpack
@@ -38,17 +38,17 @@ async def listen(
         while True:
             try:
                 if rank.info.frames is not None:
-                    stream = await connect(rank.name, rank.info.frames, session)
+                    stream = await connect(rank.life, rank.info.frames, session)
                     await _read(rank, stream, beat_s, stuck_s, retries)
                 else:
                     await _ask(rank, beat_s, stuck_s, retries)
             except Exception as error:
-                log.warning("%s is not heard: %s", rank.name, error)
+                log.warning("%s is not heard: %s", rank.life, error)
                 if rank.liveness.end(error):
                     on_lost(rank, error)
             await retries.pause()
     finally:
-        rank.liveness.end(NodeLost(f"{rank.name} has left the cluster"))
+        rank.liveness.end(RankLost(f"{rank.life} has left the cluster"))
 
 
 async def _ask(rank: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
@@ -73,9 +73,9 @@ async def _read(
                     bound_s = rank.heard(frame.beat, expected.popleft())
                     retries.progressed()
                 silence.reschedule(now() + beat_s + bound_s)
-        raise NodeLost(f"{rank.name} ended its frames")
+        raise RankLost(f"{rank.life} ended its frames")
     except TimeoutError:
-        raise NodeLost(f"no sign of life for {bound_s:g} s") from None
+        raise RankLost(f"no sign of life for {bound_s:g} s") from None
     finally:
         beats.cancel()
         stream.close()

@@ -20,9 +20,9 @@ from cluster.gateway.recovery import Trials
 from cluster.gateway.router import choose_route
 from core.answer import Piece
 from core.config import TandemConfig
-from core.errors import HandoverError, NodeLost, Overloaded, Preempted, StepFailed
+from core.errors import HandoverError, Overloaded, Preempted, RankLost, StepFailed
 from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
 from core.request import Request, SamplingParams
 from core.stopping import num_budget
 from text.tokenizer import TextStream, Tokenizer
@@ -96,14 +96,14 @@ class ClusterGateway:
 
     async def status(self) -> ServerStatus:
         handles = list(self.fleet.ranks.values())
-        nodes = await asyncio.gather(*(handle.status() for handle in handles))
-        nodes = with_balance(nodes, [handle.info.spec.gang for handle in handles])
+        ranks = await asyncio.gather(*(handle.status() for handle in handles))
+        ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
-        nodes += [NodeStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
-        state = DEGRADED if any(node.cause for node in nodes) else SERVING
+        ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
+        state = DEGRADED if any(rank.cause for rank in ranks) else SERVING
         if not self.is_healthy():
             state = NOT_SERVING
-        return ServerStatus(state, self.config.mode, len(self._running), tuple(nodes))
+        return ServerStatus(state, self.config.mode, len(self._running), tuple(ranks))
 
     async def stop(self) -> None:
         await self.fleet.stop()
@@ -134,7 +134,7 @@ class ClusterGateway:
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
         num_prompt, longest = len(request.prompt_ids), self.model_info().max_model_len
         most = num_prompt + num_budget(num_prompt, 0, request.sampling.max_tokens, longest)
-        room = min(((info.num_pages - 1) * info.page_size for info in infos), default=most)
+        room = min((info.max_tokens for info in infos), default=most)
         if most > room:
             raise ValueError(
                 f"max_tokens: prompt and answer of up to {most} tokens do not fit the {room} that "
@@ -161,7 +161,7 @@ class ClusterGateway:
                 await run_request(rest, pair, session, answer, told)
             except Preempted:
                 continue
-            except (NodeLost, HandoverError, StepFailed, Overloaded) as error:
+            except (RankLost, HandoverError, StepFailed, Overloaded) as error:
                 await trials.failed(error, pair, bool(answer.rest().output_ids))
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
@@ -174,6 +174,6 @@ class ClusterGateway:
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
-        self._affinity.remember(token_ids, prefill.name)
+        self._affinity.remember(token_ids, prefill.life)
         identity = Identity(request.request_id, index)
         return Pair(prefill, decode, identity, trials.is_suspect())

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from cluster.gateway.liveness import Event, Liveness
 from core.beat import Beat
 from core.control import Control, Done, ask
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.identity import Identity
-from core.info import NodeStatus
-from core.membership import NodeInfo
+from core.info import RankStatus
+from core.membership import RankInfo
 from core.request import ERROR, SequenceUpdate
 from core.schema import Failure
 from core.tasks import Tasks
@@ -27,10 +27,10 @@ RELEASE_TIMEOUT_S = 5.0
 class Load:
     """What a rank has to do. ``num_sent`` texts were ever sent there, of ``num_tokens`` those that
     it has not computed yet. What other gateways sent, ``num_other_tokens`` and ``num_other_rows``,
-    and ``num_free_pages`` are as of its last beat."""
+    and ``num_free_tokens`` are as of its last beat."""
 
-    def __init__(self, num_free_pages: int) -> None:
-        self.num_free_pages = num_free_pages
+    def __init__(self, num_free_tokens: int) -> None:
+        self.num_free_tokens = num_free_tokens
         self.num_tokens = self.num_other_tokens = self.num_other_rows = self.num_sent = 0
 
     def computing(self, num_tokens: int) -> ExitStack:
@@ -45,10 +45,10 @@ class Load:
         self.num_tokens -= num_tokens
 
     def heard(self, beat: Beat) -> None:
-        num_rows = beat.counters.num_active_rows + beat.num_waiting
+        num_rows = beat.held.num_active_rows + beat.num_waiting
         self.num_other_rows = max(0, num_rows - len(beat.alive))
         self.num_other_tokens = max(0, beat.num_tokens_left - self.num_tokens)
-        self.num_free_pages = beat.counters.num_free_pages
+        self.num_free_tokens = beat.held.num_free_tokens
 
 
 class Inboxes:
@@ -81,7 +81,7 @@ class Inboxes:
         What two beats in a row name and nobody here knows, which is to be aborted again."""
         for identity in expected - alive:
             text = f"decode rank {self._rank} no longer holds {identity}"
-            lost = Failure("NodeLost", text)
+            lost = Failure("RankLost", text)
             self.put([SequenceUpdate(identity, (), ERROR, failure=lost)])
         before, self._orphans = self._orphans, alive - self.queues.keys()
         return before & self._orphans
@@ -90,33 +90,33 @@ class Inboxes:
 class Handle:
     """One life of a rank. ``releases`` are its owner's, who finishes them."""
 
-    def __init__(self, info: NodeInfo, control: Control, releases: Tasks) -> None:
-        self.info, self.control, self.name = info, control, info.spec.name
-        self.load, self.inboxes = Load(info.num_pages), Inboxes(self.name)
-        self.liveness = Liveness(self.name)
+    def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
+        self.info, self.control, self.life = info, control, info.spec.life
+        self.load, self.inboxes = Load(info.max_tokens), Inboxes(self.life)
+        self.liveness = Liveness(self.life)
         self._releases = releases
 
     def heard(self, beat: Beat, expected: set[Identity]) -> float:
-        """Take in the answer to a heartbeat; how long it may be silent from now on. Raises NodeLost
+        """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost
         if its engine does not go on."""
         self.load.heard(beat)
         for identity in self.inboxes.heard(set(beat.alive), expected):
             self.release("abort", Abort(identity))
         if beat.pace.is_stuck:
-            raise NodeLost(f"its engine is {beat.pace}")
+            raise RankLost(f"its engine is {beat.pace}")
         if self.liveness.tell(Event.HEARD):
-            log.warning("%s is heard again and gets requests", self.name)
+            log.warning("%s is heard again and gets requests", self.life)
         return beat.pace.bound_s
 
-    async def status(self) -> NodeStatus:
+    async def status(self) -> RankStatus:
         """What the rank says of itself now, or that it does not."""
         try:
-            told = await ask(self.control, "status", None, NodeStatus, STATUS_TIMEOUT_S)
+            told = await ask(self.control, "status", None, RankStatus, STATUS_TIMEOUT_S)
             return replace(told, cause="draining") if self.liveness.state.is_draining else told
         except Exception as error:
             spec = self.info.spec
             log.warning("%s gives no status: %r", spec.label, error)
-            return NodeStatus(spec.label, spec.kind, spec.epoch, alive=False)
+            return RankStatus(spec.label, spec.kind, spec.epoch, alive=False)
 
     def release(self, method: str, asked: Abort | Cancel) -> "asyncio.Task[Done]":
         """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or

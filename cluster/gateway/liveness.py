@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from core.errors import NodeLost
+from core.errors import RankLost
 
 Phase = Enum("Phase", "SILENT READY SUSPECT OUT")
 """SILENT has answered no heartbeat yet. READY answers them, and so does SUSPECT, but a call to that
@@ -57,7 +57,7 @@ class Liveness:
 
     def __init__(self, name: str) -> None:
         self.state, self.heard = State(), asyncio.Event()
-        self._name, self._loss = name, NodeLost()
+        self._name, self._loss = name, RankLost()
         self._needing: set[asyncio.Timeout] = set()
 
     def tell(self, event: Event) -> bool:
@@ -69,7 +69,7 @@ class Liveness:
 
     def end(self, error: Exception) -> bool:
         """It is LOST, and nobody waits for it any longer. Whether that is new."""
-        self._loss = error if isinstance(error, NodeLost) else NodeLost(f"{self._name}: {error!r}")
+        self._loss = error if isinstance(error, RankLost) else RankLost(f"{self._name}: {error!r}")
         while self._needing:
             self._needing.pop().reschedule(asyncio.get_running_loop().time())
         return self.tell(Event.LOST)
@@ -85,7 +85,7 @@ class Liveness:
             if not scope.expired():
                 raise
             error = type(self._loss)(str(self._loss))
-            error.node = self._name
+            error.rank = self._name
             raise error from None
         finally:
             self._needing.discard(scope)

@@ -6,7 +6,7 @@ from cluster.gateway.fleet import Fleet
 from cluster.gateway.handles import Pair
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
-from core.errors import HandoverError, NodeLost, Overloaded, Poisonous, RankDied, StepFailed
+from core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
 from core.identity import Identity
 
 MAX_FAILURES = 4
@@ -14,7 +14,7 @@ MAX_FAILURES = 4
 between."""
 MAX_DEATHS = 3
 """Steps that killed a rank with one answer in them, whatever tokens came in between."""
-LONGEST_PAUSE_S = 1.0
+LONGEST_TRIAL_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Trials:
     of it failed."""
 
     fleet: Fleet
-    retries: Retries = field(default_factory=lambda: Retries(LONGEST_PAUSE_S))
+    retries: Retries = field(default_factory=lambda: Retries(LONGEST_TRIAL_PAUSE_S))
     has_failed: bool = False
     lost: set[Identity] = field(default_factory=set)
     avoided: set[Ranks] = field(default_factory=set)
@@ -40,7 +40,7 @@ class Trials:
             raise error
         if isinstance(error, StepFailed):
             self.has_failed = True
-        if pair is not None and isinstance(error, NodeLost):
+        if pair is not None and isinstance(error, RankLost):
             await self._lose(error, pair)
         if pair is not None and isinstance(error, HandoverError):
             self.avoided.add((pair.prefill, pair.decode))
@@ -63,11 +63,11 @@ class Trials:
             raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")
         return self.has_failed or bool(deaths)
 
-    async def _lose(self, error: NodeLost, pair: Pair) -> None:
+    async def _lose(self, error: RankLost, pair: Pair) -> None:
         """Leave the rank alone; if it died, wait a little to learn what of."""
         self.lost.add(pair.identity)
         for rank in {pair.prefill, pair.decode}:
-            if rank.name == error.node:
+            if rank.life == error.rank:
                 self.fleet.accuse(rank, error)
                 if isinstance(error, RankDied):
                     await self.fleet.verdict(rank)

@@ -3,32 +3,32 @@
 from collections.abc import Mapping, Sequence
 
 from cluster.gateway.handles import Handle
-from core.errors import NodeLost
+from core.errors import RankLost
 
 Ranks = tuple[Handle, Handle]
 """Where a prompt is computed, and where its answer is written."""
 
 
 def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, int]) -> Ranks:
-    """For a text of ``num_tokens``, of which the ranks ``known`` by name have computed so many
-    before: the pair whose decode rank has the fewest sequences, and pages for this one, and whose
-    prefill rank has the fewest tokens to compute until this text is done.
+    """For a text of ``num_tokens``, of which the ranks ``known`` by their lives have computed so
+    many before: the pair whose decode rank has the fewest sequences, and room for this one, and
+    whose prefill rank has the fewest tokens to compute until this text is done.
 
     So a known beginning attracts for as long as it saves more than it makes wait: neither the
     first rank that knows what all prompts begin with nor an idle cluster piles up on one rank.
-    Among equals the prefill rank that got least, and the decode rank of most free pages.
+    Among equals the prefill rank that got least, and the decode rank of most room.
 
-    Raises NodeLost when there is no pair.
+    Raises RankLost when there is no pair.
     """
     if not pairs:
-        raise NodeLost("no prefill and decode rank are left that work together and cache alike")
+        raise RankLost("no prefill and decode rank are left that work together and cache alike")
 
     def cost(pair: Ranks) -> tuple[bool, int, int, int, int, str]:
         p, d = pair
-        is_full = d.load.num_free_pages * d.info.page_size < num_tokens
+        is_full = d.load.num_free_tokens < num_tokens
         rows = len(d.inboxes.queues) + d.load.num_other_rows
         waits = p.load.num_tokens + p.load.num_other_tokens
-        waits -= min(known.get(p.name, 0), num_tokens)
-        return is_full, rows, waits, p.load.num_sent, -d.load.num_free_pages, d.name
+        waits -= min(known.get(p.life, 0), num_tokens)
+        return is_full, rows, waits, p.load.num_sent, -d.load.num_free_tokens, d.life
 
     return min(pairs, key=cost)

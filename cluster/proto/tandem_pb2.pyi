@@ -247,7 +247,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "mode", "num_running", "nodes")
+    __slots__ = ("state", "mode", "num_running", "ranks")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STARTING: _ClassVar[Status.State]
@@ -263,28 +263,32 @@ class Status(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     state: Status.State
     mode: str
     num_running: int
-    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
-    def __init__(self, state: _Optional[_Union[Status.State, str]] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    def __init__(self, state: _Optional[_Union[Status.State, str]] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ...) -> None: ...
 
-class NodeStatus(_message.Message):
-    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_pages", "num_pages", "num_open_leases", "num_channels", "num_steps", "step_s", "program_s", "num_preempted", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined", "cause")
+class RankStatus(_message.Message):
+    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_tokens", "max_tokens", "num_open_leases", "num_channels", "counters", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined", "cause")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     NUM_ACTIVE_ROWS_FIELD_NUMBER: _ClassVar[int]
-    NUM_FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_CHANNELS_FIELD_NUMBER: _ClassVar[int]
-    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    PROGRAM_S_FIELD_NUMBER: _ClassVar[int]
-    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     ROWS_BY_LAYER_FIELD_NUMBER: _ClassVar[int]
     BALANCE_RATIO_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -295,17 +299,14 @@ class NodeStatus(_message.Message):
     epoch: int
     alive: bool
     num_active_rows: int
-    num_free_pages: int
-    num_pages: int
+    num_free_tokens: int
+    max_tokens: int
     num_open_leases: int
     num_channels: int
-    num_steps: int
-    step_s: float
-    program_s: float
-    num_preempted: int
+    counters: _containers.ScalarMap[str, float]
     rows_by_layer: _containers.RepeatedScalarFieldContainer[int]
     balance_ratio: float
     kernels: str
     num_quarantined: int
     cause: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., num_steps: _Optional[int] = ..., step_s: _Optional[float] = ..., program_s: _Optional[float] = ..., num_preempted: _Optional[int] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...

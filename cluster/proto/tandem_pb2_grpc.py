@@ -82,7 +82,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the cluster is doing, node by node. Answered while starting and draining too.
+        """How the cluster is doing, rank by rank. Answered while starting and draining too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

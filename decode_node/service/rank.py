@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from core.answer import TransferStats
-from core.beat import Beat, Counters
+from core.beat import Beat, Held
 from core.control import Control, Methods, Service
 from core.errors import HandoverError, RankDied
 from core.identity import Identity
@@ -44,7 +44,7 @@ class Intake(Protocol):
     async def close(self) -> None: ...
 
 
-class DecodeNode:
+class DecodeRank:
     """A decode rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
 
     Owns grants and pulls in flight, and the sessions they belong to; rows and pages are the
@@ -75,9 +75,9 @@ class DecodeNode:
             "grant": (Grant, self._grant),
             "start": (Start, self._start),
             "abort": (Abort, lambda asked: self._end(asked.identity)),
-            "status": (None, lambda _: parts.status(self._counters, self.engine.programs.form)),
+            "status": (None, lambda _: parts.status(self._held, self.engine.programs.form)),
         }
-        self.handle = Service(parts.spec.name, parts.spec.epoch, methods).handle
+        self.handle = Service(parts.spec.life, parts.spec.epoch, methods).handle
 
     @property
     def num_held(self) -> int:
@@ -187,25 +187,23 @@ class DecodeNode:
     def _beat(self, alive: tuple[Identity, ...]) -> Beat:
         """Read without waiting for the engine: how far that is, is what it tells."""
         num_waiting = self.engine.scheduler.num_waiting
-        return Beat(self.loop.watch.pace(), self._counters(), num_waiting, alive=alive)
+        return Beat(self.loop.watch.pace(), self._held(), num_waiting, alive=alive)
 
-    def _counters(self) -> Counters:
+    def _held(self) -> Held:
         engine, counts = self.engine, self.intake.counts()
-        return Counters(
+        steps = {name: getattr(engine, name) for name in ("num_steps", "step_s", "program_s")}
+        return Held(
             num_active_rows=len(engine.scheduler.sequences),
-            num_free_pages=self.pool.num_available,
+            num_free_tokens=self.pool.num_free_tokens,
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
             num_quarantined=counts.get("quarantined", 0),
-            num_steps=engine.num_steps,
-            step_s=engine.step_s,
-            program_s=engine.program_s,
-            num_preempted=engine.num_preempted,
+            counters=steps | self._parts.counters,
         )
 
 
-async def build(parts: RankParts, find_owner: Callable[[str, int], Control]) -> DecodeNode:
+async def build(parts: RankParts, find_owner: Callable[[str, int], Control]) -> DecodeRank:
     """A rank that pulls, and serves frames. Raises ValueError where it cannot listen."""
-    node = DecodeNode(parts, sink.Sink(parts.spec.seat, parts.spec.epoch, parts.side()), find_owner)
-    await node.listen()
-    return node
+    rank = DecodeRank(parts, sink.Sink(parts.spec.seat, parts.spec.epoch, parts.side()), find_owner)
+    await rank.listen()
+    return rank

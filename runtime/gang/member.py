@@ -48,7 +48,7 @@ class Member(Lockstep):
         store = partial(store_client, meeting.host, meeting.store_port, CONNECT_S)
         self.collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
         watch.place = lambda: self.collectives.place
-        self._name, self._hub = spec.name, hub
+        self._name, self._hub = spec.life, hub
         self._watch, self._clock = watch, watch.clock
         self._due_at = math.inf
         self._connection = _connect(meeting, spec.rank)

@@ -11,7 +11,7 @@ from cluster.door.server import Server
 from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from core.config import TandemConfig, load
 from core.errors import Overloaded
-from core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
 from core.request import Request
 from tandem import InferenceError
 
@@ -61,9 +61,9 @@ class EchoGateway:
         return True
 
     async def status(self) -> ServerStatus:
-        node = NodeStatus(
-            "decode-0", "decode", 1, True, 3, num_active_rows=1, num_free_pages=2,
-            num_open_leases=4, num_channels=5, num_steps=6,
+        node = RankStatus(
+            "decode-0", "decode", 1, True, 3, num_active_rows=1, num_free_tokens=2,
+            num_open_leases=4, num_channels=5, counters={"num_steps": 6},
         )  # fmt: skip
         return ServerStatus(self.state, "split", 99, (node,))
 

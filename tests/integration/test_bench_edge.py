@@ -16,7 +16,7 @@ from cluster.bench.runner import Generator, Run
 from cluster.bench.stats import Slo, acceptance, measure
 from cluster.bench.workload import Job
 from core.answer import Delta, Finished
-from core.errors import NodeLost, Overloaded
+from core.errors import Overloaded, RankLost
 from core.request import Request
 from tandem import AsyncClient
 from tests.integration.echo_gateway import EchoGateway, echo_server
@@ -120,7 +120,7 @@ async def test_failures_are_counted_by_code_and_stop_nothing(
     gateway.failures = [
         (0, Overloaded("full", 1.0)),
         (4, KeyError("oops")),
-        (2, NodeLost("gone")),
+        (2, RankLost("gone")),
     ]
     run = await closed(client, 1)
     found = measure([run], Slo())

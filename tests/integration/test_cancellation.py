@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from core.tasks import cancelled
-from decode_node.service.rank import DecodeNode
+from decode_node.service.rank import DecodeRank
 from kv_transfer.pages import PagePool
-from prefill_node.rank import PrefillNode
+from prefill_node.rank import PrefillRank
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
 
@@ -172,7 +172,7 @@ async def prepare(at: Scene, phase: Phase) -> None:
         await leave_pages(at, decode, 14)
 
 
-async def leave_pages(at: Scene, rank: PrefillNode | DecodeNode, num_left: int) -> None:
+async def leave_pages(at: Scene, rank: PrefillRank | DecodeRank, num_left: int) -> None:
     """Take all but so many of a rank's free pages until the phase is over."""
     pool: PagePool = rank.pool
     taken: list[int] = []

@@ -92,7 +92,7 @@ def test_status_shows_every_node(address: str) -> None:
     assert done.returncode == 0
     assert all(word in done.stdout for word in ("SERVING", "decode-0", "2/3", "echo"))
     fields = json.loads(tandem("status", "--address", address, "--json").stdout)
-    assert (fields["state"], fields["nodes"][0]["num_open_leases"]) == ("SERVING", 4)
+    assert (fields["state"], fields["ranks"][0]["num_open_leases"]) == ("SERVING", 4)
     assert fields["model"]["vocab_size"] == 300
 
 

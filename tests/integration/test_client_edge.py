@@ -10,7 +10,7 @@ import pytest
 
 from cluster.client import stream
 from cluster.door.server import Server
-from core.errors import Draining, NodeLost
+from core.errors import Draining, RankLost
 from tandem import AsyncClient, Client, InferenceError
 from tests.integration.echo_gateway import (
     EchoGateway,
@@ -54,7 +54,7 @@ async def test_the_sync_client_gives_the_same(server: Server, client: AsyncClien
 async def test_a_broken_stream_is_resumed_without_a_seam(
     client: AsyncClient, gateway: EchoGateway
 ) -> None:
-    gateway.failures = [(n, NodeLost("gone")) for n in (0, 4, 2, 0, 6, 12)]
+    gateway.failures = [(n, RankLost("gone")) for n in (0, 4, 2, 0, 6, 12)]
     answer = await client.complete("abc", max_tokens=47, temperature=0.9)
     expected = answer_to(gateway.requests[0].prompt_ids, 47)
     assert answer.token_ids == expected
@@ -65,7 +65,7 @@ async def test_a_broken_stream_is_resumed_without_a_seam(
 
 
 async def test_the_sync_client_resumes_too(server: Server, gateway: EchoGateway) -> None:
-    gateway.failures = [(4, Draining("bye")), (30, NodeLost("gone"))]
+    gateway.failures = [(4, Draining("bye")), (30, RankLost("gone"))]
     with Client(server.address, backoff_s=0.01) as sync:
         answer = await asyncio.to_thread(sync.complete, "abc", max_tokens=30)
     assert answer.token_ids == answer_to(gateway.requests[0].prompt_ids, 30)
@@ -77,7 +77,7 @@ async def test_the_sync_client_resumes_too(server: Server, gateway: EchoGateway)
 async def test_a_stream_is_tried_again_for_a_time_and_not_a_number_of_times(
     server: Server, gateway: EchoGateway
 ) -> None:
-    gateway.failures = [(4, NodeLost("gone")), *[(0, NodeLost("gone"))] * 1000]
+    gateway.failures = [(4, RankLost("gone")), *[(0, RankLost("gone"))] * 1000]
     began = time.monotonic()
     async with AsyncClient(server.address, retry_s=1.0, backoff_s=0.001) as client:
         error = await failure_of(client.complete("abc", max_tokens=30))
@@ -86,7 +86,7 @@ async def test_a_stream_is_tried_again_for_a_time_and_not_a_number_of_times(
     assert error.code == grpc.StatusCode.UNAVAILABLE
     assert error.token_ids == answer_to(gateway.requests[0].prompt_ids, 4)
     assert len(gateway.requests) > 7
-    gateway.failures = [(0, NodeLost("gone"))]
+    gateway.failures = [(0, RankLost("gone"))]
     async with AsyncClient(server.address, retry_s=0) as client:
         assert (await failure_of(client.complete("abc"))).code == grpc.StatusCode.UNAVAILABLE
 
@@ -95,7 +95,7 @@ async def test_whoever_answers_that_it_is_not_ready_is_no_stranger(
     monkeypatch: pytest.MonkeyPatch, server: Server, gateway: EchoGateway
 ) -> None:
     monkeypatch.setattr(stream, "UNKNOWN_S", 0.0)
-    gateway.failures = [(0, NodeLost("no rank"))] * 6
+    gateway.failures = [(0, RankLost("no rank"))] * 6
     async with AsyncClient(server.address, backoff_s=0.01) as client:
         assert len((await client.complete("abc", max_tokens=9)).token_ids) == 9
     assert len(gateway.requests) == 7
@@ -123,9 +123,9 @@ async def test_several_answers_come_whole_or_not_at_all(
     assert [(a.finished.index, a.token_ids) for a in answers] == [(i, expected) for i in range(3)]
     with Client(server.address) as sync:
         assert await asyncio.to_thread(sync.complete_all, "abc", n=3, max_tokens=9) == answers
-    gateway.failures = [(0, NodeLost("gone"))]
+    gateway.failures = [(0, RankLost("gone"))]
     assert await client.complete_all("abc", n=3, max_tokens=9) == answers
-    gateway.failures = [(4, NodeLost("gone"))]
+    gateway.failures = [(4, RankLost("gone"))]
     error = await failure_of(client.complete_all("abc", n=2, max_tokens=9))
     assert (error.code, error.token_ids) == (grpc.StatusCode.UNAVAILABLE, ())
 
@@ -171,7 +171,7 @@ async def test_abort_ends_a_stream_even_after_a_resume(
     client: AsyncClient, gateway: EchoGateway
 ) -> None:
     gateway.hold_after = 4
-    gateway.failures = [(2, NodeLost("gone"))]
+    gateway.failures = [(2, RankLost("gone"))]
     task = asyncio.create_task(client.complete("abc", request_id="mine"))
     await until(lambda: len(gateway.requests) == 2)
     assert await client.abort("mine")

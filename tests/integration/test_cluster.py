@@ -15,7 +15,7 @@ import pytest
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
-from core.info import NodeStatus
+from core.info import RankStatus
 from core.request import Request, SamplingParams, TokenBias
 from core.schema import pack
 from tandem import Client, InferenceError
@@ -56,9 +56,9 @@ def servers(head: RayHead) -> Iterator[list[Serving]]:
         yield [start.result() for start in starts]
 
 
-def nodes_of(server: Serving) -> list[NodeStatus]:
+def nodes_of(server: Serving) -> list[RankStatus]:
     with Client(server.address) as client:
-        return list(client.status().nodes)
+        return list(client.status().ranks)
 
 
 def lives(server: Serving) -> set[tuple[str, int]]:
@@ -100,24 +100,26 @@ class Follower(threading.Thread):
 
 def num_rows(server: Serving) -> int:
     with Client(server.address) as client:
-        nodes = client.status().nodes
+        nodes = client.status().ranks
     return sum(node.num_active_rows for node in nodes if node.kind == "decode")
 
 
 def num_steps(server: Serving) -> int:
     with Client(server.address) as client:
-        return sum(node.num_steps for node in client.status().nodes if node.kind == "decode")
+        return sum(
+            node.counters["num_steps"] for node in client.status().ranks if node.kind == "decode"
+        )
 
 
 def is_empty(server: Serving) -> bool:
     with Client(server.address) as client:
-        nodes = client.status().nodes
+        nodes = client.status().ranks
     assert len(nodes) == 2
     return all(
         node.alive
         and not node.num_active_rows
         and not node.num_open_leases
-        and node.num_free_pages == node.num_pages - 1
+        and node.num_free_tokens == node.max_tokens
         for node in nodes
     )
 
@@ -242,7 +244,7 @@ def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[
     check_answer(servers[1])
     assert rank_pids(head) == pids and lives(servers[0]) == before
     ran = tandem("status", "--address", servers[1].address, "--json")
-    assert {(n["kind"], n["epoch"]) for n in json.loads(ran.stdout)["nodes"]} == before
+    assert {(n["kind"], n["epoch"]) for n in json.loads(ran.stdout)["ranks"]} == before
     with serving(*SETS, head=head) as late:
         assert lives(late) == before, "nothing was loaded again"
         assert late.stop() == 0
@@ -319,7 +321,7 @@ def near_half_of_the_pool(server: Serving) -> None:
         for prompt, tokens in pool.map(ask, (30, 300, 600)):
             assert len(tokens) == 200 and not near_ties(TINY_MODEL, prompt, tokens)
     [node] = nodes_of(server)
-    assert node.num_preempted > 0 and node.num_free_pages == node.num_pages - 1
+    assert node.counters["num_preempted"] > 0 and node.num_free_tokens == node.max_tokens
 
 
 @pytest.mark.slow

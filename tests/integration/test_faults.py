@@ -17,7 +17,7 @@ import pytest
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import ROOT, Serving, actors, serving
 from core.config import TINY_MODEL
-from core.info import NodeStatus
+from core.info import RankStatus
 from tandem import Client, InferenceError
 from tests.faults.sitecustomize import NUM_TOLD, POISON, PREFILL_POISON
 from tests.integration.test_lost_prefill import prompts
@@ -95,9 +95,9 @@ def check(asked: list[list[int]], answers: Answers, num_tokens: int) -> None:
         assert not near_ties(TINY_MODEL, prompt, token_ids)
 
 
-def nodes_of(server: Serving) -> list[NodeStatus]:
+def nodes_of(server: Serving) -> list[RankStatus]:
     with Client(server.address) as client:
-        return list(client.status().nodes)
+        return list(client.status().ranks)
 
 
 def epochs(server: Serving) -> dict[str, int]:
@@ -115,7 +115,7 @@ def is_empty(server: Serving) -> bool:
         node.alive
         and not node.num_active_rows
         and not node.num_open_leases
-        and node.num_free_pages == node.num_pages - 1
+        and node.num_free_tokens == node.max_tokens
         for node in nodes_of(server)
     )
 

@@ -186,7 +186,7 @@ async def test_staging_in_quarantine_is_told_in_the_status_of_its_rank(
 
         async def told() -> int:
             status = await stub.GetStatus(pb.GetStatusRequest())
-            return {node.kind: node.num_quarantined for node in status.nodes}["decode"]
+            return {node.kind: node.num_quarantined for node in status.ranks}["decode"]
 
         assert await told() == 0
         fault = decode.intake._side.maker.faulty.fault  # type: ignore[attr-defined]

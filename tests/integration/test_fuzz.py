@@ -196,13 +196,13 @@ async def check_unharmed(server: Serving, fuzzer: Fuzzer) -> None:
 
 async def is_empty(client: AsyncClient) -> bool:
     status = await client.status()
-    assert len(status.nodes) == 2
+    assert len(status.ranks) == 2
     return not status.num_running and all(
         node.alive
         and not node.num_active_rows
         and not node.num_open_leases
-        and node.num_free_pages == node.num_pages - 1
-        for node in status.nodes
+        and node.num_free_tokens == node.max_tokens
+        for node in status.ranks
     )
 
 

@@ -133,4 +133,4 @@ def test_all_sizes_through_real_processes(prefill: int, decode: int) -> None:
         assert [len(answer) for answer in answers] == [25, *range(10, 60, 5)]
         assert sum(map(len, ties)) <= 1, ties
         shown = tandem("status", "--address", server.address, "--json")
-        assert len(json.loads(shown.stdout)["nodes"]) == prefill + decode
+        assert len(json.loads(shown.stdout)["ranks"]) == prefill + decode

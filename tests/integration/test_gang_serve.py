@@ -11,7 +11,7 @@ import pytest
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
 from core.config import TINY_MODEL
-from core.info import NodeStatus
+from core.info import RankStatus
 from tandem import Client
 from tests.integration.test_lost_prefill import prompts
 from tests.waiting import wait_until
@@ -48,13 +48,15 @@ def serve_exactly(server: Serving, num: int, seed: int) -> None:
             assert len(answer) == 40 and not near_ties(TINY_MODEL, ids, answer)
 
 
-def settled(server: Serving) -> dict[str, NodeStatus]:
+def settled(server: Serving) -> dict[str, RankStatus]:
     """What ranks tell, one after the other, once all do and none measures steps any more."""
-    seen: list[dict[str, NodeStatus]] = []
+    seen: list[dict[str, RankStatus]] = []
 
     def stand_still() -> bool:
         seen.append(told(server))
-        steps = [[node.num_steps for node in nodes.values()] for nodes in seen[-NUM_ALIKE:]]
+        steps = [
+            [node.counters["num_steps"] for node in nodes.values()] for nodes in seen[-NUM_ALIKE:]
+        ]
         are_alike = steps == [steps[-1]] * NUM_ALIKE
         return are_alike and all(node.alive for node in seen[-1].values())
 
@@ -67,7 +69,9 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
     nodes = settled(server)
     assert sorted(nodes) == ["decode-0.0", "decode-0.1", "prefill-0.0", "prefill-0.1"]
     assert all(0.4 < node.balance_ratio <= 1.0 for node in nodes.values())
-    assert nodes["decode-0.0"].num_steps == nodes["decode-0.1"].num_steps > 0
+    assert (
+        nodes["decode-0.0"].counters["num_steps"] == nodes["decode-0.1"].counters["num_steps"] > 0
+    )
     table = tandem("status", "--address", server.address).stdout
     assert "decode-0.1" in table and "balance" in table
 
@@ -113,9 +117,9 @@ def test_a_new_controller_adopts_a_gang_and_where_its_experts_lie(
     assert len(set(processes) & set(actors(head.pid, "DecodeActor"))) == 1
 
 
-def told(server: Serving) -> dict[str, NodeStatus]:
+def told(server: Serving) -> dict[str, RankStatus]:
     with Client(server.address) as client:
-        return {node.name: node for node in client.status().nodes}
+        return {node.name: node for node in client.status().ranks}
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from core.errors import EpochEnded, HandoverError, NodeLost, ProgramFailed, StepFailed
+from core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
 from core.request import Request, SamplingParams
 from decode_node.planning.step_plan import StepKey, StepPlan
 from decode_node.program.programs import Programs, StepResult
-from decode_node.service.rank import DecodeNode
+from decode_node.service.rank import DecodeRank
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
 from model.network.dispatch.spread import Spread
@@ -54,11 +54,11 @@ async def running(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def num_active(rank: DecodeNode) -> int:
+def num_active(rank: DecodeRank) -> int:
     return len(rank.engine.scheduler.running)
 
 
-def names(rank: DecodeNode) -> set[str]:
+def names(rank: DecodeRank) -> set[str]:
     return {identity.request_id for identity in list(rank.engine.scheduler.sequences)}
 
 
@@ -225,7 +225,7 @@ async def test_an_exception_inside_the_program_ends_the_epoch_and_names_who(
             rank.engine._launcher = launcher = Through(rank.engine._launcher)  # type: ignore
             fail_once(launcher, "launch", RuntimeError("cosmic ray"))
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(error, NodeLost) for error in ended), ended
+        assert all(isinstance(error, RankLost) for error in ended), ended
         errors = [one.loop.failure for one in cluster.decodes]
         assert isinstance(errors[culprit], ProgramFailed)
         assert type(errors[1 - culprit]) is EpochEnded
@@ -243,7 +243,7 @@ async def test_prefill_before_the_program_and_inside_it(small_model: Path) -> No
         await cluster.check_empty()
         failed = fail_once(rank.engine, "_compute", RuntimeError("cosmic ray"))
         ended = await asyncio.gather(*map(cluster.complete, asked), return_exceptions=True)
-        assert failed() and any(isinstance(error, NodeLost) for error in ended), ended
+        assert failed() and any(isinstance(error, RankLost) for error in ended), ended
         assert isinstance(rank.loop.failure, ProgramFailed)
         assert type(cluster.prefills[0].loop.failure) is EpochEnded
 

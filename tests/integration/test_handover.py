@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.errors import HandoverError, LayoutMismatch, NodeLost, StalePages
+from core.errors import HandoverError, LayoutMismatch, RankLost, StalePages
 from core.identity import Identity
 from kv_transfer.layout import Layout
 from kv_transfer.messages import Offer
@@ -179,7 +179,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"epoch": 1}, NodeLost, "epoch 1 was asked for, this is 2"),
+        ({"epoch": 1}, RankLost, "epoch 1 was asked for, this is 2"),
         ({"protocol": 9}, LayoutMismatch, "protocol: 4 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
         ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
@@ -268,7 +268,7 @@ async def test_a_pull_without_a_prefill_gives_up(world: World) -> None:
 
 
 async def test_two_lives_of_one_owner(world: World) -> None:
-    for epoch, error in ((EPOCH, None), (1, NodeLost), (EPOCH, None)):
+    for epoch, error in ((EPOCH, None), (1, RankLost), (EPOCH, None)):
         asked = offer(8)
         await world.prefill(asked)
         if error is None:
@@ -293,9 +293,9 @@ async def test_death_of_prefill_in_a_pull_frees_the_decode_side(in_gather: bool)
         pulling = asyncio.create_task(world.pull(offer_))
         if not in_gather:
             await until(lambda: waits(world))
-            with pytest.raises(NodeLost):
+            with pytest.raises(RankLost):
                 await world.tell("die", in_gather=False)
-        with pytest.raises((NodeLost, HandoverError)):
+        with pytest.raises((RankLost, HandoverError)):
             await pulling
         await world.sink.idle()
         counts = world.sink.counts()

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from core.control import Control
-from core.errors import NodeLost
+from core.errors import RankLost
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
@@ -42,10 +42,10 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
 
         [decode] = cluster.decodes
         decode.engine.step = step  # type: ignore[method-assign]
-        handle = cluster.gateway.fleet.ranks[decode.spec.name]
+        handle = cluster.gateway.fleet.ranks[decode.spec.life]
         beats, beat = list[int](), decode.frames.beat
         decode.frames.beat = lambda session: (beats.append(session), beat(session))[1]  # type: ignore[method-assign]
-        with pytest.raises(NodeLost):
+        with pytest.raises(RankLost):
             await cluster.complete(greedy("r", prompts(1, 9)[0], 8))
         num_before = len(beats)
         await until(lambda: len(beats) > num_before + 1)
@@ -92,7 +92,7 @@ class Broken:
         answer = b"" if is_lost and method == "abort" else await self._control.call(method, payload)
         if is_lost:
             self.num_lost[method] -= 1
-            raise NodeLost(f"the connection broke during {method}")
+            raise RankLost(f"the connection broke during {method}")
         return answer
 
 

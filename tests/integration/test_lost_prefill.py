@@ -13,8 +13,8 @@ from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import Serving, actors, serving
 from core.config import TINY_MODEL
 from core.control import Control
-from core.errors import NodeLost
-from core.info import NodeStatus
+from core.errors import RankLost
+from core.info import RankStatus
 from tandem import AsyncClient, Completion
 from tests.rig import rig
 from tests.waiting import until
@@ -37,7 +37,7 @@ class Cut:
     async def call(self, method: str, payload: bytes) -> bytes:
         self.calls.append(method)
         if self.is_down:
-            raise NodeLost(f"{method}: no route")
+            raise RankLost(f"{method}: no route")
         return await self._control.call(method, payload)
 
 
@@ -91,21 +91,21 @@ def num_retries(server: Serving) -> int:
     return sum("trying again" in line for line in server.log)
 
 
-async def all_idle(client: AsyncClient) -> tuple[NodeStatus, ...]:
+async def all_idle(client: AsyncClient) -> tuple[RankStatus, ...]:
     """The three nodes, as soon as all are alive and hold nothing."""
-    nodes: tuple[NodeStatus, ...] = ()
+    nodes: tuple[RankStatus, ...] = ()
 
     async def are_idle() -> bool:
         nonlocal nodes
-        nodes = (await client.status()).nodes
+        nodes = (await client.status()).ranks
         return len(nodes) == 3 and all(map(is_idle, nodes))
 
     await until(are_idle)
     return nodes
 
 
-def is_idle(node: NodeStatus) -> bool:
-    held = node.num_active_rows, node.num_open_leases, node.num_pages - 1 - node.num_free_pages
+def is_idle(node: RankStatus) -> bool:
+    held = node.num_active_rows, node.num_open_leases, node.max_tokens - node.num_free_tokens
     return node.alive and not any(held)
 
 

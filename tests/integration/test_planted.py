@@ -1,4 +1,4 @@
-"""Parts that are planted by a patch of one new file and one line, used in a copy of the tree."""
+"""Parts that a patch of a line and at most one new file plants, used in a copy of the tree."""
 
 from pathlib import Path
 
@@ -13,3 +13,8 @@ def test_a_second_door_answers_and_refuses_as_the_first(small_model: Path, tmp_p
 def test_a_drafter_of_ones_own_changes_no_token(small_model: Path, tmp_path: Path) -> None:
     plant("again_drafter", tmp_path, (*NEEDED, "benchmarks"))
     run(tmp_path, "tests.integration.last_token", str(small_model))
+
+
+def test_a_counter_shows_up_in_the_status(small_model: Path, tmp_path: Path) -> None:
+    plant("told_counter", tmp_path)
+    run(tmp_path, "tests.integration.told_counter", str(small_model))

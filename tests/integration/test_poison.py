@@ -9,7 +9,7 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from cluster.gateway.liveness import Phase
-from core.errors import NodeLost, Poisonous, StepFailed
+from core.errors import Poisonous, RankLost, StepFailed
 from core.request import Request
 from decode_node.planning.states import NUM_STEPS_ALONE
 from decode_node.program.launcher import InFlight, Launcher, Prepared
@@ -129,7 +129,7 @@ async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
     break_decode(monkeypatch, AssertionError("two sequences own one page"))
     async with rig(small_model, *SETS, "server.patience_s=0.5") as cluster:
         [answer] = await ask_all(cluster, [greedy("poison", prompts(1, 9)[0], 8)])
-        assert isinstance(answer, NodeLost) and not isinstance(answer, StepFailed)
+        assert isinstance(answer, RankLost) and not isinstance(answer, StepFailed)
         assert not cluster.gateway.is_healthy()
         [(gang, _, _)] = cluster.members.reports
         assert gang == cluster.decodes[0].spec.gang
@@ -148,7 +148,7 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
         step = Gate(stuck)
         answers = await ask_all(cluster, asked)
         assert step.is_held, "it has nobody's step"
-        handle = cluster.gateway.fleet.ranks[stuck.spec.name]
+        handle = cluster.gateway.fleet.ranks[stuck.spec.life]
         await until(lambda: handle.liveness.state.phase is Phase.OUT)
         assert {gang for gang, _, _ in cluster.members.reports} == {stuck.spec.gang}
         assert cluster.gateway.is_healthy(), "the others serve on"

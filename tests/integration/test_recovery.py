@@ -13,7 +13,7 @@ from cluster.gateway import fleet
 from cluster.gateway.liveness import Phase
 from cluster.gateway.recovery import MAX_DEATHS
 from core.control import Control
-from core.errors import HandoverError, NodeLost, Poisonous, RankDied
+from core.errors import HandoverError, Poisonous, RankDied, RankLost
 from core.identity import Identity
 from core.membership import EndedLife, InStep, RankSpec
 from core.schema import encode_failure, unpack
@@ -45,7 +45,7 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
     """Between them they would use up its failures, though another pair works."""
     async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
         first = cluster.decodes[0]
-        handle = cluster.gateway.fleet.ranks[first.spec.name]
+        handle = cluster.gateway.fleet.ranks[first.spec.life]
         handle.control = broken = Refusing(handle.control)
         asked = [greedy(f"r{i}", ids, 12, ignore_eos=True) for i, ids in enumerate(prompts(4, 3))]
         for request in asked:
@@ -84,7 +84,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
     was in the step: others on the rank are not suspected, even if that one was alone."""
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
-        handle = cluster.gateway.fleet.ranks[spec.name]
+        handle = cluster.gateway.fleet.ranks[spec.life]
         handle.control = dying = Dying(handle.control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
@@ -106,16 +106,16 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
         running = asyncio.create_task(cluster.complete(request))
         await until(lambda: any(are_active(decode, 1) for decode in cluster.decodes))
         [busy] = [decode for decode in cluster.decodes if are_active(decode, 1)]
-        cluster.members.remove(busy.spec.name)
-        await until(lambda: busy.spec.name not in cluster.gateway.fleet.ranks)
+        cluster.members.remove(busy.spec.life)
+        await until(lambda: busy.spec.life not in cluster.gateway.fleet.ranks)
         for gate in gates:
             gate.open()
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert not cluster.members.reports
         kept = cluster.gateway.fleet
-        asked = {rank.name for rank in (*kept._listeners, *chain(*kept._warming))}
-        assert busy.spec.name not in asked and not len(kept._background)
+        asked = {rank.life for rank in (*kept._listeners, *chain(*kept._warming))}
+        assert busy.spec.life not in asked and not len(kept._background)
         await cluster.check_empty()
 
 
@@ -135,7 +135,7 @@ async def test_a_verdict_that_comes_late_still_marks_its_answers(
     monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
-        handle = cluster.gateway.fleet.ranks[spec.name]
+        handle = cluster.gateway.fleet.ranks[spec.life]
         handle.control = dying = Dying(handle.control, num_deaths=2)
         dying.is_back = True
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
@@ -175,7 +175,7 @@ class Deadly:
 async def test_deaths_count_for_an_answers_whole_life(small_model: Path) -> None:
     """Though a token comes between any two of them."""
     async with rig(small_model, *SETS) as cluster:
-        handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.name]
+        handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.life]
         handle.control = deadly = Deadly(handle.control, cluster)
         with pytest.raises(Poisonous, match="in 3 steps that killed a rank"):
             await cluster.complete(greedy("r", prompts(1, 6)[0], 40, ignore_eos=True))
@@ -198,7 +198,7 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
 
     running = asyncio.create_task(ask())
     await told.wait()
-    cluster.members.remove(decode.spec.name)
+    cluster.members.remove(decode.spec.life)
     return running
 
 
@@ -206,7 +206,7 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_mode
     async with rig(small_model, *SETS, "server.patience_s=60") as cluster:
         [decode] = cluster.decodes
         running = await lose_the_only_decode_rank(cluster, "begun")
-        with pytest.raises(NodeLost):
+        with pytest.raises(RankLost):
             await cluster.complete(greedy("new", prompts(1, 5)[0], 8))
         assert not running.done()
         cluster.members.add(decode)
@@ -218,7 +218,7 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_mode
 async def test_patience_ends(small_model: Path) -> None:
     async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
         running = await lose_the_only_decode_rank(cluster, "begun")
-        with pytest.raises(NodeLost):
+        with pytest.raises(RankLost):
             await running
         cluster.members.add(cluster.decodes[0])
         await until(cluster.gateway.is_healthy)

@@ -15,9 +15,9 @@ from benchmarks.driven.held_out import held_out
 from core.answer import Delta, Finished, TransferStats
 from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
-from core.errors import HandoverError, LayoutMismatch, NodeLost, Overloaded
+from core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
 from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, NodeStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, RankStatus
 from core.membership import DOWN, Gang
 from core.request import Request
 from core.schema import Failure, pack
@@ -190,7 +190,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
             identity = Identity(f"r{i}")
             grant = Grant(identity, 1, Size(len(ids), 0, 5))
             offer = Offer(
-                PROTOCOL, owner.spec.name, owner.spec.seat, owner.spec.epoch, identity,
+                PROTOCOL, owner.spec.life, owner.spec.seat, owner.spec.epoch, identity,
                 decode.info.fingerprint,
                 len(ids),
             )  # fmt: skip
@@ -219,8 +219,8 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
     async with rig(small_model, *SMALL) as cluster:
         for rank in (*cluster.prefills, *cluster.decodes):
             control = InProcessControl(rank.handle, rank.spec.epoch - 1)
-            with pytest.raises(NodeLost, match=f"this is {rank.spec.epoch}"):
-                decode_reply(NodeStatus, await control.call("status", b""))
+            with pytest.raises(RankLost, match=f"this is {rank.spec.epoch}"):
+                decode_reply(RankStatus, await control.call("status", b""))
 
 
 async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_model: Path) -> None:
@@ -231,16 +231,16 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         first = cluster.decodes[0]
         [second] = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
         await until(lambda: len(cluster.gateway.fleet.usable()) == 2)
-        cluster.members.remove(first.spec.name)
+        cluster.members.remove(first.spec.life)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
-        assert [d.name for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.name]
+        assert [d.life for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.life]
         assert second.engine.num_steps > 0
         assert (await cluster.gateway.status()).state == SERVING
         down = Gang("decode-9", DECODE, 3, DOWN, failure=Failure("ValueError", "it is gone\nlog"))
         cluster.members.tell(*cluster.members.membership.gangs, down)
         status = await cluster.gateway.status()
-        nodes = {node.name: (node.alive, node.cause) for node in status.nodes}
+        nodes = {node.name: (node.alive, node.cause) for node in status.ranks}
         assert nodes.pop("decode-9") == (False, "down; it ended: it is gone")
         assert nodes == {"prefill-0": (True, ""), "decode-1": (True, "")}
         assert status.state == DEGRADED and cluster.gateway.is_healthy()
@@ -301,24 +301,24 @@ async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> N
     ):
         [ids] = prompts(1)
         own, other = mtp.decodes[0], plain.decodes[0]
-        mtp.members.remove(own.spec.name)
+        mtp.members.remove(own.spec.life)
         mtp.members.add(other)
         fleet = mtp.gateway.fleet
-        await until(lambda: [one.name for one in fleet.of_kind(DECODE)] == [other.spec.name])
-        with pytest.raises(NodeLost, match="cache alike"):
+        await until(lambda: [one.life for one in fleet.of_kind(DECODE)] == [other.spec.life])
+        with pytest.raises(RankLost, match="cache alike"):
             await mtp.complete(greedy("routed", ids, 5))
         identity, owner = Identity("forced"), mtp.prefills[0]
-        control = mtp.members.controls[other.spec.name]
-        plain.members.controls[owner.spec.name] = InProcessControl(owner.handle, owner.spec.epoch)
+        control = mtp.members.controls[other.spec.life]
+        plain.members.controls[owner.spec.life] = InProcessControl(owner.handle, owner.spec.epoch)
         await control.call("grant", pack(Grant(identity, 1, Size(len(ids), 0, 5))))
         for fingerprint in (owner.info.fingerprint, other.info.fingerprint):
-            place = owner.spec.name, owner.spec.seat, owner.spec.epoch
+            place = owner.spec.life, owner.spec.seat, owner.spec.epoch
             offer = Offer(PROTOCOL, *place, identity, fingerprint, len(ids))
             start = pack(Start(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))
         await control.call("abort", pack(Abort(identity)))
-        mtp.members.remove(other.spec.name)
+        mtp.members.remove(other.spec.life)
         mtp.members.add(own)
         await until(mtp.gateway.is_healthy)
         tokens, _, _ = await mtp.complete(greedy("served", ids, 5, ignore_eos=True))

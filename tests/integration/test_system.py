@@ -38,10 +38,10 @@ def assert_idle(server: Serving) -> None:
     with Client(server.address) as client:
 
         def is_idle() -> bool:
-            nodes = client.status().nodes
+            nodes = client.status().ranks
             assert all(node.alive for node in nodes)
             return all(
-                n.num_free_pages == n.num_pages - 1
+                n.num_free_tokens == n.max_tokens
                 and not n.num_open_leases
                 and not n.num_active_rows
                 for n in nodes
@@ -160,7 +160,7 @@ def test_commands_against_the_server(server: Serving) -> None:
     assert refused.returncode == 1 and "INVALID_ARGUMENT" in refused.stderr
     status = tandem("status", "--address", server.address, "--json")
     assert status.returncode == 0
-    kinds = {node["kind"] for node in json.loads(status.stdout)["nodes"]}
+    kinds = {node["kind"] for node in json.loads(status.stdout)["ranks"]}
     assert kinds == {"prefill", "decode"}
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from core.control import Done, InProcessControl, ask
-from core.errors import HandoverError, NodeLost
+from core.errors import HandoverError, RankLost
 from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
@@ -211,7 +211,7 @@ async def test_a_late_offer_of_an_earlier_life_leaves_the_link_to_the_later_one_
         pulling = asyncio.create_task(world.pull(asked))
         await until(lambda: prefill.source.counts()["staging"] > 0)
         late = offer(20, epoch=EPOCH - 1)
-        with pytest.raises(NodeLost, match=f"epoch {EPOCH - 1} .* {EPOCH}"):
+        with pytest.raises(RankLost, match=f"epoch {EPOCH - 1} .* {EPOCH}"):
             await world.pull(late)
         prefill.may_gather.set()
         _, pages = await pulling

@@ -21,7 +21,7 @@ from cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
 from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
 from cluster.cli import app
 from core.answer import Finished, SpeculationCounts, Timings, TransferStats, Usage
-from core.info import ModelInfo, NodeStatus, ServerStatus
+from core.info import ModelInfo, RankStatus, ServerStatus
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 200, 20, (3, 7), 3, True, "float32")
 
@@ -181,9 +181,9 @@ def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
 
 def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
     def nodes(num_steps: int, step_s: float, program_s: float) -> ServerStatus:
-        prefill = NodeStatus("prefill-0", "prefill", 1, True, num_steps=99)
+        prefill = RankStatus("prefill-0", "prefill", 1, True, counters={"num_steps": 99})
         counters = {"num_steps": num_steps, "step_s": step_s, "program_s": program_s}
-        decode = NodeStatus("decode-0", "decode", 1, True, num_preempted=2, **counters)
+        decode = RankStatus("decode-0", "decode", 1, True, counters=counters | {"num_preempted": 2})
         return ServerStatus("SERVING", "split", 0, (prefill, decode, decode))
 
     before, after = NodeUse.of(nodes(10, 5.0, 4.0)), NodeUse.of(nodes(20, 7.0, 5.5))

@@ -11,7 +11,7 @@ from benchmarks.driven import tiny
 from core.placement import Placement
 from model.checkpoint.config import ModelConfig
 from model.kernels.base import PLAIN
-from model.network.dispatch.base import Collectives, Dispatch
+from model.network.dispatch.base import Dispatch, Peers
 from model.network.dispatch.exchanged import Exchanged
 from model.network.dispatch.gathered import Gathered
 from model.network.dispatch.spread import Spread
@@ -74,7 +74,7 @@ def dispatched(
     """Each rank's combined outputs, and what has counted its rows."""
     whole = all_experts()
 
-    def work(group: Collectives) -> tuple[Tensor, Spread]:
+    def work(group: Peers) -> tuple[Tensor, Spread]:
         dispatch = WAYS[way](placement, group.rank)
         dispatch.join(group)
         held = dispatch.held(LAYER)

@@ -16,7 +16,7 @@ from ray.exceptions import (
 from cluster.control.actors import RayControl
 from cluster.door.status_codes import status_of
 from core.control import Service
-from core.errors import NodeLost, Overloaded, RankDied, TandemError
+from core.errors import Overloaded, RankDied, RankLost, TandemError
 from core.schema import Failure, decode
 
 WANT = [
@@ -62,7 +62,7 @@ def control(error: Exception) -> RayControl:
         (ObjectStoreFullError("full"), Overloaded),
         (OutOfDiskError("full"), Overloaded),
         (ActorDiedError(), RankDied),
-        (ActorUnavailableError("away", None), NodeLost),
+        (ActorUnavailableError("away", None), RankLost),
     ],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )

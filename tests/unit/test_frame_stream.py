@@ -11,8 +11,8 @@ import pytest
 
 from cluster.gateway.frame_reader import listen
 from cluster.gateway.handles import Handle
-from core.beat import Beat, Counters
-from core.errors import NodeLost
+from core.beat import Beat, Held
+from core.errors import RankLost
 from core.identity import Identity
 from core.pace import Pace
 from core.request import ERROR, TokenFrame
@@ -93,7 +93,7 @@ async def test_nobody_reads_without_the_token() -> None:
     async with served() as (board, server):
         address = await server.listen()
         assert address.host == "127.0.0.1"
-        with pytest.raises(NodeLost, match=r"127\.0\.0\.1"):
+        with pytest.raises(RankLost, match=r"127\.0\.0\.1"):
             await connect("d", replace(address, token=bytes(32)), 1)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"x" * 5)
@@ -109,7 +109,7 @@ async def test_the_end_of_the_engine_is_told() -> None:
         board.publish(RuntimeError("out of memory"))
         frames = stream.frames()
         assert await anext(frames) == b"last"
-        with pytest.raises(NodeLost, match="out of memory"):
+        with pytest.raises(RankLost, match="out of memory"):
             await anext(frames)
         await board.unread()
 
@@ -117,7 +117,7 @@ async def test_the_end_of_the_engine_is_told() -> None:
 async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> None:
     """What is granted while a beat is on its way cannot be in its answer, and is not lost."""
     early, late = Identity("early"), Identity("late")
-    beat = Beat(Pace(0, 0.0, 60.0), Counters(num_active_rows=1), alive=(early,))
+    beat = Beat(Pace(0, 0.0, 60.0), Held(num_active_rows=1), alive=(early,))
     beats = asyncio.Queue[int]()
     async with served() as (board, server):
         board.beat = beats.put_nowait  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ async def test_a_node_that_closes_is_lost() -> None:
     async with served() as (_, server):
         stream = await connect("decode-3", await server.listen(), 7)
         await server.stop()
-        with pytest.raises(NodeLost, match="decode-3"):
+        with pytest.raises(RankLost, match="decode-3"):
             await read_all(stream)
 
 
@@ -157,7 +157,7 @@ async def test_a_reader_far_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
             if not board.readers:
                 break
         assert not board.readers, "the node would have kept 25 MB for it"
-        with pytest.raises(NodeLost):
+        with pytest.raises(RankLost):
             await read_all(stream)
 
 
@@ -189,7 +189,7 @@ async def test_a_frame_longer_than_any_may_be_is_not_waited_for(
     async with served() as (board, server):
         stream = await connect("d", await server.listen(), 1)
         board.publish(b"ninebytes")
-        with pytest.raises(NodeLost, match="a frame of 9 bytes, 8 are the most"):
+        with pytest.raises(RankLost, match="a frame of 9 bytes, 8 are the most"):
             await read_all(stream)
         await board.unread()
 

@@ -14,7 +14,7 @@ from cluster.control.gang import GangKeeper
 from cluster.control.plan import Birth, GangPlan, plan_gangs
 from cluster.control.verdict import LastWords
 from core.config import TandemConfig, load
-from core.errors import NodeLost, Overloaded, StepFailed
+from core.errors import Overloaded, RankLost, StepFailed
 from core.identity import Identity
 from core.info import ModelInfo
 from core.membership import (
@@ -25,7 +25,7 @@ from core.membership import (
     EndedLife,
     Gang,
     InStep,
-    NodeInfo,
+    RankInfo,
     RankSpec,
     RankState,
 )
@@ -69,7 +69,7 @@ class FakeRank:
     def become(self, progress: float = 1.0) -> None:
         """Loaded so far; whole is ready."""
         spec, path = self.state.spec, self.state.log_path
-        info = NodeInfo(spec, "f", MODEL, 1, 9, 9, 9) if progress == 1.0 else None
+        info = RankInfo(spec, "f", MODEL, 1, 9, 9) if progress == 1.0 else None
         said = {"progress": progress, "info": info, "doing": LOADING}
         self.state = RankState(spec, "{}", 1, path, (0, 0), **said)
 
@@ -160,7 +160,7 @@ async def test_a_dead_rank_gets_a_new_life_with_a_later_epoch(tmp_path: Path) ->
     Path(machines.log_path).write_text("x" * 5000 + "\nSegmentation fault")
     async with kept(machines) as (keeper, seen):
         await until(lambda: keeper.gang.state == READY)
-        machines.lives[101].death = NodeLost("connection reset")
+        machines.lives[101].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.lives[101].is_killed and machines.cleared == [keeper.gang.name]
         [lost] = [gang for gang in seen if gang.state == LOST]
@@ -176,7 +176,7 @@ async def test_room_that_cannot_be_given_back_does_not_end_the_keeping(
     async with kept(machines) as (keeper, _):
         await until(lambda: keeper.gang.state == READY)
         machines.clear_error = ConnectionError("no head node")
-        machines.lives[101].death = NodeLost("connection reset")
+        machines.lives[101].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert "no head node" in caplog.text and not machines.cleared
         machines.clear_error = None
@@ -190,7 +190,7 @@ async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
     def doomed(rank: FakeRank) -> None:
         rank.become()
         asyncio.get_running_loop().call_later(
-            0.02, lambda: setattr(rank, "death", NodeLost("again"))
+            0.02, lambda: setattr(rank, "death", RankLost("again"))
         )
 
     machines = FakeMachines(doomed)
@@ -245,7 +245,7 @@ async def test_want_of_room_is_final_only_for_who_never_served() -> None:
         keeper.start()
         await until(lambda: keeper.gang.state == READY)
         machines.refusal = Overloaded("no room")
-        machines.lives[max(machines.lives)].death = NodeLost("its machine is gone")
+        machines.lives[max(machines.lives)].death = RankLost("its machine is gone")
         await until(lambda: machines.seen[1] > 106)
         assert keeper.gang.state != DOWN
         machines.refusal = None
@@ -309,7 +309,7 @@ async def test_a_rank_that_answers_but_does_not_step_is_ended() -> None:
 
 
 KILLED, SEGFAULT = "worker died", "Fatal Python error: Segmentation fault\n\nCurrent thread"
-ERRORS = {"death": NodeLost("it died"), "stop": StepFailed("the engine stopped")}
+ERRORS = {"death": RankLost("it died"), "stop": StepFailed("the engine stopped")}
 
 
 @pytest.mark.parametrize(

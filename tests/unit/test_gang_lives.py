@@ -13,7 +13,7 @@ from cluster.control.gang import GangKeeper
 from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
 from cluster.control.verdict import LastWords
 from core.config import TandemConfig, load
-from core.errors import EpochEnded, NodeLost, ProgramFailed
+from core.errors import EpochEnded, ProgramFailed, RankLost
 from core.identity import Identity
 from core.membership import (
     DOWN,
@@ -24,7 +24,7 @@ from core.membership import (
     Gang,
     InStep,
     Meeting,
-    NodeInfo,
+    RankInfo,
     RankSpec,
     RankState,
 )
@@ -69,7 +69,7 @@ class FakeRank:
     async def join(self, spec: RankSpec, meeting: Meeting) -> None:
         assert not self.state.is_joined
         self.joined.append((spec, meeting))
-        info = NodeInfo(spec, "f", MODEL, 1, 9, 9, 9)
+        info = RankInfo(spec, "f", MODEL, 1, 9, 9)
         self.state = replace(self.state, spec=spec, is_joined=True, info=info)
 
     async def leave(self) -> None:
@@ -164,7 +164,7 @@ async def test_ranks_meet_at_rank_0_and_are_addressed_one_by_one() -> None:
         meetings = {rank.joined[0][1].host for rank in machines.ranks.values()}
         assert meetings == {"prefill-0.101.0"}
         assert [member.spec.rank for member in keeper.gang.members] == [0, 1, 2]
-        assert len({member.spec.name for member in keeper.gang.members}) == 3
+        assert len({member.spec.life for member in keeper.gang.members}) == 3
 
 
 @pytest.mark.parametrize("victim", range(NUM_RANKS))
@@ -174,7 +174,7 @@ async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: 
         before = dict(machines.ranks)
         for rank in before.values():
             rank.says(ended=failure_of(EpochEnded("the planner ended the epoch")))
-        before[victim].death = NodeLost("connection reset")
+        before[victim].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 101, [victim])], "in the room that there is"
         assert lives(machines) == [(102 if r == victim else 101, 102) for r in range(NUM_RANKS)]
@@ -191,7 +191,7 @@ async def test_who_cannot_leave_is_killed_too() -> None:
     async with ready_gang() as (machines, keeper, _):
         before = dict(machines.ranks)
         before[0].can_leave = False
-        before[2].death = NodeLost("connection reset")
+        before[2].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 101, [0, 2])]
         assert before[0].is_killed and not before[1].is_killed
@@ -201,7 +201,7 @@ async def test_when_nobody_is_left_the_room_is_given_back() -> None:
     async with ready_gang() as (machines, keeper, _):
         for rank in machines.ranks.values():
             rank.can_leave = False
-        machines.ranks[1].death = NodeLost("connection reset")
+        machines.ranks[1].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 102, [0, 1, 2])] and machines.num_cleared == 1
 
@@ -273,7 +273,7 @@ async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
     """As while Ray's head is away: its room, which is given back later, takes it along."""
     async with ready_gang() as (machines, keeper, _):
         machines.ranks[1].kill_error = ConnectionError("no head node")
-        machines.ranks[1].death = NodeLost("connection reset")
+        machines.ranks[1].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
 
 
@@ -308,7 +308,7 @@ async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replac
     keeper = GangKeeper(plan, config, machines, machines, lambda: None)
     keeper.start(ranks, [rank.state for rank in ranks])  # type: ignore[arg-type]
     await until(lambda: keeper.gang.state == READY)
-    ranks[1].death = NodeLost("connection reset")
+    ranks[1].death = RankLost("connection reset")
     await until(lambda: keeper.gang.epoch == 101 and keeper.gang.state == READY)
     assert machines.begun == [(101, 44, [1])]
     assert [rank.is_killed for rank in ranks] == [False, True, False]
@@ -321,7 +321,7 @@ async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> 
         for rank in machines.ranks.values():
             rank.says(placement="another")
         before = dict(machines.ranks)
-        before[1].death = NodeLost("connection reset")
+        before[1].death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 103 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 101, [1]), (103, 103, [0, 1, 2])]
         assert all(rank.is_killed for rank in before.values())

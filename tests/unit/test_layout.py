@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from core.control import Done, Service
-from core.errors import LayoutMismatch, NodeLost, StalePages
+from core.errors import LayoutMismatch, RankLost, StalePages
 from core.schema import WireError, decode, encode_failure, pack, unpack
 from kv_transfer.layout import Group, Layout, check_same
 from kv_transfer.messages import Ready, Seal
@@ -62,7 +62,7 @@ def test_a_layout_without_sense_is_refused() -> None:
 
 
 def test_errors_survive_the_trip() -> None:
-    for error in (StalePages("page 3"), LayoutMismatch("dtype"), NodeLost("gone")):
+    for error in (StalePages("page 3"), LayoutMismatch("dtype"), RankLost("gone")):
         with pytest.raises(type(error), match=str(error)):
             decode(Done, encode_failure(error))
 
@@ -80,5 +80,5 @@ async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
 
     service = Service("p0", 7, {"load": (None, answer)})
     assert decode(Done, await service.handle(7, "load", b"")) == Done()
-    with pytest.raises(NodeLost, match="epoch 6 was asked for, this is 7"):
+    with pytest.raises(RankLost, match="epoch 6 was asked for, this is 7"):
         decode(Done, await service.handle(6, "load", b""))

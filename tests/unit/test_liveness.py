@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from cluster.gateway import fleet
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.liveness import Event, Liveness, Phase, State, after
-from core.beat import Beat, Counters
+from core.beat import Beat, Held
 from core.config import load
 from core.control import Done
-from core.errors import NodeLost, RankDied
+from core.errors import RankDied, RankLost
 from core.identity import Identity
 from core.membership import READY, Gang
 from core.pace import Pace
@@ -61,9 +61,9 @@ async def test_it_is_told_lost_once_and_back_once() -> None:
     rank = Liveness("d")
     assert not rank.tell(Event.HEARD) and rank.heard.is_set(), "it was never out"
     assert rank.tell(Event.ACCUSED) and rank.heard.is_set()
-    assert not rank.end(NodeLost("silent")) and not rank.heard.is_set(), "it was out already"
+    assert not rank.end(RankLost("silent")) and not rank.heard.is_set(), "it was out already"
     assert rank.tell(Event.HEARD) and rank.state.is_well
-    assert rank.end(NodeLost("again"))
+    assert rank.end(RankLost("again"))
 
 
 async def test_who_needs_it_ends_with_what_ended_it() -> None:
@@ -82,7 +82,7 @@ async def test_who_needs_it_ends_with_what_ended_it() -> None:
     rank.end(RankDied("its process has ended"))
     errors = await asyncio.gather(*needing, return_exceptions=True)
     for error in errors:
-        assert isinstance(error, RankDied) and error.node == "d"
+        assert isinstance(error, RankDied) and error.rank == "d"
     assert errors[0] is not errors[1]
     with pytest.raises(TimeoutError):
         async with rank.needed():
@@ -97,7 +97,7 @@ class Slow:
 
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "beat":
-            return pack(Beat(Pace(0, 0.0, 60.0), Counters()))
+            return pack(Beat(Pace(0, 0.0, 60.0), Held()))
         self.is_asked.set()
         await self.may_go.wait()
         return pack(Done())
@@ -109,14 +109,14 @@ async def test_a_gateway_that_stops_finishes_its_releases(
     monkeypatch.setattr(fleet, "RELEASED_S", PATIENCE_S)
     members, slow, info = LocalMembers(), Slow(), replace(INFO, frames=None)
     spec = info.spec
-    members.controls[spec.name] = slow
+    members.controls[spec.life] = slow
     members.tell(Gang(spec.gang, spec.kind, spec.epoch, READY, (info,)))
 
     async def warm(pair: object) -> None:
         """There is no pair."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
-    release = owner.ranks[spec.name].release("abort", Abort(Identity("r")))
+    release = owner.ranks[spec.life].release("abort", Abort(Identity("r")))
     await slow.is_asked.wait()
     stopping = asyncio.create_task(owner.stop())
     await turns()

@@ -12,9 +12,9 @@ import pytest
 from cluster.control.gang import Epochs
 from cluster.control.plan import plan_gangs, whole_gangs
 from core.config import TandemConfig, differences, load
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.info import ModelInfo
-from core.membership import FrameAddress, Gang, Meeting, Membership, NodeInfo, RankSpec, RankState
+from core.membership import FrameAddress, Gang, Meeting, Membership, RankInfo, RankSpec, RankState
 from core.pace import LOADING
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
@@ -23,7 +23,7 @@ from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 SPEC = RankSpec("decode-0", "decode", 5)
-INFO = NodeInfo(SPEC, "f", MODEL, 1, 9, 9, 9, FrameAddress("h", 1, b"secret"))
+INFO = RankInfo(SPEC, "f", MODEL, 1, 9, 9, FrameAddress("h", 1, b"secret"))
 
 
 def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: Any) -> RankState:
@@ -32,7 +32,7 @@ def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: An
 
 
 def names(states: list[RankState]) -> list[list[str]]:
-    return [[state.spec.name for state in gang] for gang in whole_gangs(states).values()]
+    return [[state.spec.life for state in gang] for gang in whole_gangs(states).values()]
 
 
 def test_whole_gangs_are_adopted_in_the_order_of_their_ranks() -> None:
@@ -83,12 +83,12 @@ def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.M
 def test_a_snapshot_travels_whole() -> None:
     gangs = (
         Gang("decode-0", "decode", 5, "ready", (INFO,)),
-        Gang("prefill-0", "prefill", 6, "down", failure=Failure("NodeLost", "it died")),
+        Gang("prefill-0", "prefill", 6, "down", failure=Failure("RankLost", "it died")),
     )
     sent = Membership((3, 4), gangs)
     got = unpack(Membership, pack(sent))
     assert got == sent and got.ready() == got.ready("decode") == [INFO]
-    assert got.gangs[1].failure == Failure("NodeLost", "it died") and not got.ready("prefill")
+    assert got.gangs[1].failure == Failure("RankLost", "it died") and not got.ready("prefill")
 
 
 class FakeShell(RankShell):
@@ -139,9 +139,9 @@ async def test_a_shell_answers_from_the_start() -> None:
     rank = SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop, num_held=3)
     one = shell(rank)
     first = unpack(RankState, await one.who())
-    assert first.info is None and first.seen == (0, 5) and first.spec.name == "decode-0.5.0"
+    assert first.info is None and first.seen == (0, 5) and first.spec.life == "decode-0.5.0"
     await asyncio.gather(one.start(), one.start())
-    with pytest.raises(NodeLost, match=r"decode-0\.5\.0 is not ready"):
+    with pytest.raises(RankLost, match=r"decode-0\.5\.0 is not ready"):
         decode(Failure, await one.call(5, "status", b""))
     ready = await ended(one, 8, 3)
     assert (ready.seen, ready.info, ready.failure) == ((8, 5), INFO, None)
@@ -190,7 +190,7 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
     await asyncio.to_thread(engine.entered.wait)
     again = pack(replace(SPEC, epoch=6)), pack(Meeting("h", 1, 2, b"token"))
     for call in (one.leave, one.host, lambda: one.join(*again)):
-        with pytest.raises(NodeLost, match=r"decode-0\.5\.0: its engine does not stop"):
+        with pytest.raises(RankLost, match=r"decode-0\.5\.0: its engine does not stop"):
             await call()
     engine.go_on.set()
     loop.stop()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.control.next_life import MAX_BACK_OFF_S, PAUSE_S, Decision, History, next_life
 from cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, OUTSIDE, Death, LastWords
-from core.errors import EpochEnded, NodeLost, Overloaded, ProgramFailed, StepFailed, TandemError
+from core.errors import EpochEnded, Overloaded, ProgramFailed, RankLost, StepFailed, TandemError
 
 SEGFAULT = LastWords("Fatal Python error: Segmentation fault\n\nCurrent thread")
 KILLED = LastWords("loading weights\n")
@@ -17,7 +17,7 @@ ENDS = {
     MISTAKE: ValueError("model.path: there is no such folder"),
     NO_ROOM: Overloaded("no room"),
     FAULT: StepFailed("the engine stopped"),
-    OUTSIDE: NodeLost("the actor died"),
+    OUTSIDE: RankLost("the actor died"),
 }
 PROVEN_S = 60.0
 """A life that was ready for so long has served for long."""
@@ -28,11 +28,11 @@ PROVEN_S = 60.0
     [
         (ValueError("model.path: there is no such folder"), [], MISTAKE),
         (Overloaded("no room"), [], NO_ROOM),
-        (NodeLost("the actor died"), [KILLED], OUTSIDE),
-        (NodeLost("the actor died"), [], OUTSIDE),
-        (NodeLost("the actor died"), [KILLED, SEGFAULT], FAULT),
-        (NodeLost(UNBORN), [], FAULT),
-        (NodeLost("rank 1: no answer for 10 s"), [], OUTSIDE),
+        (RankLost("the actor died"), [KILLED], OUTSIDE),
+        (RankLost("the actor died"), [], OUTSIDE),
+        (RankLost("the actor died"), [KILLED, SEGFAULT], FAULT),
+        (RankLost(UNBORN), [], FAULT),
+        (RankLost("rank 1: no answer for 10 s"), [], OUTSIDE),
         (TimeoutError(), [], OUTSIDE),
         (EpochEnded("closed by peer"), [KILLED], OUTSIDE),
         (EpochEnded("closed by peer"), [SEGFAULT], FAULT),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.identity import Identity
 from core.membership import InStep
 from runtime.black_box import BlackBox, read_box
@@ -152,7 +152,7 @@ async def test_what_leaves_the_state_in_doubt_ends_the_engine(
     engine = Engine(fatal, lambda: None)
     await asyncio.to_thread(run, loop, engine)
     assert loop.failure is not None and not engine.failed and len(engine.work) == 1
-    with pytest.raises(NodeLost):
+    with pytest.raises(RankLost):
         await loop.call(lambda: 7)
 
 

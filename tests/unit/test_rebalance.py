@@ -12,9 +12,9 @@ from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, 
 from cluster.gateway.balance import with_balance
 from core.config import load
 from core.eplb import balance_ratio, rebalance
-from core.errors import NodeLost
-from core.info import DECODE, PREFILL, NodeStatus
-from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, NodeInfo, RankSpec
+from core.errors import RankLost
+from core.info import DECODE, PREFILL, RankStatus
+from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, RankInfo, RankSpec
 from core.placement import Placement
 from tests.unit.test_gang import MODEL
 from tests.unit.test_gang_lives import FakeMachines, haste
@@ -94,14 +94,14 @@ async def test_what_gains_nothing_is_left_alone() -> None:
     done = await rebalance_gang(kept.keeper, 60.0)
     assert not done.is_moved and len(kept.machines.begun) == 1 and DRAINING not in kept.states
     await kept.keeper.stop(0.05)
-    with pytest.raises(NodeLost, match="prefill-0 is lost: try again"):
+    with pytest.raises(RankLost, match="prefill-0 is lost: try again"):
         await rebalance_gang(kept.keeper, 60.0)
 
 
 def test_machines_count_where_each_has_as_many_ranks() -> None:
     def gang(*hosts: str) -> Gang:
         specs = [RankSpec("d", DECODE, 1, i, len(hosts), host) for i, host in enumerate(hosts)]
-        members = tuple(NodeInfo(spec, "f", MODEL, 1, 9, 9, 9) for spec in specs)
+        members = tuple(RankInfo(spec, "f", MODEL, 1, 9, 9) for spec in specs)
         return Gang("d", DECODE, 1, READY, members)
 
     assert num_machines(gang("a", "a", "b", "b")) == 2
@@ -110,7 +110,7 @@ def test_machines_count_where_each_has_as_many_ranks() -> None:
 
 
 def test_status_tells_how_evenly_each_gangs_experts_are_used() -> None:
-    node = NodeStatus("x", PREFILL, 1)
+    node = RankStatus("x", PREFILL, 1)
     nodes = [replace(node, rows_by_layer=rows) for rows in ((10, 0), (30, 40), (5, 5), (5, 5), ())]
     told = with_balance(nodes, ["p", "p", "d", "d", "alone"])
     ratios = [one.balance_ratio for one in told]

@@ -28,7 +28,7 @@ from core.answer import (
     Usage,
 )
 from core.config import TINY_MODEL
-from core.info import ModelInfo, NodeStatus, ServerStatus
+from core.info import ModelInfo, RankStatus, ServerStatus
 from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
 from text.tokenizer import TextStream, Tokenizer
 
@@ -316,7 +316,7 @@ def test_every_number_of_a_request_has_bounds() -> None:
         (Timings, pb.TimingsMs),
         (TransferStats, pb.KvTransferStats),
         (ModelInfo, pb.ModelInfo),
-        (NodeStatus, pb.NodeStatus),
+        (RankStatus, pb.RankStatus),
         (ServerStatus, pb.Status),
     ],
 )
@@ -325,7 +325,7 @@ def test_a_noun_and_its_message_have_the_same_fields(noun: Any, message: Any) ->
 
 
 def test_a_status_survives_the_wire() -> None:
-    node = NodeStatus("decode-0", "decode", 1, False, num_steps=2**62 + 1, step_s=0.1)
+    node = RankStatus("d-0", "decode", 1, False, max_tokens=2**62 + 1, counters={"step_s": 0.1})
     status = ServerStatus("DRAINING", "split", 3, (node, node))
     assert from_proto(ServerStatus, to_proto(pb.Status, status)) == status
 

@@ -7,10 +7,10 @@ import pytest
 from cluster.gateway.affinity import STRIDE, PrefixAffinity
 from cluster.gateway.handles import Handle
 from cluster.gateway.router import choose_route
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.identity import Identity
 from core.info import ModelInfo
-from core.membership import NodeInfo, RankSpec
+from core.membership import RankInfo, RankSpec
 from core.tasks import Tasks
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -22,7 +22,7 @@ class NoControl:
 
 
 def rank(gang: str, **load: int) -> Handle:
-    info = NodeInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 100, 8, 9)
+    info = RankInfo(RankSpec(gang, "any", 1), "f", MODEL, 1, 792, 9)
     found = Handle(info, NoControl(), Tasks())
     for name, num in load.items():
         setattr(found.load, name, num)
@@ -70,7 +70,7 @@ def test_among_equals_the_one_that_got_least() -> None:
 
 
 def test_a_known_beginning_attracts_while_it_saves_more_than_it_makes_wait() -> None:
-    decodes, known = [decode("d", 0)], {prefill("p1").name: 256}
+    decodes, known = [decode("d", 0)], {prefill("p1").life: 256}
     for lead, expected in ((255, "p1"), (257, "p0")):
         prefills = [prefill("p0"), prefill("p1", lead)]
         assert route(prefills, decodes, known) == (expected, "d")
@@ -90,26 +90,26 @@ def test_a_cold_start_with_one_beginning_for_all_uses_all_ranks() -> None:
         ids = [*range(512), *[1000 + i] * 64]
         pairs = [(p, decode("d", 0)) for p in prefills]
         p, _ = choose_route(pairs, len(ids), affinity.find(ids))
-        affinity.remember(ids, p.name)
+        affinity.remember(ids, p.life)
         p.load.computing(len(ids))
     sent = [p.load.num_sent for p in prefills]
     assert min(sent) >= 14, f"requests by rank: {sent}"
 
 
-def test_a_decode_rank_without_pages_for_it_is_the_last_choice() -> None:
+def test_a_decode_rank_without_room_for_it_is_the_last_choice() -> None:
     full, free = decode("d0", 0), decode("d1", 5)
-    full.load.num_free_pages = 30
+    full.load.num_free_tokens = 240
     assert route([prefill("p")], [full, free], num_tokens=240) == ("p", "d0")
     assert route([prefill("p")], [full, free], num_tokens=241) == ("p", "d1")
     assert route([prefill("p")], [full], num_tokens=241) == ("p", "d0")
-    full.load.num_free_pages, free = 90, decode("d1", 0)
-    assert route([prefill("p")], [full, free]) == ("p", "d1"), "among equals, most free pages"
+    full.load.num_free_tokens, free = 720, decode("d1", 0)
+    assert route([prefill("p")], [full, free]) == ("p", "d1"), "among equals, most room"
 
 
 def test_only_pairs_that_work_together() -> None:
     pairs = [(prefill("p0", 900), decode("d1", 3)), (prefill("p1"), decode("d0", 4))]
     assert chosen(pairs) == ("p0", "d1")
-    with pytest.raises(NodeLost, match="cache alike"):
+    with pytest.raises(RankLost, match="cache alike"):
         choose_route([], 1, {})
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.beat import Beat, Counters
-from core.errors import NodeLost, Overloaded
+from core.beat import Beat, Held
+from core.errors import Overloaded, RankLost
 from core.identity import Identity
 from core.pace import Pace
 from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
@@ -41,7 +41,7 @@ def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
     identity = Identity("r", 2)
-    beat = Beat(Pace(1, 0.5, 10.0), Counters(num_active_rows=2, step_s=0.1), 3, 4, (identity,))
+    beat = Beat(Pace(1, 0.5, 10.0), Held(num_active_rows=2, counters={"step_s": 0.1}), 3, 4, (identity,))
     frame = TokenFrame((SequenceUpdate(identity, (5,)),), beat)
     assert unpack(TokenFrame, pack(frame)) == frame
 
@@ -79,7 +79,7 @@ def test_failures_travel_as_messages() -> None:
     with pytest.raises(Overloaded) as overloaded:
         decode(Sample, encode_failure(Overloaded("full", retry_after_s=3.0)))
     assert overloaded.value.retry_after_s == 3.0
-    with pytest.raises(NodeLost, match="gone"):
-        decode(Sample, encode_failure(NodeLost("gone")))
+    with pytest.raises(RankLost, match="gone"):
+        decode(Sample, encode_failure(RankLost("gone")))
     with pytest.raises(ValueError, match="bad"):
         decode(Sample, encode_failure(WireError("bad")))

@@ -17,7 +17,7 @@ from tests.sizes import (
     product,
 )
 
-TWINS = {"Collectives", "LONGEST_PAUSE_S", "Scheduler"}
+TWINS = {"Scheduler"}
 """Names of two classes or constants. None may be added; Scheduler is each node's own by intent."""
 
 

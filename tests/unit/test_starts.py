@@ -12,7 +12,7 @@ from cluster.control.members import RayMembers, _tell
 from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver
 from core.config import load
-from core.errors import NodeLost
+from core.errors import RankLost
 from core.info import ModelInfo
 from core.membership import (
     DOWN,
@@ -21,7 +21,7 @@ from core.membership import (
     STARTING,
     Gang,
     Membership,
-    NodeInfo,
+    RankInfo,
     RankSpec,
     RankState,
 )
@@ -33,12 +33,11 @@ START_S = 0.3
 """Of the clock of these tests, which each question takes on by TICK_S."""
 TICK_S = 0.02
 SEEN = (7, 100)
-INFO = NodeInfo(
+INFO = RankInfo(
     RankSpec("d", "decode", 5),
     "f",
     ModelInfo("t", "v3", 9, 9, (1,), 3, True, "float32"),
     1,
-    9,
     9,
     9,
 )
@@ -133,7 +132,7 @@ async def test_who_does_not_get_on_is_lost(
 ) -> None:
     with pytest.raises(LifeOver, match=text) as over:
         await asked(company(*says), 10, monkeypatch)
-    assert over.value.lost == lost and isinstance(over.value.cause, NodeLost)
+    assert over.value.lost == lost and isinstance(over.value.cause, RankLost)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ class FakeMembers:
 
 
 READY_P = Gang("prefill-0", "prefill", 5, READY, (INFO,))
-DIED = {"failure": Failure("NodeLost", "it died\nlog"), "is_given_up": False}
+DIED = {"failure": Failure("RankLost", "it died\nlog"), "is_given_up": False}
 
 
 async def waited(*lives: Gang) -> list[str]:
@@ -216,7 +215,7 @@ async def test_serve_tells_what_it_waits_for() -> None:
 @pytest.mark.parametrize("state", [LOST, DOWN])
 async def test_serve_ends_with_what_keeps_a_gang_from_starting(state: str) -> None:
     last = of_decode(state, **(DIED | {"is_given_up": True}))
-    with pytest.raises(NodeLost, match="it died\nlog"):
+    with pytest.raises(RankLost, match="it died\nlog"):
         await waited(of_decode(STARTING), of_decode(LOST, **DIED), last)
 
 

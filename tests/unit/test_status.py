@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.commands.status import _show
-from core.info import DEGRADED, SERVING, ModelInfo, NodeStatus, ServerStatus
+from core.info import DEGRADED, SERVING, ModelInfo, RankStatus, ServerStatus
 
 MODEL = ModelInfo("DeepSeek-V3-0324", "deepseek_v3", 163840, 129280, (1,), 3, True, "bfloat16")
 EAGER = "native, eager: tokens travel between ranks"
@@ -12,19 +12,19 @@ CAUSE = (
 )
 
 
-def node(name: str, kernels: str, balance_ratio: float = 0.0) -> NodeStatus:
+def node(name: str, kernels: str, balance_ratio: float = 0.0) -> RankStatus:
     """With figures as wide as they get on a large machine."""
     kind = name.partition("-")[0]
-    return NodeStatus(
-        name, kind, 1795433213, True, 12346, kernels=kernels, balance_ratio=balance_ratio,
-        num_active_rows=16, num_free_pages=12345, num_open_leases=12, num_channels=64,
-        num_steps=1234567,
+    return RankStatus(
+        name, kind, 1795433213, True, 7654322, kernels=kernels, balance_ratio=balance_ratio,
+        num_active_rows=16, num_free_tokens=7654321, num_open_leases=12, num_channels=64,
+        counters={"num_steps": 1234567},
     )  # fmt: skip
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
-    def show(state: str, *nodes: NodeStatus) -> list[str]:
+    def show(state: str, *nodes: RankStatus) -> list[str]:
         monkeypatch.setenv("COLUMNS", "80")
         _show("127.0.0.1:50051", ServerStatus(state, "split", 3, nodes), MODEL)
         lines = capsys.readouterr().out.splitlines()
@@ -43,7 +43,7 @@ def test_a_rank_is_a_line(shown: object, num_ranks: int) -> None:
     ]
     lines = shown(SERVING, *nodes)  # type: ignore[operator]
     table = [line for line in lines if "1795433213" in line]
-    assert len(table) == 2 * num_ranks and all("12345/12346" in line for line in table)
+    assert len(table) == 2 * num_ranks and all("7654321/7654322" in line for line in table)
     assert [line.split()[0].partition("-")[0] for line in table[:num_ranks]] == [
         "prefill"
     ] * num_ranks, "prefill comes first"
@@ -51,7 +51,7 @@ def test_a_rank_is_a_line(shown: object, num_ranks: int) -> None:
 
 
 def test_who_is_not_ready_stands_apart_with_its_cause(shown: object) -> None:
-    lost = NodeStatus("decode-1", "decode", 7, alive=False, cause=CAUSE)
+    lost = RankStatus("decode-1", "decode", 7, alive=False, cause=CAUSE)
     nodes = (node("prefill-0", "native"), node("decode-0", "native, recorded"), lost)
     text = " ".join(line.strip() for line in shown(DEGRADED, *nodes))  # type: ignore[operator]
     assert "DEGRADED" in text and f"decode-1: {CAUSE}" in text

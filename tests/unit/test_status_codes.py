@@ -12,10 +12,10 @@ from core.errors import (
     Draining,
     HandoverError,
     LayoutMismatch,
-    NodeLost,
     Overloaded,
     Poisonous,
     Preempted,
+    RankLost,
     StalePages,
     StepFailed,
 )
@@ -26,7 +26,7 @@ def test_poison_is_not_to_be_sent_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [NodeLost, Draining, HandoverError, LayoutMismatch, StalePages, Preempted, StepFailed]
+    "error", [RankLost, Draining, HandoverError, LayoutMismatch, StalePages, Preempted, StepFailed]
 )
 def test_what_can_be_resumed_elsewhere_is_unavailable(error: type[Exception]) -> None:
     status = status_of(error("why"))

@@ -13,11 +13,6 @@ KNOWN = {
     ("gang", "decode_node", "gang"),
     *(("mtp", folder, "has_mtp") for folder in ("cluster", "core", "runtime")),
     *(("mtp", folder, "num_mtp_layers") for folder in ("cluster", "core", "runtime")),
-    *(("node", "decode_node", name) for name in ("DecodeNode", "node")),
-    ("node", "kv_transfer", "NodeLost"),
-    *(("node", "prefill_node", name) for name in ("PrefillNode",)),
-    *(("node", "runtime", name) for name in ("NodeInfo", "NodeLost", "NodeStatus")),
-    *(("page", "cluster/gateway", name) for name in ("num_free_pages", "num_pages", "page_size")),
     ("step", "kv_transfer", "step"),
 }
 """(word, folder, name) of those that say one too many. None may be added; one that is gone is

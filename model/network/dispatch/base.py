@@ -15,7 +15,7 @@ from core.placement import Placement
 from model.network.experts import Experts
 
 
-class Collectives(Protocol):
+class Peers(Protocol):
     """What all ranks of a gang call in the same order (runtime/gang/collectives.py)."""
 
     rank: int
@@ -52,7 +52,7 @@ class Dispatch:
         """The routed experts that this rank holds of a MoE layer, one per slot."""
         return self._all
 
-    def join(self, group: Collectives | None) -> None:
+    def join(self, group: Peers | None) -> None:
         """A life of the gang has begun, whose collectives these are."""
         assert group is None, "there is nobody to join"
 

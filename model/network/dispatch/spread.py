@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.placement import Placement
-from model.network.dispatch.base import Collectives, Dispatch
+from model.network.dispatch.base import Dispatch, Peers
 from model.network.experts import Experts
 
 NOWHERE = -1
@@ -24,7 +24,7 @@ class Spread(Dispatch):
     why_eager = "tokens travel between ranks"
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
-        self._group: Collectives | None = None
+        self._group: Peers | None = None
         self.num_slots = placement.slots_per_rank
         self.placement, self._rank = placement, rank
         tables = [
@@ -51,7 +51,7 @@ class Spread(Dispatch):
     def held(self, layer: int) -> tuple[int, ...]:
         return self.placement.of_rank(layer, self._rank)
 
-    def join(self, group: Collectives | None) -> None:
+    def join(self, group: Peers | None) -> None:
         self._group = group
 
     def sent(self) -> list[list[int]]:
@@ -61,7 +61,7 @@ class Spread(Dispatch):
         return self._computed_L.tolist()
 
     @property
-    def group(self) -> Collectives:
+    def group(self) -> Peers:
         assert self._group is not None, "no life of the gang has begun"
         return self._group
 
