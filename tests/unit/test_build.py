@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo 1 && exit
 for last; do :; done
-echo $$ > {folder}/pid
+echo $$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid
 while [ -e {folder} ] && [ ! -e {folder}/end ]; do :; done
 echo made > "$last"
 """
