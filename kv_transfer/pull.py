@@ -29,7 +29,7 @@ class Pulling:
     """One pull under way: where from, into which pages, and its transfers on the wire; one that was
     started always runs to its end, even when nobody waits.
 
-    ``num_pulled`` tokens per layout group have come and were scattered: ``read`` says as what.
+    ``num_pulled`` tokens of all groups have come and were scattered: ``read`` says as what.
     ``wire_s`` is the time from their receives to their arrivals.
     """
 
@@ -37,7 +37,7 @@ class Pulling:
     link: Link
     offer: m.Offer
     pages: Sequence[int]
-    num_pulled: tuple[int, ...]
+    num_pulled: int = 0
     read: list[m.Sent] = field(default_factory=list)
     wire_s: float = 0.0
     exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
@@ -47,22 +47,18 @@ class Pulling:
 
     def check(self, ready: m.Ready) -> None:
         """Raises HandoverError for counts that cannot be."""
-        most, counts = self.offer.num_tokens, ready.num_tokens
-        if len(counts) != len(self.num_pulled) or not all(
-            got <= have <= most for got, have in zip(self.num_pulled, counts, strict=True)
-        ):
+        if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
-                f"{self.offer.identity}: {counts} tokens reported after {self.num_pulled}, "
-                f"{most} were offered"
+                f"{self.offer.identity}: {ready.num_tokens} tokens reported after "
+                f"{self.num_pulled}, {self.offer.num_tokens} were offered"
             )
 
     def check_seal(self, seal: m.Seal) -> None:
         """Raises HandoverError for other counts, StalePages for other pages."""
         identity, offered = self.offer.identity, self.offer.num_tokens
-        if seal.num_tokens != self.num_pulled or seal.num_tokens[0] != offered:
+        if self.num_pulled != offered:
             raise HandoverError(
-                f"{identity}: sealed at {seal.num_tokens} tokens, {self.num_pulled} were pulled "
-                f"and {offered} offered"
+                f"{identity}: sealed at {self.num_pulled} tokens, {offered} were offered"
             )
         for read in self.read:
             sealed = seal.generations[read.first_page : read.first_page + len(read.generations)]

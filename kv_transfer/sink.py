@@ -54,7 +54,7 @@ class Sink:
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
         link = self._link(offer.owner, offer.seat, offer.epoch, control)
-        pull = Pulling(self._side, link, offer, pages, (0,) * len(self._layout.groups))
+        pull = Pulling(self._side, link, offer, pages)
         renewal = self._side.tasks.start(self._keep_lease(pull))
         self._num_pulls += 1
         link.num_pulls += 1
@@ -148,11 +148,10 @@ class Sink:
                 )
 
     async def _fetch(self, pull: Pulling, ready: m.Ready) -> None:
-        parts = zip(self._layout.groups, pull.num_pulled, ready.num_tokens, strict=True)
-        chunk_bytes = self._side.staging.chunk_bytes
+        lo, hi, chunk_bytes = pull.num_pulled, ready.num_tokens, self._side.staging.chunk_bytes
         try:
             async with asyncio.TaskGroup() as fetches:
-                for group, lo, hi in parts:
+                for group in self._layout.groups:
                     for part in chunks(group, lo, hi, chunk_bytes):
                         fetches.create_task(pull.fetch(group, *part))
         except BaseExceptionGroup as errors:

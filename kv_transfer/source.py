@@ -16,7 +16,7 @@ from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import staged
 from kv_transfer.layout import Group, check_same
-from kv_transfer.offered import Computed, FirstToken, OfferBook
+from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
 
@@ -33,7 +33,7 @@ class Source:
     def __init__(self, side: Side) -> None:
         self._side = side
         self._layout = side.caches.layout
-        self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
+        self._book = OfferBook(side.config.lease_s)
         self._channels = AcceptedChannels(side)
         self._loop = asyncio.get_running_loop()
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
@@ -77,16 +77,16 @@ class Source:
         self,
         identity: Identity,
         pages: list[int],
-        num_tokens: tuple[int, ...],
-        first: FirstToken | None = None,
+        num_tokens: int,
+        seal: m.Seal | None = None,
     ) -> None:
-        """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far. What
-        comes with a ``first`` token is the last: D is told of both at once."""
+        """Tokens ``[0, num_tokens)`` are computed; ``pages`` are all so far. What comes with a
+        ``seal`` is the last: D is told of both at once."""
         caches, pool = self._side.caches, self._side.caches.pool
         most = len(pages) * pool.page_size
-        assert max(num_tokens) <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
+        assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        self._post(lambda: self._book.advance(identity, now, first))
+        self._post(lambda: self._book.advance(identity, now, seal))
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""
@@ -115,12 +115,9 @@ class Source:
         return m.Accepted(address, self._book.lease_s)
 
     async def _pull(self, ask: m.Pull) -> m.Ready:
-        num_groups = len(self._layout.groups)
-        if len(ask.num_pulled) != num_groups:
-            raise HandoverError(f"{num_groups} groups here, {len(ask.num_pulled)} there")
         entry = await self._book.wait(ask.identity, ask.num_pulled, ask.wait_s)
         if entry is None:
-            return m.Ready(False, (0,) * num_groups, None)
+            return m.Ready(False, 0, None)
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
 
     async def _send(self, ask: m.Send) -> m.Sent:
@@ -144,12 +141,10 @@ class Source:
 
     def _group(self, ask: m.Send) -> Group:
         """The group that is asked for, of which there is so much."""
-        index = self._layout.index(ask.group)
-        group, available = self._layout.groups[index], self._book.need(ask.identity).computed
-        if not 0 <= ask.lo < ask.hi <= available.num_tokens[index]:
-            raise HandoverError(
-                f"tokens [{ask.lo}, {ask.hi}) asked for, {available.num_tokens[index]} computed"
-            )
+        group = self._layout.group(ask.group)
+        available = self._book.need(ask.identity).computed.num_tokens
+        if not 0 <= ask.lo < ask.hi <= available:
+            raise HandoverError(f"tokens [{ask.lo}, {ask.hi}) asked for, {available} computed")
         num_bytes = (ask.hi - ask.lo) * group.bytes_per_token_all_layers
         chunk_bytes = self._side.staging.chunk_bytes
         if num_bytes > chunk_bytes:

@@ -37,14 +37,13 @@ End = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After a chunk: ``num_tokens`` slots of a sequence are computed, per cache group.
+    """After a chunk of a sequence, which says how far it is computed.
 
     With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
     ``features_F`` are what the drafter wants of the last token, None if it wants nothing.
     """
 
     sequence: Sequence
-    num_tokens: tuple[int, ...]
     first_token: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     features_F: Tensor | None = None
@@ -173,9 +172,8 @@ class PrefillEngine:
 
     def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
         for chunk in chunks:
-            num_tokens = (chunk.hi,) * len(self._caches)
             end = next(ends) if chunk.is_last else ()
-            progress = Progress(chunk.sequence, num_tokens, *end)
+            progress = Progress(chunk.sequence, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
 

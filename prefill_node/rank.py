@@ -15,7 +15,7 @@ from core.control import Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.tasks import resolve
-from kv_transfer.offered import FirstToken
+from kv_transfer.messages import Seal
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.page_source import PageSource
@@ -59,11 +59,11 @@ class PrefillRank:
 
     def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        sequence, first = progress.sequence, None
+        sequence, seal = progress.sequence, None
         if progress.first_token is not None:
-            first = FirstToken(progress.first_token, *self._packed(progress.features_F))
-        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
-        if first is not None:
+            seal = Seal(progress.first_token, *self._packed(progress.features_F))
+        self.source.advance(sequence.identity, sequence.pages, sequence.num_done, seal)
+        if seal is not None:
             self._settle(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
