@@ -140,15 +140,12 @@ class OfferBook:
             remaining_s = give_up_at - loop.time()
             if remaining_s <= 0 or (entry is not None and entry.has_more_than(num_pulled)):
                 return entry
-            await self._changed(identity, remaining_s)
-
-    async def _changed(self, identity: Identity, wait_s: float) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = identity
-        try:
-            await asyncio.wait([waiter], timeout=wait_s)
-        finally:
-            del self._waiters[waiter]
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters[waiter] = identity
+            try:
+                await asyncio.wait([waiter], timeout=remaining_s)
+            finally:
+                del self._waiters[waiter]
 
     def _notify(self, identity: Identity) -> None:
         for waiter, awaited in self._waiters.items():

@@ -40,7 +40,7 @@ class Sink:
         self._side = side
         self._layout = side.caches.layout
         self._links: dict[str, Link] = {}
-        self._num_pulls = 0
+        self._pulls: set[Pulling] = set()
         self._sweeper = asyncio.create_task(again(side.deadlines.idle_s / 4, self._sweep))
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
@@ -56,8 +56,7 @@ class Sink:
         link = self._link(offer.owner, offer.seat, offer.epoch, control)
         pull = Pulling(self._side, link, offer, pages)
         renewal = self._side.tasks.start(self._keep_lease(pull))
-        self._num_pulls += 1
-        link.num_pulls += 1
+        self._pulls.add(pull)
         reason = "failed"
         try:
             await self._check(link, offer)
@@ -68,8 +67,7 @@ class Sink:
             reason = "cancelled"
             raise
         finally:
-            self._num_pulls -= 1
-            link.num_pulls -= 1
+            self._pulls.remove(pull)
             renewal.cancel()
             self._side.tasks.start(self._release(pull, reason))
 
@@ -88,7 +86,7 @@ class Sink:
     def counts(self) -> dict[str, int]:
         """What is held right now; all zero after `close`."""
         return {
-            "pulls": self._num_pulls,
+            "pulls": len(self._pulls),
             "channels": sum(link.has_channel for link in self._links.values()),
             "staging": self._side.staging.num_taken,
             "quarantined": self._side.staging.num_quarantined(),
@@ -111,9 +109,10 @@ class Sink:
 
     async def _sweep(self) -> None:
         self._side.check_staging()
+        pulled_over = {pull.link for pull in self._pulls}
         for seat, link in list(self._links.items()):
             link.drop_if_idle(self._side.deadlines.idle_s)
-            if not link.has_channel and not link.num_pulls:
+            if not link.has_channel and link not in pulled_over:
                 del self._links[seat]
 
     async def _check(self, link: Link, offer: m.Offer) -> None:

@@ -35,9 +35,9 @@ class Source:
         self._layout = side.caches.layout
         self._book = OfferBook(side.config.lease_s)
         self._channels = AcceptedChannels(side)
-        self._loop = asyncio.get_running_loop()
+        self._post = asyncio.get_running_loop().call_soon_threadsafe
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
-        self._sweeper = self._loop.create_task(again(every_s, self._sweep))
+        self._sweeper = asyncio.create_task(again(every_s, self._sweep))
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
@@ -66,12 +66,7 @@ class Source:
         ``on_release`` is called on the engine thread exactly once, whatever happens, and only
         then may the engine free the pages.
         """
-
-        def open_here() -> None:
-            if not self._book.open(identity, on_release):
-                self._call_on_engine(on_release)
-
-        self._post(open_here)
+        self._post(self._open, identity, on_release)
 
     def advance(
         self,
@@ -86,11 +81,11 @@ class Source:
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        self._post(lambda: self._book.advance(identity, now, seal))
+        self._post(self._book.advance, identity, now, seal)
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""
-        self._post(lambda: self._end(identity, text))
+        self._post(self._end, identity, text)
 
     def counts(self) -> dict[str, int]:
         """What is held right now; all zero after `stop`. An offer is a lease."""
@@ -152,18 +147,14 @@ class Source:
         return group
 
     async def _transfer(self, channel: Channel, ask: m.Send, group: Group) -> m.Sent:
+        """What is raised ends the channel, and only then is the buffer free."""
         staging = self._side.staging
         buffer = await staging.reserve(channel.timeout_s)
         data = staged(group, buffer, ask.hi - ask.lo)
         try:
             first_page, generations = await self._read(ask, group, data)
-        except BaseException:
-            staging.free(buffer)
-            raise
-        try:
             await settled(channel.send(data).done, channel)
-        except BaseException as error:
-            channel.abort(f"sending failed: {error}")
+        except BaseException:
             staging.quarantine(buffer, channel.terminal)
             raise
         staging.free(buffer)
@@ -183,6 +174,10 @@ class Source:
         caches.pool.check_generations(computed.pages[first:last], generations)
         return first, generations
 
+    def _open(self, identity: Identity, on_release: Callable[[], None]) -> None:
+        if not self._book.open(identity, on_release):
+            self._call_on_engine(on_release)
+
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)
         if entry is not None:
@@ -190,9 +185,6 @@ class Source:
 
     def _call_on_engine(self, on_release: Callable[[], None]) -> None:
         self._side.engine.post(on_release).add_done_callback(_log_failure)
-
-    def _post(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)
 
     async def _sweep(self) -> None:
         self._side.check_staging()
