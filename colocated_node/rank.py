@@ -50,7 +50,7 @@ class SealedInPlace:
             if ready.seal is not None:
                 return ready.seal
             num_tokens = ready.num_tokens
-            await ask(control, "renew", m.Renew(identity), Done, waits.call_s)
+            await ask(control, "renew", identity, Done, waits.call_s)
 
     def counts(self) -> dict[str, int]:
         return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}

@@ -11,8 +11,8 @@ release    Done      D needs nothing more of it; saying so twice is fine
 hang_up    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
-A request that fails is answered by a Failure (core.schema). The epoch of P that is meant is in the
-call's envelope (core.control).
+What is renewed is told by its Identity alone. A request that fails is answered by a Failure
+(core.schema). The epoch of P that is meant is in the call's envelope (core.control).
 """
 
 from dataclasses import dataclass
@@ -115,11 +115,6 @@ class Sent:
     num_bytes: int
     first_page: int
     generations: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    identity: Identity
 
 
 @dataclass(frozen=True, slots=True)

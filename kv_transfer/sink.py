@@ -161,7 +161,7 @@ class Sink:
         while True:
             await asyncio.sleep(pull.link.lease_s / 3)
             try:
-                await pull.link.call("renew", m.Renew(pull.offer.identity), Done)
+                await pull.link.call("renew", pull.offer.identity, Done)
             except TandemError as error:
                 log.warning("lease of %s was not renewed: %s", pull.offer.identity, error)
 

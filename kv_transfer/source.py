@@ -42,7 +42,7 @@ class Source:
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
-            "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
+            "renew": (Identity, self._book.renew),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
             "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce, "hung up")),
         }

@@ -19,7 +19,7 @@ from kv_transfer.messages import Seal
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.page_source import PageSource
-from prefill_node.prefill_calls import Cancel, Prefill, Prefilled
+from prefill_node.prefill_calls import Prefill, Prefilled
 from runtime.parts import RankParts
 
 
@@ -42,7 +42,7 @@ class PrefillRank:
         parts.loop.add(self.engine)
         own: Methods = {
             "prefill": (Prefill, self._prefill),
-            "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
+            "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
             "beat": (None, self._beat),
             "status": (None, lambda _: parts.status(self._held)),
         }
