@@ -12,8 +12,7 @@ from core.answer import TransferStats
 from core.errors import HandoverError, StalePages
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
-from kv_transfer.caches import staged
-from kv_transfer.layout import Group
+from kv_transfer.caches import Span, staged
 from kv_transfer.line import Line
 from kv_transfer.links import Link
 from kv_transfer.side import Side
@@ -73,25 +72,25 @@ class Pulling:
         num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
-    async def fetch(self, group: Group, lo: int, hi: int) -> None:
-        """Bring tokens ``[lo, hi)`` of a group into the pages and note the chunk.
+    async def fetch(self, span: Span) -> None:
+        """Bring a chunk of tokens into the pages and note it.
 
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
         async with self.window:
-            exchange, buffer = await self._start(group, lo, hi)
+            exchange, buffer = await self._start(span)
             try:
                 sent = await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
             try:
-                await self._scatter(group, lo, hi, buffer)
+                await self._scatter(span, buffer)
             finally:
                 self.side.staging.free(buffer)
             self.read.append(sent)
 
-    async def _start(self, group: Group, lo: int, hi: int) -> tuple[asyncio.Task[m.Sent], Buffer]:
+    async def _start(self, span: Span) -> tuple[asyncio.Task[m.Sent], Buffer]:
         link = self.link
         await link.lock.acquire()
         try:
@@ -100,9 +99,9 @@ class Pulling:
         except BaseException:
             link.lock.release()
             raise
-        where = group.name, lo, hi
+        where = span.group.name, span.lo, span.hi
         ask = m.Send(self.offer.identity, *where, line.nonce, channel.num_transfers)
-        data = staged(group, buffer, hi - lo).flatten()
+        data = staged(span, buffer).flatten()
         exchange = self.side.tasks.start(self._exchange(line, channel, buffer, ask, data))
         self.exchanges.add(exchange)
         exchange.add_done_callback(self.exchanges.discard)
@@ -135,9 +134,8 @@ class Pulling:
         if not exchange.cancelled() and exchange.exception() is None:
             self.side.staging.free(buffer)
 
-    async def _scatter(self, group: Group, lo: int, hi: int, buffer: Buffer) -> None:
-        scatter, data = self.side.caches.scatter, staged(group, buffer, hi - lo)
-        posted = self.side.copier.submit(scatter, group, self.pages, lo, hi, data)
+    async def _scatter(self, span: Span, buffer: Buffer) -> None:
+        posted = self.side.copier.submit(self.side.caches.scatter, span, staged(span, buffer))
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)

@@ -11,7 +11,7 @@ from core.control import Control, Done
 from core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
-from kv_transfer.caches import chunks
+from kv_transfer.caches import Span, chunks
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.links import Link
 from kv_transfer.pull import Pulling
@@ -93,9 +93,6 @@ class Sink:
             "tasks": len(self._side.tasks),
         }
 
-    def check_integrity(self) -> None:
-        self._side.staging.check_integrity()
-
     def _link(self, owner: str, seat: str, epoch: int, control: Control) -> Link:
         """The link to this life of a rank; one to an earlier life is dropped."""
         link = self._links.get(seat)
@@ -151,8 +148,8 @@ class Sink:
         try:
             async with asyncio.TaskGroup() as fetches:
                 for group in self._layout.groups:
-                    for part in chunks(group, lo, hi, chunk_bytes):
-                        fetches.create_task(pull.fetch(group, *part))
+                    for part in chunks(Span(group, pull.pages, lo, hi), chunk_bytes):
+                        fetches.create_task(pull.fetch(part))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         pull.num_pulled = ready.num_tokens

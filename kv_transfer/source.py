@@ -14,8 +14,8 @@ from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
-from kv_transfer.caches import staged
-from kv_transfer.layout import Group, check_same
+from kv_transfer.caches import Span, staged
+from kv_transfer.layout import check_same
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
@@ -69,11 +69,7 @@ class Source:
         self._post(self._open, identity, on_release)
 
     def advance(
-        self,
-        identity: Identity,
-        pages: list[int],
-        num_tokens: int,
-        seal: m.Seal | None = None,
+        self, identity: Identity, pages: list[int], num_tokens: int, seal: m.Seal | None = None
     ) -> None:
         """Tokens ``[0, num_tokens)`` are computed; ``pages`` are all so far. What comes with a
         ``seal`` is the last: D is told of both at once."""
@@ -97,9 +93,6 @@ class Source:
             "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
-
-    def check_integrity(self) -> None:
-        self._side.staging.check_integrity()
 
     async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend
@@ -127,32 +120,33 @@ class Source:
                 raise HandoverError(
                     f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
                 )
-            return await self._transfer(channel, ask, self._group(ask))
+            return await self._transfer(channel, ask, self._span(ask))
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
             channel.abort(f"transfer {ask.transfer_id} failed: {error}")
             self._channels.drop(ask.nonce, "it failed")
             raise
 
-    def _group(self, ask: m.Send) -> Group:
-        """The group that is asked for, of which there is so much."""
-        group = self._layout.group(ask.group)
-        available = self._book.need(ask.identity).computed.num_tokens
-        if not 0 <= ask.lo < ask.hi <= available:
-            raise HandoverError(f"tokens [{ask.lo}, {ask.hi}) asked for, {available} computed")
+    def _span(self, ask: m.Send) -> Span:
+        """What is asked for, of which there is so much."""
+        group, computed = self._layout.group(ask.group), self._book.need(ask.identity).computed
+        if not 0 <= ask.lo < ask.hi <= computed.num_tokens:
+            raise HandoverError(
+                f"tokens [{ask.lo}, {ask.hi}) asked for, {computed.num_tokens} computed"
+            )
         num_bytes = (ask.hi - ask.lo) * group.bytes_per_token_all_layers
         chunk_bytes = self._side.staging.chunk_bytes
         if num_bytes > chunk_bytes:
             raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
-        return group
+        return Span(group, computed.pages, ask.lo, ask.hi)
 
-    async def _transfer(self, channel: Channel, ask: m.Send, group: Group) -> m.Sent:
+    async def _transfer(self, channel: Channel, ask: m.Send, span: Span) -> m.Sent:
         """What is raised ends the channel, and only then is the buffer free."""
         staging = self._side.staging
         buffer = await staging.reserve(channel.timeout_s)
-        data = staged(group, buffer, ask.hi - ask.lo)
+        data = staged(span, buffer)
         try:
-            first_page, generations = await self._read(ask, group, data)
+            first_page, generations = await self._read(ask, span, data)
             await settled(channel.send(data).done, channel)
         except BaseException:
             staging.quarantine(buffer, channel.terminal)
@@ -160,14 +154,13 @@ class Source:
         staging.free(buffer)
         return m.Sent(ask.transfer_id, data.nbytes, first_page, generations)
 
-    async def _read(self, ask: m.Send, group: Group, out: Tensor) -> tuple[int, tuple[int, ...]]:
+    async def _read(self, ask: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """Beside the steps of prefill, which write other entries; what was read is good if its
         pages have not changed hands by then."""
         caches, computed = self._side.caches, self._book.need(ask.identity).computed
         size = caches.pool.page_size
         first, last = ask.lo // size, -(-ask.hi // size)
-        where = group, computed.pages, ask.lo, ask.hi
-        reading = self._side.copier.submit(caches.gather, *where, out, computed.mark)
+        reading = self._side.copier.submit(caches.gather, span, out, computed.mark)
         await asyncio.wrap_future(reading)
         self._book.need(ask.identity)
         generations = computed.generations[first:last]

@@ -167,7 +167,7 @@ class Prefill(Rank):
         self.may_send.set()
 
     async def report(self) -> dict[str, Any]:
-        self.source.check_integrity()
+        self.source._side.staging.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
         self.asked = []
