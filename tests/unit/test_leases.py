@@ -100,12 +100,12 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     assert book.num_waiting == 1 and book.open(KEY, nothing)
     await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
-    book.advance(KEY, Computed(3, (1,), (1,)))
+    book.advance(KEY, Computed(30, (1,), (1,)))
     entry = await waiting
-    assert entry is not None and entry.computed.num_tokens == 3 and book.num_waiting == 0
-    assert await book.wait(KEY, 3, 0.01) is entry
-    book.advance(KEY, Computed(3, (1,), (1,)), Seal(5))
-    sealed = await book.wait(KEY, 3, 5.0)
+    assert entry is not None and entry.computed.num_tokens == 30 and book.num_waiting == 0
+    assert await book.wait(KEY, 30, 0.01) is entry
+    book.advance(KEY, Computed(30, (1,), (1,)), Seal(5))
+    sealed = await book.wait(KEY, 30, 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
     assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
 
