@@ -24,8 +24,7 @@ PREFILL_METHODS = ("prefill", "cancel")
 class SealedInPlace:
     """The decode side of a hand-over within one rank: waits for the seal, moves nothing."""
 
-    def __init__(self, num_groups: int, lease_s: float) -> None:
-        self._num_groups = num_groups
+    def __init__(self, lease_s: float) -> None:
         self._num_pulls = 0
         self._tasks = Tasks()
         self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
@@ -44,14 +43,14 @@ class SealedInPlace:
             self._tasks.start(ask(control, "release", release, Done, self._deadlines.call_s))
 
     async def _seal(self, identity: Identity, control: Control) -> m.Seal:
-        num_tokens, waits = (0,) * self._num_groups, self._deadlines
+        num_tokens, waits = 0, self._deadlines
         while True:
             pull = m.Pull(identity, num_tokens, waits.wait_s)
             ready = await ask(control, "pull", pull, m.Ready, waits.wait_s + waits.call_s)
             if ready.seal is not None:
                 return ready.seal
             num_tokens = ready.num_tokens
-            await ask(control, "renew", m.Renew(identity), Done, waits.call_s)
+            await ask(control, "renew", identity, Done, waits.call_s)
 
     def counts(self) -> dict[str, int]:
         return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
@@ -84,7 +83,7 @@ class ColocatedRank:
 
 async def build(parts: RankParts) -> ColocatedRank:
     """Both engines on one thread."""
-    intake = SealedInPlace(len(parts.caches), parts.config.kv_transfer.lease_s)
+    intake = SealedInPlace(parts.config.kv_transfer.lease_s)
     decode = DecodeRank(parts, intake, lambda owner, epoch: control)
     held, share = decode.engine.scheduler.held, decode.engine.scheduler.share
     pages = AdoptedPages(parts.pool, parts.loaded.lag, lambda one: held(one).pages, share)

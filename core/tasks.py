@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
 from core.errors import TandemError
@@ -83,8 +82,8 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 def threaded(function: Callable[[], Result]) -> "Future[Result]":
     """The result of what runs on a thread of its own; waiters cannot cancel it."""
     future: Future[Result] = pending()
-    work = partial(fulfil, future, function)
-    threading.Thread(target=work, name="kv-blocking", daemon=True).start()
+    given = future, function
+    threading.Thread(target=fulfil, args=given, name="kv-blocking", daemon=True).start()
     return future
 
 

@@ -64,9 +64,8 @@ class Channel:
     done about it but ending the process.
     """
 
-    def __init__(self, wire: Wire, name: str, backend: str, timeout_s: float) -> None:
+    def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:
         self.name = name
-        self.backend = backend
         self.timeout_s = timeout_s
         self.num_transfers = 0
         self.terminal = pending()

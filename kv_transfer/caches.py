@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,15 @@ Mark = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
 """Of the ``slots_T`` of ``layers`` [num_slots, W] each, and ``rows`` [num_layers, T, W] of the same
 integer type: into the rows (``is_gather``), or from them."""
+
+
+class Span(NamedTuple):
+    """Tokens ``[lo, hi)`` of a sequence on ``pages``, in all layers of a group."""
+
+    group: Group
+    pages: Sequence[int]
+    lo: int
+    hi: int
 
 
 class PagedCaches:
@@ -52,29 +62,21 @@ class PagedCaches:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def gather(
-        self,
-        group: Group,
-        pages: Sequence[int],
-        lo: int,
-        hi: int,
-        out: Tensor,
-        mark: Mark | None = None,
-    ) -> None:
-        """Read tokens ``[lo, hi)`` of a sequence on ``pages`` into ``out`` (see `staged`)."""
+    def gather(self, span: Span, out: Tensor, mark: Mark | None = None) -> None:
+        """Read into ``out`` (see `staged`)."""
         with self._beside(mark):
-            rows, slots_T = _widest_view(out), self._slots_T(pages, lo, hi)
+            rows, slots_T = _widest_view(out), self._slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
-            self._copy(self._layers(group, rows.dtype), slots_T, here, True)
+            self._copy(self._layers(span.group, rows.dtype), slots_T, here, True)
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
-    def scatter(self, group: Group, pages: Sequence[int], lo: int, hi: int, staged: Tensor) -> None:
-        """Write tokens ``[lo, hi)`` of a sequence on ``pages`` from ``staged``."""
+    def scatter(self, span: Span, staged: Tensor) -> None:
+        """Write from ``staged``."""
         with self._beside(None):
-            rows, slots_T = _widest_view(staged), self._slots_T(pages, lo, hi)
+            rows, slots_T = _widest_view(staged), self._slots_T(span)
             here = rows.to(self.device, non_blocking=True)
-            self._copy(self._layers(group, rows.dtype), slots_T, here, False)
+            self._copy(self._layers(span.group, rows.dtype), slots_T, here, False)
 
     def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
@@ -90,8 +92,8 @@ class PagedCaches:
             yield
             self._stream.synchronize()
 
-    def _slots_T(self, pages: Sequence[int], lo: int, hi: int) -> Tensor:
-        size = self.pool.page_size
+    def _slots_T(self, span: Span) -> Tensor:
+        (_, pages, lo, hi), size = span, self.pool.page_size
         assert 0 <= lo < hi <= len(pages) * size, f"tokens [{lo}, {hi}) of {len(pages)} pages"
         token_T = torch.arange(lo, hi)
         page_T = torch.tensor(pages, dtype=torch.int64)[token_T // size]
@@ -102,8 +104,9 @@ class PagedCaches:
         return slots_T.pin_memory().to(self.device, non_blocking=True)
 
 
-def staged(group: Group, buffer: Buffer, num_tokens: int) -> Tensor:
-    """The part of a buffer one chunk fills: uint8 ``[num_layers, num_tokens, bytes_per_token]``."""
+def staged(span: Span, buffer: Buffer) -> Tensor:
+    """The part of a buffer that it fills: uint8 ``[num_layers, num_tokens, bytes_per_token]``."""
+    group, num_tokens = span.group, span.hi - span.lo
     num_bytes = num_tokens * group.bytes_per_token_all_layers
     shape = (group.num_layers, num_tokens, group.bytes_per_token)
     return buffer.bytes[:num_bytes].view(shape)
@@ -116,11 +119,11 @@ def check_chunks(layout: Layout, chunk_bytes: int) -> None:
         raise ValueError(f"a staging chunk must hold a token of {most} bytes, got {chunk_bytes}")
 
 
-def chunks(group: Group, lo: int, hi: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Split tokens ``[lo, hi)`` of all layers of a group into pieces that fit a buffer."""
-    step = chunk_bytes // group.bytes_per_token_all_layers
-    for start in range(lo, hi, step):
-        yield start, min(start + step, hi)
+def chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
+    """Split it into pieces that fit a buffer."""
+    step = chunk_bytes // span.group.bytes_per_token_all_layers
+    for lo in range(span.lo, span.hi, step):
+        yield span._replace(lo=lo, hi=min(lo + step, span.hi))
 
 
 def _widest_view(staged: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class ChannelMaker:
             wire = self._backend.join(store, rank)
         except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
             raise HandoverError(f"channel {name} at {address}: {error}") from None
-        channel = Channel(wire, name, self.backend, self.timeout_s)
+        channel = Channel(wire, name, self.timeout_s)
         _warm(channel, rank, self.device, ends_at)
         return channel
 

@@ -10,7 +10,7 @@ from typing import Any
 from core.errors import LayoutMismatch
 from core.schema import pack
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the hand-over messages; both sides must speak the same one."""
 
 
@@ -29,7 +29,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups in the order in which every per-group tuple of the hand-over lists them.
+    """Groups, of which all have the entries of the same tokens at any time.
 
     ``dtype`` names the cache's element type, ``model`` the checkpoint it was computed by.
     """
@@ -47,11 +47,11 @@ class Layout:
             if group.num_layers < 1 or group.bytes_per_token < 1:
                 raise ValueError(f"layout group needs layers and bytes, got {group}")
 
-    def index(self, name: str) -> int:
-        """Place of a group in per-group tuples. Raises LayoutMismatch for an unknown name."""
-        for index, group in enumerate(self.groups):
+    def group(self, name: str) -> Group:
+        """Raises LayoutMismatch for an unknown name."""
+        for group in self.groups:
             if group.name == name:
-                return index
+                return group
         raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
 
     def fingerprint(self) -> str:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Link:
     """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking.
 
-    ``me`` is this rank as P knows it, its seat and epoch; ``num_pulls`` hold on to the link.
+    ``me`` is this rank as P knows it, its seat and epoch.
     """
 
     me: tuple[str, int]
@@ -30,7 +30,6 @@ class Link:
     epoch: int
     control: Control
     side: Side
-    num_pulls: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _line: Line | None = None
 

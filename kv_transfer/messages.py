@@ -11,8 +11,8 @@ release    Done      D needs nothing more of it; saying so twice is fine
 hang_up    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
-A request that fails is answered by a Failure (core.schema). The epoch of P that is meant is in the
-call's envelope (core.control).
+What is renewed is told by its Identity alone. A request that fails is answered by a Failure
+(core.schema). The epoch of P that is meant is in the call's envelope (core.control).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from kv_transfer.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Flow to D, at routing time: where the KV will be. ``num_tokens`` of the first group.
+    """Flow to D, at routing time: where the KV will be, of ``num_tokens``.
 
     ``owner`` and ``epoch`` say which life of which rank will have it, ``seat`` which rank that is
     in all its lives.
@@ -60,43 +60,39 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Answer within ``wait_s``, earlier once any group has more than ``num_pulled`` tokens.
-
-    One entry per layout group: D asks for tokens ``[num_pulled[g], all there are)`` of each.
-    """
+    """Answer within ``wait_s``, earlier once there are more than ``num_pulled`` tokens."""
 
     identity: Identity
-    num_pulled: tuple[int, ...]
+    num_pulled: int
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The KV is complete. Counts are per layout group, generations per page of P.
+    """The KV is complete; ``generations`` are those of P's pages, which its Source adds.
 
     ``features`` of the last prompt token are what the drafter wants of the main model, as raw
     bytes; None for zero_hidden, and if it wants nothing.
     """
 
     first_token: int
-    features: bytes | None
-    features_dtype: str
-    num_tokens: tuple[int, ...]
-    generations: tuple[int, ...]
+    features: bytes | None = None
+    features_dtype: str = ""
+    generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Tokens computed so far per group. ``opened`` is False while prefill is unknown."""
+    """Tokens computed so far, of all groups alike. ``opened`` is False while prefill is unknown."""
 
     opened: bool
-    num_tokens: tuple[int, ...]
+    num_tokens: int
     seal: Seal | None
 
     @property
     def is_queued(self) -> bool:
         """The prompt is there, its turn has not come: P is alive and says so."""
-        return self.opened and not any(self.num_tokens)
+        return self.opened and not self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +115,6 @@ class Sent:
     num_bytes: int
     first_page: int
     generations: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    identity: Identity
 
 
 @dataclass(frozen=True, slots=True)

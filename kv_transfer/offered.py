@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from core.errors import HandoverError
 from core.identity import Identity
@@ -20,21 +20,13 @@ RELEASE_KNOWN_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What there is of a sequence. ``num_tokens`` are per layout group. Pages only ever grow;
-    their ``generations`` are those they came with. ``mark`` is the device's (PagedCaches.mark)."""
+    """What there is of a sequence. Pages only ever grow; their ``generations`` are those they came
+    with. ``mark`` is the device's (PagedCaches.mark)."""
 
-    num_tokens: tuple[int, ...]
+    num_tokens: int = 0
     pages: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
     mark: "Mark | None" = None
-
-
-class FirstToken(NamedTuple):
-    """The first token, and the features of the token before it, as in a Seal."""
-
-    token: int
-    features: bytes | None = None
-    features_dtype: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,20 +39,16 @@ class Offered:
     on_release: Callable[[], None]
     seal: Seal | None = None
 
-    def has_more_than(self, num_pulled: tuple[int, ...]) -> bool:
-        counts = zip(self.computed.num_tokens, num_pulled, strict=True)
-        return self.seal is not None or any(have > got for have, got in counts)
+    def has_more_than(self, num_pulled: int) -> bool:
+        return self.seal is not None or self.computed.num_tokens > num_pulled
 
 
 class OfferBook:
     """Owned by one asyncio loop. An identity is unknown, then open and leased, then ended for
     good; it may end before it was open."""
 
-    def __init__(
-        self, num_groups: int, lease_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.lease_s = lease_s
-        self._num_groups = num_groups
         self._clock = clock
         self._open: dict[Identity, Offered] = {}
         self._ended: dict[Identity, tuple[str, float]] = {}
@@ -78,8 +66,7 @@ class OfferBook:
         assert identity not in self._open, f"{identity} was opened twice"
         if identity in self._ended:
             return False
-        computed = Computed((0,) * self._num_groups)
-        self._open[identity] = Offered(computed, self._clock() + self.lease_s, on_release)
+        self._open[identity] = Offered(Computed(), self._clock() + self.lease_s, on_release)
         self._notify(identity)
         return True
 
@@ -96,8 +83,8 @@ class OfferBook:
             raise HandoverError(f"{identity}: not offered here")
         return entry
 
-    def advance(self, identity: Identity, now: Computed, first: FirstToken | None = None) -> None:
-        """A later state of an entry, which its ``first`` token closes; what has ended stays ended.
+    def advance(self, identity: Identity, now: Computed, seal: Seal | None = None) -> None:
+        """A later state of an entry, which its ``seal`` closes; what has ended stays ended.
         A page keeps the generation it came with: that of another owner of it must never look
         right."""
         entry = self._open.get(identity)
@@ -106,13 +93,12 @@ class OfferBook:
         assert entry.seal is None, f"{identity} was sealed before"
         before, num_pages = entry.computed, len(entry.computed.pages)
         assert now.pages[:num_pages] == before.pages, f"{identity}: pages were exchanged"
-        assert all(
-            new >= old for new, old in zip(now.num_tokens, before.num_tokens, strict=True)
-        ), f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
+        shrank = f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
+        assert now.num_tokens >= before.num_tokens, shrank
         generations = before.generations + now.generations[num_pages:]
         entry.computed = replace(now, generations=generations)
-        if first is not None:
-            entry.seal = Seal(*first, now.num_tokens, now.generations)
+        if seal is not None:
+            entry.seal = replace(seal, generations=now.generations)
         self._notify(identity)
 
     def end(self, identity: Identity, reason: str) -> Offered | None:
@@ -142,9 +128,7 @@ class OfferBook:
             raise HandoverError(f"{identity}: its lease of {self.lease_s} s ran out")
         entry.ends_at = self._clock() + self.lease_s
 
-    async def wait(
-        self, identity: Identity, num_pulled: tuple[int, ...], wait_s: float
-    ) -> Offered | None:
+    async def wait(self, identity: Identity, num_pulled: int, wait_s: float) -> Offered | None:
         """The entry as soon as it has more than ``num_pulled``, else as it is after ``wait_s``.
 
         None if it is still unknown then. Raises HandoverError when it ends meanwhile.
@@ -156,15 +140,12 @@ class OfferBook:
             remaining_s = give_up_at - loop.time()
             if remaining_s <= 0 or (entry is not None and entry.has_more_than(num_pulled)):
                 return entry
-            await self._changed(identity, remaining_s)
-
-    async def _changed(self, identity: Identity, wait_s: float) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = identity
-        try:
-            await asyncio.wait([waiter], timeout=wait_s)
-        finally:
-            del self._waiters[waiter]
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters[waiter] = identity
+            try:
+                await asyncio.wait([waiter], timeout=remaining_s)
+            finally:
+                del self._waiters[waiter]
 
     def _notify(self, identity: Identity) -> None:
         for waiter, awaited in self._waiters.items():

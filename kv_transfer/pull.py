@@ -12,8 +12,7 @@ from core.answer import TransferStats
 from core.errors import HandoverError, StalePages
 from kv_transfer import messages as m
 from kv_transfer.base import Channel
-from kv_transfer.caches import staged
-from kv_transfer.layout import Group
+from kv_transfer.caches import Span, staged
 from kv_transfer.line import Line
 from kv_transfer.links import Link
 from kv_transfer.side import Side
@@ -29,7 +28,7 @@ class Pulling:
     """One pull under way: where from, into which pages, and its transfers on the wire; one that was
     started always runs to its end, even when nobody waits.
 
-    ``num_pulled`` tokens per layout group have come and were scattered: ``read`` says as what.
+    ``num_pulled`` tokens of all groups have come and were scattered: ``read`` says as what.
     ``wire_s`` is the time from their receives to their arrivals.
     """
 
@@ -37,7 +36,7 @@ class Pulling:
     link: Link
     offer: m.Offer
     pages: Sequence[int]
-    num_pulled: tuple[int, ...]
+    num_pulled: int = 0
     read: list[m.Sent] = field(default_factory=list)
     wire_s: float = 0.0
     exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
@@ -47,22 +46,18 @@ class Pulling:
 
     def check(self, ready: m.Ready) -> None:
         """Raises HandoverError for counts that cannot be."""
-        most, counts = self.offer.num_tokens, ready.num_tokens
-        if len(counts) != len(self.num_pulled) or not all(
-            got <= have <= most for got, have in zip(self.num_pulled, counts, strict=True)
-        ):
+        if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
-                f"{self.offer.identity}: {counts} tokens reported after {self.num_pulled}, "
-                f"{most} were offered"
+                f"{self.offer.identity}: {ready.num_tokens} tokens reported after "
+                f"{self.num_pulled}, {self.offer.num_tokens} were offered"
             )
 
     def check_seal(self, seal: m.Seal) -> None:
         """Raises HandoverError for other counts, StalePages for other pages."""
         identity, offered = self.offer.identity, self.offer.num_tokens
-        if seal.num_tokens != self.num_pulled or seal.num_tokens[0] != offered:
+        if self.num_pulled != offered:
             raise HandoverError(
-                f"{identity}: sealed at {seal.num_tokens} tokens, {self.num_pulled} were pulled "
-                f"and {offered} offered"
+                f"{identity}: sealed at {self.num_pulled} tokens, {offered} were offered"
             )
         for read in self.read:
             sealed = seal.generations[read.first_page : read.first_page + len(read.generations)]
@@ -77,25 +72,25 @@ class Pulling:
         num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
-    async def fetch(self, group: Group, lo: int, hi: int) -> None:
-        """Bring tokens ``[lo, hi)`` of a group into the pages and note the chunk.
+    async def fetch(self, span: Span) -> None:
+        """Bring a chunk of tokens into the pages and note it.
 
         Cancelled while on the wire, the transfer drains into staging and is not scattered.
         """
         async with self.window:
-            exchange, buffer = await self._start(group, lo, hi)
+            exchange, buffer = await self._start(span)
             try:
                 sent = await asyncio.shield(exchange)
             except asyncio.CancelledError:
                 exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
             try:
-                await self._scatter(group, lo, hi, buffer)
+                await self._scatter(span, buffer)
             finally:
                 self.side.staging.free(buffer)
             self.read.append(sent)
 
-    async def _start(self, group: Group, lo: int, hi: int) -> tuple[asyncio.Task[m.Sent], Buffer]:
+    async def _start(self, span: Span) -> tuple[asyncio.Task[m.Sent], Buffer]:
         link = self.link
         await link.lock.acquire()
         try:
@@ -104,9 +99,9 @@ class Pulling:
         except BaseException:
             link.lock.release()
             raise
-        where = group.name, lo, hi
+        where = span.group.name, span.lo, span.hi
         ask = m.Send(self.offer.identity, *where, line.nonce, channel.num_transfers)
-        data = staged(group, buffer, hi - lo).flatten()
+        data = staged(span, buffer).flatten()
         exchange = self.side.tasks.start(self._exchange(line, channel, buffer, ask, data))
         self.exchanges.add(exchange)
         exchange.add_done_callback(self.exchanges.discard)
@@ -139,9 +134,8 @@ class Pulling:
         if not exchange.cancelled() and exchange.exception() is None:
             self.side.staging.free(buffer)
 
-    async def _scatter(self, group: Group, lo: int, hi: int, buffer: Buffer) -> None:
-        scatter, data = self.side.caches.scatter, staged(group, buffer, hi - lo)
-        posted = self.side.copier.submit(scatter, group, self.pages, lo, hi, data)
+    async def _scatter(self, span: Span, buffer: Buffer) -> None:
+        posted = self.side.copier.submit(self.side.caches.scatter, span, staged(span, buffer))
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)

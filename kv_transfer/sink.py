@@ -11,7 +11,7 @@ from core.control import Control, Done
 from core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
-from kv_transfer.caches import chunks
+from kv_transfer.caches import Span, chunks
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.links import Link
 from kv_transfer.pull import Pulling
@@ -40,7 +40,7 @@ class Sink:
         self._side = side
         self._layout = side.caches.layout
         self._links: dict[str, Link] = {}
-        self._num_pulls = 0
+        self._pulls: set[Pulling] = set()
         self._sweeper = asyncio.create_task(again(side.deadlines.idle_s / 4, self._sweep))
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
@@ -54,10 +54,9 @@ class Sink:
         size = self._side.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
         link = self._link(offer.owner, offer.seat, offer.epoch, control)
-        pull = Pulling(self._side, link, offer, pages, (0,) * len(self._layout.groups))
+        pull = Pulling(self._side, link, offer, pages)
         renewal = self._side.tasks.start(self._keep_lease(pull))
-        self._num_pulls += 1
-        link.num_pulls += 1
+        self._pulls.add(pull)
         reason = "failed"
         try:
             await self._check(link, offer)
@@ -68,8 +67,7 @@ class Sink:
             reason = "cancelled"
             raise
         finally:
-            self._num_pulls -= 1
-            link.num_pulls -= 1
+            self._pulls.remove(pull)
             renewal.cancel()
             self._side.tasks.start(self._release(pull, reason))
 
@@ -88,15 +86,12 @@ class Sink:
     def counts(self) -> dict[str, int]:
         """What is held right now; all zero after `close`."""
         return {
-            "pulls": self._num_pulls,
+            "pulls": len(self._pulls),
             "channels": sum(link.has_channel for link in self._links.values()),
             "staging": self._side.staging.num_taken,
             "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
-
-    def check_integrity(self) -> None:
-        self._side.staging.check_integrity()
 
     def _link(self, owner: str, seat: str, epoch: int, control: Control) -> Link:
         """The link to this life of a rank; one to an earlier life is dropped."""
@@ -111,9 +106,10 @@ class Sink:
 
     async def _sweep(self) -> None:
         self._side.check_staging()
+        pulled_over = {pull.link for pull in self._pulls}
         for seat, link in list(self._links.items()):
             link.drop_if_idle(self._side.deadlines.idle_s)
-            if not link.has_channel and not link.num_pulls:
+            if not link.has_channel and link not in pulled_over:
                 del self._links[seat]
 
     async def _check(self, link: Link, offer: m.Offer) -> None:
@@ -148,13 +144,12 @@ class Sink:
                 )
 
     async def _fetch(self, pull: Pulling, ready: m.Ready) -> None:
-        parts = zip(self._layout.groups, pull.num_pulled, ready.num_tokens, strict=True)
-        chunk_bytes = self._side.staging.chunk_bytes
+        lo, hi, chunk_bytes = pull.num_pulled, ready.num_tokens, self._side.staging.chunk_bytes
         try:
             async with asyncio.TaskGroup() as fetches:
-                for group, lo, hi in parts:
-                    for part in chunks(group, lo, hi, chunk_bytes):
-                        fetches.create_task(pull.fetch(group, *part))
+                for group in self._layout.groups:
+                    for part in chunks(Span(group, pull.pages, lo, hi), chunk_bytes):
+                        fetches.create_task(pull.fetch(part))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         pull.num_pulled = ready.num_tokens
@@ -163,7 +158,7 @@ class Sink:
         while True:
             await asyncio.sleep(pull.link.lease_s / 3)
             try:
-                await pull.link.call("renew", m.Renew(pull.offer.identity), Done)
+                await pull.link.call("renew", pull.offer.identity, Done)
             except TandemError as error:
                 log.warning("lease of %s was not renewed: %s", pull.offer.identity, error)
 

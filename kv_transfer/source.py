@@ -14,9 +14,9 @@ from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
-from kv_transfer.caches import staged
-from kv_transfer.layout import Group, check_same
-from kv_transfer.offered import Computed, FirstToken, OfferBook
+from kv_transfer.caches import Span, staged
+from kv_transfer.layout import check_same
+from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
 
@@ -33,16 +33,16 @@ class Source:
     def __init__(self, side: Side) -> None:
         self._side = side
         self._layout = side.caches.layout
-        self._book = OfferBook(len(self._layout.groups), side.config.lease_s)
+        self._book = OfferBook(side.config.lease_s)
         self._channels = AcceptedChannels(side)
-        self._loop = asyncio.get_running_loop()
+        self._post = asyncio.get_running_loop().call_soon_threadsafe
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
-        self._sweeper = self._loop.create_task(again(every_s, self._sweep))
+        self._sweeper = asyncio.create_task(again(every_s, self._sweep))
         self.methods: Methods = {
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
-            "renew": (m.Renew, lambda ask: self._book.renew(ask.identity)),
+            "renew": (Identity, self._book.renew),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
             "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce, "hung up")),
         }
@@ -66,31 +66,22 @@ class Source:
         ``on_release`` is called on the engine thread exactly once, whatever happens, and only
         then may the engine free the pages.
         """
-
-        def open_here() -> None:
-            if not self._book.open(identity, on_release):
-                self._call_on_engine(on_release)
-
-        self._post(open_here)
+        self._post(self._open, identity, on_release)
 
     def advance(
-        self,
-        identity: Identity,
-        pages: list[int],
-        num_tokens: tuple[int, ...],
-        first: FirstToken | None = None,
+        self, identity: Identity, pages: list[int], num_tokens: int, seal: m.Seal | None = None
     ) -> None:
-        """Tokens ``[0, num_tokens[g])`` of group g are computed; ``pages`` are all so far. What
-        comes with a ``first`` token is the last: D is told of both at once."""
+        """Tokens ``[0, num_tokens)`` are computed; ``pages`` are all so far. What comes with a
+        ``seal`` is the last: D is told of both at once."""
         caches, pool = self._side.caches, self._side.caches.pool
         most = len(pages) * pool.page_size
-        assert max(num_tokens) <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
+        assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        self._post(lambda: self._book.advance(identity, now, first))
+        self._post(self._book.advance, identity, now, seal)
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""
-        self._post(lambda: self._end(identity, text))
+        self._post(self._end, identity, text)
 
     def counts(self) -> dict[str, int]:
         """What is held right now; all zero after `stop`. An offer is a lease."""
@@ -103,9 +94,6 @@ class Source:
             "tasks": len(self._side.tasks),
         }
 
-    def check_integrity(self) -> None:
-        self._side.staging.check_integrity()
-
     async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend
         if ask.backend != backend:
@@ -115,12 +103,9 @@ class Source:
         return m.Accepted(address, self._book.lease_s)
 
     async def _pull(self, ask: m.Pull) -> m.Ready:
-        num_groups = len(self._layout.groups)
-        if len(ask.num_pulled) != num_groups:
-            raise HandoverError(f"{num_groups} groups here, {len(ask.num_pulled)} there")
         entry = await self._book.wait(ask.identity, ask.num_pulled, ask.wait_s)
         if entry is None:
-            return m.Ready(False, (0,) * num_groups, None)
+            return m.Ready(False, 0, None)
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
 
     async def _send(self, ask: m.Send) -> m.Sent:
@@ -135,58 +120,56 @@ class Source:
                 raise HandoverError(
                     f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
                 )
-            return await self._transfer(channel, ask, self._group(ask))
+            return await self._transfer(channel, ask, self._span(ask))
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
             channel.abort(f"transfer {ask.transfer_id} failed: {error}")
             self._channels.drop(ask.nonce, "it failed")
             raise
 
-    def _group(self, ask: m.Send) -> Group:
-        """The group that is asked for, of which there is so much."""
-        index = self._layout.index(ask.group)
-        group, available = self._layout.groups[index], self._book.need(ask.identity).computed
-        if not 0 <= ask.lo < ask.hi <= available.num_tokens[index]:
+    def _span(self, ask: m.Send) -> Span:
+        """What is asked for, of which there is so much."""
+        group, computed = self._layout.group(ask.group), self._book.need(ask.identity).computed
+        if not 0 <= ask.lo < ask.hi <= computed.num_tokens:
             raise HandoverError(
-                f"tokens [{ask.lo}, {ask.hi}) asked for, {available.num_tokens[index]} computed"
+                f"tokens [{ask.lo}, {ask.hi}) asked for, {computed.num_tokens} computed"
             )
         num_bytes = (ask.hi - ask.lo) * group.bytes_per_token_all_layers
         chunk_bytes = self._side.staging.chunk_bytes
         if num_bytes > chunk_bytes:
             raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
-        return group
+        return Span(group, computed.pages, ask.lo, ask.hi)
 
-    async def _transfer(self, channel: Channel, ask: m.Send, group: Group) -> m.Sent:
+    async def _transfer(self, channel: Channel, ask: m.Send, span: Span) -> m.Sent:
+        """What is raised ends the channel, and only then is the buffer free."""
         staging = self._side.staging
         buffer = await staging.reserve(channel.timeout_s)
-        data = staged(group, buffer, ask.hi - ask.lo)
+        data = staged(span, buffer)
         try:
-            first_page, generations = await self._read(ask, group, data)
-        except BaseException:
-            staging.free(buffer)
-            raise
-        try:
+            first_page, generations = await self._read(ask, span, data)
             await settled(channel.send(data).done, channel)
-        except BaseException as error:
-            channel.abort(f"sending failed: {error}")
+        except BaseException:
             staging.quarantine(buffer, channel.terminal)
             raise
         staging.free(buffer)
         return m.Sent(ask.transfer_id, data.nbytes, first_page, generations)
 
-    async def _read(self, ask: m.Send, group: Group, out: Tensor) -> tuple[int, tuple[int, ...]]:
+    async def _read(self, ask: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """Beside the steps of prefill, which write other entries; what was read is good if its
         pages have not changed hands by then."""
         caches, computed = self._side.caches, self._book.need(ask.identity).computed
         size = caches.pool.page_size
         first, last = ask.lo // size, -(-ask.hi // size)
-        where = group, computed.pages, ask.lo, ask.hi
-        reading = self._side.copier.submit(caches.gather, *where, out, computed.mark)
+        reading = self._side.copier.submit(caches.gather, span, out, computed.mark)
         await asyncio.wrap_future(reading)
         self._book.need(ask.identity)
         generations = computed.generations[first:last]
         caches.pool.check_generations(computed.pages[first:last], generations)
         return first, generations
+
+    def _open(self, identity: Identity, on_release: Callable[[], None]) -> None:
+        if not self._book.open(identity, on_release):
+            self._call_on_engine(on_release)
 
     def _end(self, identity: Identity, reason: str) -> None:
         entry = self._book.end(identity, reason)
@@ -195,9 +178,6 @@ class Source:
 
     def _call_on_engine(self, on_release: Callable[[], None]) -> None:
         self._side.engine.post(on_release).add_done_callback(_log_failure)
-
-    def _post(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)
 
     async def _sweep(self) -> None:
         self._side.check_staging()

@@ -21,7 +21,7 @@ from model.loaded import LoadedModel
 from model.network.batch import Batch, Segment, pack
 from model.sampling.adjust import no_rules, set_rules
 from model.sampling.logprobs import raw_logprobs
-from model.sampling.sampler import SamplingRows, choose
+from model.sampling.sampler import SamplingRows, adjusted, draw
 from prefill_node.page_source import PageSource
 from prefill_node.planner import fullest
 from prefill_node.scheduler import Chunk, Scheduler
@@ -37,14 +37,13 @@ End = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After a chunk: ``num_tokens`` slots of a sequence are computed, per cache group.
+    """After a chunk of a sequence, which says how far it is computed.
 
     With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
     ``features_F`` are what the drafter wants of the last token, None if it wants nothing.
     """
 
     sequence: Sequence
-    num_tokens: tuple[int, ...]
     first_token: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     features_F: Tensor | None = None
@@ -137,14 +136,15 @@ class PrefillEngine:
 
     def _work(self, chunks: list[Chunk], num_rows: int) -> Work:
         """``num_rows`` of the forward where all ranks need as many, else as many as there are."""
-        _note_start(chunks)
+        for chunk in chunks:
+            if chunk.lo == chunk.sequence.num_cached:
+                chunk.sequence.started_at = time.monotonic()
         requests = [chunk.sequence.request for chunk in chunks if chunk.is_last]
-        if not self._loaded.dispatch.pads:
-            num_rows = max(1, sum(chunk.num_tokens for chunk in chunks))
+        least = num_rows if self._loaded.dispatch.pads else 1
         segments = [_segment(chunk) for chunk in chunks]
         return Work(
             requests,
-            batch=pack(segments, self._page_size, self._loaded.device, num_rows),
+            batch=pack(segments, self._page_size, self._loaded.device, least),
             next_G=self._ints(UNKNOWN if c.is_last else c.sequence.token_ids[c.hi] for c in chunks),
             ended_E=self._ints(i for i, chunk in enumerate(chunks) if chunk.is_last),
             num_output_E=self._ints(len(request.output_ids) for request in requests),
@@ -160,7 +160,8 @@ class PrefillEngine:
         hidden_ED = hidden_1TD[0, segments.ends_G[work.ended_E] - 1]
         logits_EV = network.logits(hidden_ED)
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
-        tokens_E = choose(logits_EV, work.sampling, work.num_output_E, no_drafts)
+        adjusted_EV = adjusted(logits_EV, work.sampling, work.num_output_E, no_drafts)
+        tokens_E = draw(adjusted_EV, work.sampling, work.num_output_E)
         next_G = work.next_G.index_copy(0, work.ended_E, tokens_E)
         drafter = self._loaded.drafter
         drafter.prefill(work.batch, next_G, hidden_1TD, self._caches)
@@ -173,9 +174,8 @@ class PrefillEngine:
 
     def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
         for chunk in chunks:
-            num_tokens = (chunk.hi,) * len(self._caches)
             end = next(ends) if chunk.is_last else ()
-            progress = Progress(chunk.sequence, num_tokens, *end)
+            progress = Progress(chunk.sequence, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
 
@@ -183,12 +183,6 @@ class PrefillEngine:
 def _segment(chunk: Chunk) -> Segment:
     sequence = chunk.sequence
     return Segment(sequence.token_ids[chunk.lo : chunk.hi], chunk.lo, sequence.pages)
-
-
-def _note_start(chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        if chunk.lo == chunk.sequence.num_cached:
-            chunk.sequence.started_at = time.monotonic()
 
 
 def _logprobs(
@@ -205,11 +199,10 @@ def _logprobs(
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
     """The requests' settings, one row each."""
-    settings, sampler = [request.sampling for request in requests], loaded.kernels
-    if not any(one.adjusts_logits for one in settings):
-        return SamplingRows.of(settings, loaded.device, sampler=sampler)
-    rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
-    for row, request in enumerate(requests):
-        stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
-        set_rules(rules, row, request, request.output_ids, stops)
-    return SamplingRows.of(settings, loaded.device, rules, sampler)
+    settings, rules = [request.sampling for request in requests], None
+    if any(one.adjusts_logits for one in settings):
+        rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
+        for row, request in enumerate(requests):
+            stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
+            set_rules(rules, row, request, request.output_ids, stops)
+    return SamplingRows.of(settings, loaded.device, rules, loaded.kernels)

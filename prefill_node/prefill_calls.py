@@ -1,4 +1,8 @@
-"""What a gateway asks of a prefill node. The hand-over's own messages are kv_transfer's."""
+"""What a gateway asks of a prefill node. The hand-over's own messages are kv_transfer's.
+
+``cancel`` takes an Identity: drop it in whatever phase it is; one that has not come yet is refused
+when it does.
+"""
 
 from dataclasses import dataclass
 
@@ -30,10 +34,3 @@ class Prefilled:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return (self.first_token,)
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Drop it in whatever phase it is; one that has not come yet is refused when it does."""
-
-    identity: Identity

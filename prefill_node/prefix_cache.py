@@ -15,13 +15,6 @@ from kv_transfer.pages import PagePool
 PageKey = tuple[bytes, tuple[int, ...]]
 
 
-def page_keys(token_ids: Sequence[int], page_size: int, lag: int = 1) -> Iterator[PageKey]:
-    """Keys of the full pages whose next ``lag`` tokens are in ``token_ids``, first page first."""
-    ends = range(page_size, len(token_ids) - lag + 1, page_size)
-    later = (tuple(token_ids[end : end + lag]) for end in ends)
-    return zip(prefix_digests(token_ids, page_size), later, strict=False)
-
-
 class PrefixCache:
     """Holds one reference on each page it knows; least recently used pages go first.
 
@@ -43,7 +36,7 @@ class PrefixCache:
         At least the last token is left to compute: its hidden state is not kept, so the key of a
         page covers a token after it in any case.
         """
-        known = list(takewhile(self._pages.__contains__, self._keys(token_ids)))
+        known = list(takewhile(self._pages.__contains__, self.keys(token_ids)))
         pages = [self._pages[key] for key in known]
         self._pool.retain(pages)
         self._touch(known)
@@ -52,7 +45,7 @@ class PrefixCache:
     def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Keep the full pages of a computed sequence; ``token_ids`` ends with the token that
         follows what was computed. A beginning known already keeps its first page."""
-        keys = list(self._keys(token_ids))
+        keys = list(self.keys(token_ids))
         for key, page in zip(keys, pages, strict=False):
             if key not in self._pages:
                 self._pool.keep(page)
@@ -65,8 +58,12 @@ class PrefixCache:
         for key in list(islice(idle, num_pages)):
             self._pool.unkeep(self._pages.pop(key))
 
-    def _keys(self, token_ids: Sequence[int]) -> Iterator[PageKey]:
-        return page_keys(token_ids, self._pool.page_size, self._lag)
+    def keys(self, token_ids: Sequence[int]) -> Iterator[PageKey]:
+        """Of the full pages whose next ``lag`` tokens are in ``token_ids``, first page first."""
+        page_size, lag = self._pool.page_size, self._lag
+        ends = range(page_size, len(token_ids) - lag + 1, page_size)
+        later = (tuple(token_ids[end : end + lag]) for end in ends)
+        return zip(prefix_digests(token_ids, page_size), later, strict=False)
 
     def _touch(self, keys: list[PageKey]) -> None:
         """Newest last, a beginning after what follows it: it is of use without that."""

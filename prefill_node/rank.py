@@ -15,11 +15,11 @@ from core.control import Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.tasks import resolve
-from kv_transfer.offered import FirstToken
+from kv_transfer.messages import Seal
 from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.page_source import PageSource
-from prefill_node.prefill_calls import Cancel, Prefill, Prefilled
+from prefill_node.prefill_calls import Prefill, Prefilled
 from runtime.parts import RankParts
 
 
@@ -42,7 +42,7 @@ class PrefillRank:
         parts.loop.add(self.engine)
         own: Methods = {
             "prefill": (Prefill, self._prefill),
-            "cancel": (Cancel, lambda ask: self.source.fail(ask.identity, "it was cancelled")),
+            "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
             "beat": (None, self._beat),
             "status": (None, lambda _: parts.status(self._held)),
         }
@@ -59,11 +59,11 @@ class PrefillRank:
 
     def _on_progress(self, progress: Progress) -> None:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
-        sequence, first = progress.sequence, None
+        sequence, seal = progress.sequence, None
         if progress.first_token is not None:
-            first = FirstToken(progress.first_token, *self._packed(progress.features_F))
-        self.source.advance(sequence.identity, sequence.pages, progress.num_tokens, first)
-        if first is not None:
+            seal = Seal(progress.first_token, *self._packed(progress.features_F))
+        self.source.advance(sequence.identity, sequence.pages, sequence.num_done, seal)
+        if seal is not None:
             self._settle(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:

@@ -89,24 +89,21 @@ class Scheduler:
         waits for ever: whoever came first moves on in every step. A suspect gets one to itself when
         it has become the first.
         """
-        chunks: list[Chunk] = []
+        if not self._waiting:
+            return []
+        first, *others = self._waiting
+        behind = [one for one in others if not (first.is_suspect or one.is_suspect)]
         left = self._max_batch_tokens
-        waiting = list(self._waiting)
-        if waiting and waiting[0].is_suspect:
-            waiting = waiting[:1]
-        waiting = waiting[:1] + [one for one in waiting[1:] if not one.is_suspect]
-        for place, sequence in enumerate(
-            waiting[:1] + sorted(waiting[1:], key=lambda one: one.num_left)
-        ):
-            allowed = left
-            if place == 0 and len(waiting) > 1:
-                allowed = max(1, left - left // SHORT_SHARE)
+        allowed = max(1, left - left // SHORT_SHARE) if behind else left
+        chunks: list[Chunk] = []
+        for sequence in (first, *sorted(behind, key=lambda one: one.num_left)):
             num_tokens = min(allowed, sequence.num_left)
             if num_tokens == 0:
                 break
             done = sequence.num_done
             chunks.append(Chunk(sequence, done, done + num_tokens))
             left -= num_tokens
+            allowed = left
         return chunks
 
     def advance(self, chunk: Chunk, first_token: int | None) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import RankDied, RankLost
@@ -117,37 +118,35 @@ class FrameServer:
             unsubscribe()
 
 
+@dataclass(frozen=True, slots=True)
 class FrameStream:
     """An open connection to a FrameServer; made by ``connect``."""
 
-    def __init__(
-        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._name = name
-        self._reader = reader
-        self._writer = writer
+    name: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     def beat(self) -> None:
         """Send a heartbeat; its answer comes among the frames."""
-        self._writer.write(_EMPTY)
+        self.writer.write(_EMPTY)
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Packed TokenFrames. Raises RankDied when the engine or, by its silence, the node has
         ended, and closes the connection then."""
         try:
-            frames = receive(self._reader, MAX_UNREAD_BYTES)
+            frames = receive(self.reader, MAX_UNREAD_BYTES)
             async for frame in frames:
                 if not frame:
                     raise error_of(unpack(Failure, await anext(frames)))
                 yield frame
             raise ConnectionError("closed")
         except (OSError, ValueError, StopAsyncIteration) as error:
-            raise RankDied(f"{self._name}: its frames ended: {error}") from error
+            raise RankDied(f"{self.name}: its frames ended: {error}") from error
         finally:
-            self._writer.close()
+            self.writer.close()
 
 
 async def connect(name: str, address: FrameAddress, session: int) -> FrameStream:

@@ -116,4 +116,4 @@ class LoopbackChannels:
 
 
 def _channel(outgoing: _Way, incoming: _Way, peer: str, timeout_s: float) -> Channel:
-    return Channel(LoopbackWire(outgoing, incoming), f"loopback:{peer}", "loopback", timeout_s)
+    return Channel(LoopbackWire(outgoing, incoming), f"loopback:{peer}", timeout_s)

@@ -163,7 +163,7 @@ class Rig:
             counts = prefill.source.counts()
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             prefill.engine.scheduler.check_integrity()
-            prefill.source.check_integrity()
+            prefill.source._side.staging.check_integrity()
             assert not prefill.engine.scheduler.sequences
         for decode in self.decodes:
             counts = decode.intake.counts()

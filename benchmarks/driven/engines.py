@@ -137,7 +137,7 @@ class Bench:
             for done in self.progress[num_seen:]:
                 if done.first_token is not None:
                     identity = done.sequence.identity
-                    self._copy(done.sequence.pages, pages[identity], done.num_tokens[0])
+                    self._copy(done.sequence.pages, pages[identity], done.sequence.num_done)
                     self.prefill.scheduler.drop(identity)
                     reason = self._activate(done)
                     started[identity.request_id] = done.first_token, reason

@@ -9,7 +9,7 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from kv_transfer.caches import PagedCaches
+from kv_transfer.caches import PagedCaches, Span
 from kv_transfer.pages import PagePool
 
 PAGE_SIZE = 64
@@ -29,7 +29,7 @@ def run(device: Device, say: Say) -> None:
         ways: dict[str, Callable[..., None]]
         ways = {"gather": caches.gather, "scatter": caches.scatter}
         for what, way in ways.items():
-            work = partial(way, group, pages, 0, num_tokens, out)
+            work = partial(way, Span(group, pages, 0, num_tokens), out)
             per_s = 2 * out.nbytes / device.time_s(work)
             of_copy = per_s / rates().copied_bytes_per_s
             say(f"{name}, {what} of {group.name}", bytes_per_s=per_s, of_copy=of_copy)

@@ -21,8 +21,7 @@ from core.identity import Identity
 from kv_transfer.caches import PagedCaches
 from kv_transfer.channel import make_channels
 from kv_transfer.layout import PROTOCOL
-from kv_transfer.messages import Offer
-from kv_transfer.offered import FirstToken
+from kv_transfer.messages import Offer, Seal
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
 from kv_transfer.sink import Sink
@@ -123,8 +122,7 @@ async def _offer(pipe: Connection, rank: Rank) -> None:
     identities = [Identity(f"r{i}", attempt=i) for i in range(NUM_TIMES)]
     for identity in identities:
         await rank.loop.call(lambda: source.open(identity, lambda: None))  # noqa: B023
-        counts = (rank.num_tokens,) * len(rank.caches.layout.groups)
-        told = identity, rank.pages, counts, FirstToken(7)
+        told = identity, rank.pages, rank.num_tokens, Seal(7)
         await rank.loop.call(lambda: source.advance(*told))  # noqa: B023
     pipe.send(server.sockets[0].getsockname()[1])
     await asyncio.to_thread(pipe.recv)

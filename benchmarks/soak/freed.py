@@ -12,8 +12,6 @@ from core.errors import TandemError
 from core.identity import Identity
 from core.schema import decode, pack, unpack
 from core.tasks import Tasks
-from decode_node.service.decode_calls import Abort
-from kv_transfer.messages import Renew
 from prefill_node.prefill_calls import Prefill
 
 POLL_S = 0.002
@@ -35,7 +33,7 @@ class Freed:
         self._ended_at: dict[str, float] = {}
         self._stepped_at: dict[tuple[str, str], float] = {}
         self._freed_at: list[tuple[str, str, float]] = []
-        self._leases: dict[str, dict[Identity, tuple[str, Renew]]] = {}
+        self._leases: dict[str, dict[Identity, str]] = {}
         self._tasks = Tasks()
         for handle in handles:
             self._controls[handle.info.spec.label] = handle.control
@@ -46,13 +44,12 @@ class Freed:
         self._ended_at[name] = time.monotonic()
         for node in self._controls:
             self._tasks.start(self._next_step(name, node))
-        for node, lease in self._leases.get(name, {}).values():
-            self._tasks.start(self._release(name, node, lease))
+        for identity, node in self._leases.get(name, {}).items():
+            self._tasks.start(self._release(name, node, identity))
 
-    def offered(self, node: str, lease: Renew) -> None:
-        """A prefill node is asked for a prompt, and will hold it under this lease."""
-        by_id = self._leases.setdefault(lease.identity.request_id, {})
-        by_id[lease.identity] = (node, lease)
+    def offered(self, node: str, identity: Identity) -> None:
+        """A prefill node is asked for a prompt, and will hold it under a lease."""
+        self._leases.setdefault(identity.request_id, {})[identity] = node
 
     def freed(self, name: str, node: str) -> None:
         """The node holds nothing of the request; noted if its client has ended it."""
@@ -63,10 +60,10 @@ class Freed:
         await self._controls[node].call("status", b"")
         self._stepped_at[name, node] = time.monotonic()
 
-    async def _release(self, name: str, node: str, lease: Renew) -> None:
+    async def _release(self, name: str, node: str, identity: Identity) -> None:
         control = self._controls[node]
         try:
-            while decode(Done, await control.call("renew", pack(lease))):
+            while decode(Done, await control.call("renew", pack(identity))):
                 await asyncio.sleep(POLL_S)
         except TandemError:
             await control.call("status", b"")
@@ -93,11 +90,10 @@ class _Watched:
 
     async def call(self, method: str, payload: bytes) -> bytes:
         if method == "prefill":
-            lease = Renew(unpack(Prefill, payload).identity)
-            self._freed.offered(self._node, lease)
+            self._freed.offered(self._node, unpack(Prefill, payload).identity)
         answer = await self._control.call(method, payload)
         if method == "abort":
-            self._freed.freed(unpack(Abort, payload).identity.request_id, self._node)
+            self._freed.freed(unpack(Identity, payload).request_id, self._node)
         return answer
 
 

@@ -16,8 +16,6 @@ from core.membership import RankInfo
 from core.request import ERROR, SequenceUpdate
 from core.schema import Failure
 from core.tasks import Tasks
-from decode_node.service.decode_calls import Abort
-from prefill_node.prefill_calls import Cancel
 
 log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
@@ -101,7 +99,7 @@ class Handle:
         if its engine does not go on."""
         self.load.heard(beat)
         for identity in self.inboxes.heard(set(beat.alive), expected):
-            self.release("abort", Abort(identity))
+            self.release("abort", identity)
         if beat.pace.is_stuck:
             raise RankLost(f"its engine is {beat.pace}")
         if self.liveness.tell(Event.HEARD):
@@ -118,10 +116,10 @@ class Handle:
             log.warning("%s gives no status: %r", spec.label, error)
             return RankStatus(spec.label, spec.kind, spec.epoch, alive=False)
 
-    def release(self, method: str, asked: Abort | Cancel) -> "asyncio.Task[Done]":
+    def release(self, method: str, identity: Identity) -> "asyncio.Task[Done]":
         """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or
         its beats name what it still holds."""
-        return self._releases.start(ask(self.control, method, asked, Done, RELEASE_TIMEOUT_S))
+        return self._releases.start(ask(self.control, method, identity, Done, RELEASE_TIMEOUT_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +137,7 @@ class Pair:
         is told too, but nobody waits for that."""
         self.decode.inboxes.close(self.identity)
         if not is_decoded:
-            abort, cancel = Abort(self.identity), Cancel(self.identity)
-            releases = (self.decode, "abort", abort), (self.prefill, "cancel", cancel)
-            told = [(rank, rank.release(method, asked)) for rank, method, asked in releases]
+            releases = (self.decode, "abort"), (self.prefill, "cancel")
+            told = [(rank, rank.release(method, self.identity)) for rank, method in releases]
             waited_for = (asyncio.shield(one) for rank, one in told if rank.liveness.heard.is_set())
             await asyncio.gather(*waited_for, return_exceptions=True)

@@ -1,4 +1,8 @@
-"""What a gateway asks of a decode node, in this order: grant, start; abort at any time."""
+"""What a gateway asks of a decode node, in this order: grant, start; abort at any time.
+
+``abort`` takes an Identity: drop the sequence in whatever phase it is; what comes later of it finds
+nothing.
+"""
 
 from dataclasses import dataclass
 
@@ -30,10 +34,3 @@ class Start:
     request: Request
     offer: Offer
     is_suspect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Drop the sequence in whatever phase it is; what comes later of it finds nothing."""
-
-    identity: Identity

@@ -21,7 +21,7 @@ from core.errors import HandoverError, RankDied
 from core.identity import Identity
 from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
-from decode_node.service.decode_calls import Abort, Grant, Start
+from decode_node.service.decode_calls import Grant, Start
 from decode_node.service.publisher import FramePublisher
 from decode_node.service.sessions import Sessions
 from kv_transfer import sink
@@ -74,7 +74,7 @@ class DecodeRank:
         methods: Methods = {
             "grant": (Grant, self._grant),
             "start": (Start, self._start),
-            "abort": (Abort, lambda asked: self._end(asked.identity)),
+            "abort": (Identity, self._end),
             "status": (None, lambda _: parts.status(self._held, self.engine.programs.form)),
         }
         self.handle = Service(parts.spec.life, parts.spec.epoch, methods).handle

@@ -97,7 +97,8 @@ def load_weights(
                 f"this is not a {config.model_type} checkpoint as config.json describes it"
             )
     if config.tie_word_embeddings and places.pop("lm_head.weight", None) is not None:
-        _assign(module, "lm_head.weight", tensors["model.embed_tokens.weight"])
+        tied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+        module.load_state_dict(tied, strict=False, assign=True)
     if places:
         some = ", ".join(sorted(places)[:3])
         raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
@@ -181,12 +182,5 @@ def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]
             is_usual = isinstance(meta, nn.Parameter) and meta.dtype == torch.float32
             dtype = checkpoint.dtype if is_usual else meta.dtype
             slots[name] = torch.empty(meta.shape, dtype=dtype, device=checkpoint.device)
-            _assign(module, name, slots[name])
+    module.load_state_dict(slots, strict=False, assign=True)
     return slots
-
-
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-    is_buffer = leaf in owner._buffers
-    setattr(owner, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))

@@ -149,31 +149,25 @@ def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -
 
 
 class Rope(nn.Module):
-    """The angles of rotary embedding, by position."""
+    """The angles of rotary embedding, by position: cos and sin [max_position_embeddings, R/2] in
+    fp32, built on the CPU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        cos, sin = rope_tables(config)
+        dim, theta, yarn, scale = config.qk_rope_head_dim, config.rope_theta, config.yarn, 1.0
+        with torch.device("cpu"):
+            inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            if yarn is not None:
+                inv_freq = yarn_inv_freq(inv_freq, theta, dim, yarn)
+                scale = yarn.cos_sin_factor
+            positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+            angles = positions[:, None] * inv_freq[None, :]
         self.cos_TR: Tensor
         self.sin_TR: Tensor
-        self.register_buffer("cos_TR", cos, persistent=False)
-        self.register_buffer("sin_TR", sin, persistent=False)
+        self.register_buffer("cos_TR", angles.cos() * scale, persistent=False)
+        self.register_buffer("sin_TR", angles.sin() * scale, persistent=False)
 
     def at(self, positions_X: Tensor) -> Angles:
         """Positions are clamped at the table's end."""
         clamped_X = positions_X.clamp(max=self.cos_TR.shape[0] - 1)
         return self.cos_TR[clamped_X], self.sin_TR[clamped_X]
-
-
-def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_position_embeddings, R/2] in fp32, built on the CPU."""
-    dim = config.qk_rope_head_dim
-    with torch.device("cpu"):
-        inv_freq = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        scale = 1.0
-        if config.yarn is not None:
-            inv_freq = yarn_inv_freq(inv_freq, config.rope_theta, dim, config.yarn)
-            scale = config.yarn.cos_sin_factor
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = positions[:, None] * inv_freq[None, :]
-    return angles.cos() * scale, angles.sin() * scale

@@ -42,15 +42,12 @@ class MLA(Part):
         kv_b_proj, by head."""
         super().adopt(kernels)
         config = self.config
-        first = self.q_proj if config.q_lora_rank is None else self.q_a_proj
-        second = self.kv_a_proj_with_mqa
+        name = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+        first, second = getattr(self, name), self.kv_a_proj_with_mqa
         self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
         self._down = kernels.pack(joined(*alike(first.stored, second.stored)))
+        delattr(self, name)
         del self.kv_a_proj_with_mqa
-        if config.q_lora_rank is None:
-            del self.q_proj
-        else:
-            del self.q_a_proj
         up_HKC = self.kv_b_proj.weight.data.unflatten(0, (config.num_attention_heads, -1))
         up_k_HNC, up_v_HVC = up_HKC.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         self._up_k = kernels.pack(up_k_HNC.transpose(1, 2))

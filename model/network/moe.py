@@ -4,33 +4,29 @@ Shape legend: T tokens, D hidden, E routed experts, K experts per token.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.checkpoint.config import ModelConfig
 from model.kernels.base import Kernels, Routing
 from model.network.dispatch.base import Dispatch
 from model.network.experts import Experts
-from model.network.layers import GatedMLP, Part
+from model.network.layers import GatedMLP, Matrices, Part
 
 
-class Gate(Part):
+class Gate(Matrices):
     """Chooses experts in fp32; ties go to the lowest expert id."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(config.n_routed_experts, config.hidden_size)
         self.how = routing(config)
-        self.weight = nn.Parameter(
-            torch.empty(config.n_routed_experts, config.hidden_size), requires_grad=False
-        )
-        self.e_score_correction_bias: Tensor | None = None
-        if config.topk_method == "noaux_tc":
-            del self.e_score_correction_bias
-            bias = torch.empty(config.n_routed_experts, dtype=torch.float32)
-            self.register_buffer("e_score_correction_bias", bias)
+        has_bias = config.topk_method == "noaux_tc"
+        bias = torch.empty(config.n_routed_experts, dtype=torch.float32) if has_bias else None
+        self.e_score_correction_bias: Tensor | None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def adopt(self, kernels: Kernels) -> None:
         super().adopt(kernels)
-        self._packed = kernels.pack(self.weight.data)
+        self._packed = kernels.pack(self.stored)
         del self.weight
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:

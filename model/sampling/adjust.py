@@ -60,31 +60,22 @@ def set_rules(
 ) -> None:
     """Write ``request``'s rules and counts over whatever the row held; ``output_ids`` are all
     tokens emitted so far, ``stops`` the tokens that end the answer."""
-    device = rules.count_BV.device
-    new = _rules_of(request, output_ids, stops, rules.count_BV.shape[1])
-    write(rules, upload(torch.tensor([row]), device), upload(new, device))
-
-
-def _rules_of(
-    request: Request, output_ids: tuple[int, ...], stops: frozenset[int], vocab_size: int
-) -> AdjustRows:
-    """One row, on the host."""
 
     def ids(tokens: Iterable[int]) -> Tensor:
         return torch.tensor(list(tokens), dtype=torch.int64)
 
-    sampling = request.sampling
-    rules = no_rules(1, vocab_size, torch.device("cpu"))
-    rules.in_prompt_BV[0, ids(request.prompt_ids)] = True
-    rules.ends_BV[0, ids(stops)] = True
-    rules.count_BV[0] = ids(output_ids).bincount(minlength=vocab_size)
+    sampling, vocab_size, device = request.sampling, rules.count_BV.shape[1], rules.count_BV.device
+    new = no_rules(1, vocab_size, torch.device("cpu"))
+    new.in_prompt_BV[0, ids(request.prompt_ids)] = True
+    new.ends_BV[0, ids(stops)] = True
+    new.count_BV[0] = ids(output_ids).bincount(minlength=vocab_size)
     biased = ids(item.token_id for item in sampling.logit_bias)
-    rules.bias_BV[0, biased] = torch.tensor([item.bias for item in sampling.logit_bias]).float()
-    rules.repetition_B[0] = sampling.repetition_penalty
-    rules.presence_B[0] = sampling.presence_penalty
-    rules.frequency_B[0] = sampling.frequency_penalty
-    rules.min_tokens_B[0] = sampling.min_tokens
-    return rules
+    new.bias_BV[0, biased] = torch.tensor([item.bias for item in sampling.logit_bias]).float()
+    new.repetition_B[0] = sampling.repetition_penalty
+    new.presence_B[0] = sampling.presence_penalty
+    new.frequency_B[0] = sampling.frequency_penalty
+    new.min_tokens_B[0] = sampling.min_tokens
+    write(rules, upload(torch.tensor([row]), device), upload(new, device))
 
 
 def adjust(logits_BV: Tensor, rules: AdjustRows, num_output_B: Tensor, drafts_BN: Tensor) -> Tensor:

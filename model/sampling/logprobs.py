@@ -18,10 +18,6 @@ class LogprobRows:
     top_ids_BNK: Tensor
     top_BNK: Tensor
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.chosen_BN, self.top_ids_BNK, self.top_BNK
-
     def of_row(self, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """The first ``num_tokens`` places of a row as they are told."""
         chosen = self.chosen_BN[row, :num_tokens].tolist()

@@ -101,18 +101,11 @@ class SamplingRows:
         return upload(rows, device)
 
 
-def choose(
-    logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
-) -> Tensor:
-    """Token ids [B] after ``num_output_B`` emitted tokens and ``drafts_BN`` (N may be 0)."""
-    adjusted_BV = adjusted(logits_BV, rows, num_output_B, drafts_BN)
-    return draw(adjusted_BV, rows, num_output_B + drafts_BN.shape[1])
-
-
 def adjusted(
     logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
 ) -> Tensor:
-    """Logits [B, V] after the rows' rules, if any has some."""
+    """Logits [B, V] after the rows' rules, if any has some, of the token that comes after
+    ``num_output_B`` emitted ones and ``drafts_BN`` (N may be 0)."""
     if rows.rules is None:
         return logits_BV
     return adjust(logits_BV, rows.rules, num_output_B, drafts_BN)

@@ -17,7 +17,7 @@ from core.identity import Identity
 from kv_transfer.caches import PagedCaches
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.layout import Group, Layout
-from kv_transfer.offered import FirstToken
+from kv_transfer.messages import Seal
 from kv_transfer.pages import PagePool
 from kv_transfer.side import Deadlines, Side
 from kv_transfer.source import Source
@@ -97,7 +97,7 @@ class Prefill(Rank):
 
     async def run(self, request_id: str, attempt: int, num_tokens: int, step: int,
                   delay_s: float, seal: bool) -> None:  # fmt: skip
-        """Prefill in chunks of ``step``; the mtp group lags by one token until the end."""
+        """Prefill in chunks of ``step``."""
         await self.open(request_id, attempt)
         for hi in range(step, num_tokens + step, step):
             # time: a slow prefill, for leases and idle channels
@@ -119,23 +119,19 @@ class Prefill(Rank):
             return
         pages = self.pages.setdefault(key, [])
         pages += self.pool.allocate(self.pool.num_pages_for(hi) - len(pages))
-        counts = (hi, hi if hi == num_tokens else hi - 1)
         for layer, cache in enumerate(self.layers()):
-            count = counts[0] if layer < 3 else counts[1]
-            cache[self.slots(pages, 0, count)] = values(key.request_id, layer, num_tokens)[:count]
+            cache[self.slots(pages, 0, hi)] = values(key.request_id, layer, num_tokens)[:hi]
         self.num_computed[key] = hi
         hidden = struct.pack("4f", 1, 2, 3, 4)
-        first = FirstToken(77, hidden, "float32") if seal and hi == num_tokens else None
-        self.source.advance(key, pages, counts, first)
+        told = Seal(77, hidden, "float32") if seal and hi == num_tokens else None
+        self.source.advance(key, pages, hi, told)
 
     async def seal(self, request_id: str, attempt: int) -> None:
         """What ends a prefill that was run without a seal, in a step of its own."""
         key = Identity(request_id, attempt=attempt)
 
         def end() -> None:
-            pages = self.pages[key]
-            num_tokens = self.num_computed[key]
-            self.source.advance(key, pages, (num_tokens, num_tokens), FirstToken(77))
+            self.source.advance(key, self.pages[key], self.num_computed[key], Seal(77))
 
         await self.engine.call(end)
 
@@ -171,7 +167,7 @@ class Prefill(Rank):
         self.may_send.set()
 
     async def report(self) -> dict[str, Any]:
-        self.source.check_integrity()
+        self.source._side.staging.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
         self.asked = []

@@ -116,7 +116,7 @@ class World:
         await self.sink.idle()
         counts = self.sink.counts()
         assert (counts["pulls"], counts["staging"], counts["tasks"]) == (0, 0, 0), counts
-        self.sink.check_integrity()
+        self.sink._side.staging.check_integrity()
         self.decode.pool.check_integrity()
         assert self.decode.pool.num_free == self.decode.pool.num_pages - 1
         asked: list[str] = []

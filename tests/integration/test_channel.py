@@ -204,7 +204,7 @@ class Deaf:
 
 def test_memory_comes_free_also_when_a_transfer_ends_well_after_its_channel() -> None:
     wire = Deaf()
-    channel = Channel(wire, "p", "gloo", PATIENCE_S)
+    channel = Channel(wire, "p", PATIENCE_S)
     transfer = channel.recv(torch.zeros(1))
     transfer.launched.result(PATIENCE_S)
     channel.abort("its hand-over was cancelled")

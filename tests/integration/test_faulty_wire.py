@@ -65,8 +65,8 @@ async def settle(world: World, prefill: Prefill) -> None:
         return all(one | {"channels": 0} == dict.fromkeys(one, 0) for one in counts)
 
     await until(is_settled)
-    world.sink.check_integrity()
-    prefill.source.check_integrity()
+    world.sink._side.staging.check_integrity()
+    prefill.source._side.staging.check_integrity()
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])

@@ -180,10 +180,10 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, RankLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 4 here, 9 there"),
+        ({"protocol": 9}, LayoutMismatch, "protocol: 5 here, 9 there"),
         ({"fingerprint": "f00"}, LayoutMismatch, "fingerprint: .* here, f00 offered"),
-        ({"num_tokens": 21}, HandoverError, "sealed at .20, 20. tokens.* 21 offered"),
-        ({"num_tokens": 19}, HandoverError, "20, 20. tokens reported.*19 were offered"),
+        ({"num_tokens": 21}, HandoverError, "sealed at 20 tokens, 21 were offered"),
+        ({"num_tokens": 19}, HandoverError, "20 tokens reported.*19 were offered"),
     ],
 )
 async def test_an_offer_that_does_not_fit_is_refused_by_name(

@@ -23,7 +23,7 @@ from core.request import Request
 from core.schema import Failure, pack
 from core.schema import decode as decode_reply
 from decode_node.planning.states import Size
-from decode_node.service.decode_calls import Abort, Grant, Start
+from decode_node.service.decode_calls import Grant, Start
 from decode_node.service.rank import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
@@ -198,7 +198,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
             if i % 2:
                 asking = asyncio.create_task(call("grant", grant, Done))
                 await asyncio.sleep(0)
-            await call("abort", Abort(identity), Done)
+            await call("abort", identity, Done)
             await decode._sweep()
             if i % 2:
                 with pytest.raises(HandoverError, match="aborted while it waited"):
@@ -317,7 +317,7 @@ async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> N
             start = pack(Start(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))
-        await control.call("abort", pack(Abort(identity)))
+        await control.call("abort", pack(identity))
         mtp.members.remove(other.spec.life)
         mtp.members.add(own)
         await until(mtp.gateway.is_healthy)

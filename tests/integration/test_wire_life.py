@@ -61,7 +61,7 @@ async def test_no_step_of_either_side_is_waited_for() -> None:
             pulled = await world.sink.pull(asked, world.control(), pages)
         finally:
             ends.set()
-        assert pulled.seal.num_tokens[0] == 40 and all(step.result(PATIENCE_S) for step in steps)
+        assert pulled.stats.tokens == 40 and all(step.result(PATIENCE_S) for step in steps)
         await world.check_bytes(asked, pages)
         await world.check_clean(channels=1)
 

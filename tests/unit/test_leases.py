@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from core.config import load
 from core.errors import HandoverError
 from core.identity import Identity
-from kv_transfer.offered import RELEASE_KNOWN_S, Computed, FirstToken, OfferBook
+from kv_transfer.messages import Seal
+from kv_transfer.offered import RELEASE_KNOWN_S, Computed, OfferBook
 from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
@@ -27,7 +28,7 @@ def nothing() -> None:
 
 def test_a_lease_expires_once_and_only_when_not_renewed() -> None:
     clock = Clock()
-    book = OfferBook(1, 30.0, clock)
+    book = OfferBook(30.0, clock)
     book.open(KEY, nothing)
     clock.now += 29
     assert not book.sweep()
@@ -40,7 +41,7 @@ def test_a_lease_expires_once_and_only_when_not_renewed() -> None:
 
 def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
     clock = Clock()
-    book = OfferBook(1, 1.0, clock)
+    book = OfferBook(1.0, clock)
     book.open(KEY, nothing)
     clock.now += 1
     with pytest.raises(HandoverError, match="its lease of 1.0 s ran out"):
@@ -49,7 +50,7 @@ def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
 
 
 def test_release_is_idempotent_and_opening_is_not() -> None:
-    book = OfferBook(1, 1.0, Clock())
+    book = OfferBook(1.0, Clock())
     book.open(KEY, nothing)
     with pytest.raises(AssertionError, match="was opened twice"):
         book.open(KEY, nothing)
@@ -65,7 +66,7 @@ def test_no_lease_without_a_length() -> None:
 @given(st.lists(st.tuples(st.sampled_from("gnrst"), st.integers(0, 4)), max_size=80))
 def test_random_use_agrees_with_a_model(operations: list[tuple[str, int]]) -> None:
     clock = Clock()
-    book = OfferBook(1, 3.0, clock)
+    book = OfferBook(3.0, clock)
     keys = [Identity("r") for _ in range(5)]
     ends: dict[Identity, float] = {}
     for operation, number in operations:
@@ -93,32 +94,32 @@ def test_random_use_agrees_with_a_model(operations: list[tuple[str, int]]) -> No
 
 
 async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
-    book = OfferBook(2, 30.0)
-    waiting = asyncio.create_task(book.wait(KEY, (0, 0), 5.0))
+    book = OfferBook(30.0)
+    waiting = asyncio.create_task(book.wait(KEY, 0, 5.0))
     await asyncio.sleep(0)
     assert book.num_waiting == 1 and book.open(KEY, nothing)
     await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
-    book.advance(KEY, Computed((3, 2), (1,), (1,)))
+    book.advance(KEY, Computed(30, (1,), (1,)))
     entry = await waiting
-    assert entry is not None and entry.computed.num_tokens == (3, 2) and book.num_waiting == 0
-    assert await book.wait(KEY, (3, 2), 0.01) is entry
-    book.advance(KEY, Computed((3, 3), (1,), (1,)), FirstToken(5))
-    sealed = await book.wait(KEY, (3, 3), 5.0)
+    assert entry is not None and entry.computed.num_tokens == 30 and book.num_waiting == 0
+    assert await book.wait(KEY, 30, 0.01) is entry
+    book.advance(KEY, Computed(30, (1,), (1,)), Seal(5))
+    sealed = await book.wait(KEY, 30, 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
     assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
 
 
 async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     clock = Clock()
-    book = OfferBook(1, 2.0, clock)
-    assert await book.wait(KEY, (0,), 0.01) is None
+    book = OfferBook(2.0, clock)
+    assert await book.wait(KEY, 0, 0.01) is None
     with pytest.raises(HandoverError, match="not offered here"):
         book.need(KEY)
     book.open(OTHER, nothing)
     with pytest.raises(HandoverError, match="not offered here"):
         book.need(KEY)
-    waiting = asyncio.create_task(book.wait(OTHER, (0,), 5.0))
+    waiting = asyncio.create_task(book.wait(OTHER, 0, 5.0))
     await asyncio.sleep(0)
     clock.now += 2
     assert list(book.sweep()) == [OTHER]
@@ -135,7 +136,7 @@ async def test_a_release_that_comes_first_keeps_the_key_shut(
 ) -> None:
     """For the longer of two times: of many short leases, or of some long ones."""
     clock = Clock()
-    book = OfferBook(1, lease_s, clock)
+    book = OfferBook(lease_s, clock)
     assert not book.end(KEY, "cancelled")
     clock.now += known_s
     book.sweep()
@@ -148,15 +149,15 @@ async def test_a_release_that_comes_first_keeps_the_key_shut(
 
 async def test_a_page_keeps_the_generation_it_came_with() -> None:
     """What a page's next owner has is not what was offered: its generation must not look right."""
-    book = OfferBook(1, 30.0)
+    book = OfferBook(30.0)
     book.open(KEY, nothing)
-    book.advance(KEY, Computed((4,), (1,), (1,)))
+    book.advance(KEY, Computed(4, (1,), (1,)))
     with pytest.raises(AssertionError, match="pages were exchanged"):
-        book.advance(KEY, Computed((9,), (2, 1), (5, 3)))
-    book.advance(KEY, Computed((8,), (1, 2), (3, 5)), FirstToken(7))
+        book.advance(KEY, Computed(9, (2, 1), (5, 3)))
+    book.advance(KEY, Computed(8, (1, 2), (3, 5)), Seal(7))
     entry = book.need(KEY)
     assert entry.computed.generations == (1, 5)
     assert entry.seal is not None and entry.seal.generations == (3, 5), "as they are now"
     with pytest.raises(AssertionError, match="was sealed before"):
-        book.advance(KEY, Computed((8,), (1, 2), (3, 5)), FirstToken(7))
+        book.advance(KEY, Computed(8, (1, 2), (3, 5)), Seal(7))
     book.end(KEY, "done")

@@ -22,7 +22,6 @@ from core.identity import Identity
 from core.membership import READY, Gang
 from core.pace import Pace
 from core.schema import pack
-from decode_node.service.decode_calls import Abort
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, turns
@@ -116,7 +115,7 @@ async def test_a_gateway_that_stops_finishes_its_releases(
         """There is no pair."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
-    release = owner.ranks[spec.life].release("abort", Abort(Identity("r")))
+    release = owner.ranks[spec.life].release("abort", Identity("r"))
     await slow.is_asked.wait()
     stopping = asyncio.create_task(owner.stop())
     await turns()

@@ -99,7 +99,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def channel(timeout_s: float = PATIENCE_S) -> tuple[Channel, Group]:
     group = Group()
-    return Channel(NcclWire(group, 1, "cuda"), "nccl:p", "nccl", timeout_s), group
+    return Channel(NcclWire(group, 1, "cuda"), "nccl:p", timeout_s), group
 
 
 def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:

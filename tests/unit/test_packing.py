@@ -50,7 +50,7 @@ def caches_before(loaded: LoadedModel, poison: float = 0.0) -> Caches:
     return caches
 
 
-def packed(loaded: LoadedModel, caches: Caches, num_rows: int | None = None) -> Tensor:
+def packed(loaded: LoadedModel, caches: Caches, num_rows: int = 0) -> Tensor:
     """Hidden states [T, D] of all sequences' tokens in one forward."""
     segments = [segment(i, lo, hi) for i, (lo, hi) in enumerate(LENGTHS)]
     return loaded.network(pack(segments, PAGE_SIZE, CPU, num_rows), caches)[0]

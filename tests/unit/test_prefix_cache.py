@@ -6,7 +6,7 @@ from core.identity import Identity
 from core.request import Request, SamplingParams
 from kv_transfer.pages import PagePool
 from prefill_node.page_source import PageSource
-from prefill_node.prefix_cache import PrefixCache, page_keys
+from prefill_node.prefix_cache import PrefixCache
 from prefill_node.scheduler import SHORT_SHARE, Scheduler
 from prefill_node.sequence import Sequence
 
@@ -24,12 +24,13 @@ def finish(scheduler: Scheduler, first_token: int = 99) -> None:
 
 
 def test_a_key_covers_the_page_and_the_token_after_it() -> None:
-    base = list(page_keys([1, 2, 3, 4, 5, 6, 7, 8, 9], SIZE))
+    cache = PrefixCache(PagePool(20, SIZE))
+    base = list(cache.keys([1, 2, 3, 4, 5, 6, 7, 8, 9]))
     assert len(base) == 2
-    assert list(page_keys([1, 2, 3, 4, 5, 6, 7, 8], SIZE)) == base[:1]
-    assert list(page_keys([1, 2, 3, 4, 0, 6, 7, 8, 9], SIZE))[0] != base[0]
-    assert list(page_keys([0, 2, 3, 4, 5, 6, 7, 8, 9], SIZE))[1] != base[1]
-    other_next = list(page_keys([1, 2, 3, 4, 5, 6, 7, 8, 0], SIZE))
+    assert list(cache.keys([1, 2, 3, 4, 5, 6, 7, 8])) == base[:1]
+    assert list(cache.keys([1, 2, 3, 4, 0, 6, 7, 8, 9]))[0] != base[0]
+    assert list(cache.keys([0, 2, 3, 4, 5, 6, 7, 8, 9]))[1] != base[1]
+    other_next = list(cache.keys([1, 2, 3, 4, 5, 6, 7, 8, 0]))
     assert other_next[0] == base[0] and other_next[1] != base[1]
 
 

@@ -12,7 +12,7 @@ from benchmarks.driven import tiny
 from core.request import Request, SamplingParams, TokenBias
 from model.checkpoint.tensors import select
 from model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
-from model.sampling.sampler import SamplingRows, choose, gumbel
+from model.sampling.sampler import SamplingRows, adjusted, draw, gumbel
 
 EOS = tiny.BASE["eos_token_id"]
 VOCAB = 12
@@ -81,9 +81,9 @@ def test_draws_follow_the_exact_distribution(
         table = no_rules(1, VOCAB, torch.device("cpu"))
         set_rules(table, 0, Request("r", tuple(prompt), sampling=s), tuple(output), frozenset())
         rows = replace(rows, rules=select(table, torch.zeros_like(count)))
-    drawn = choose(
-        logits.expand(NUM_DRAWS, -1), rows, num_output, torch.tensor([drafts]).expand(NUM_DRAWS, -1)
-    )
+    drafts_BN = torch.tensor([drafts]).expand(NUM_DRAWS, -1)
+    adjusted_BV = adjusted(logits.expand(NUM_DRAWS, -1), rows, num_output, drafts_BN)
+    drawn = draw(adjusted_BV, rows, num_output + len(drafts))
     expected = filtered(obvious(logits, prompt, output + drafts, s), s)
     check_chi_square(drawn.bincount(minlength=VOCAB).tolist(), expected)
 

@@ -41,7 +41,9 @@ def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
     identity = Identity("r", 2)
-    beat = Beat(Pace(1, 0.5, 10.0), Held(num_active_rows=2, counters={"step_s": 0.1}), 3, 4, (identity,))
+    beat = Beat(
+        Pace(1, 0.5, 10.0), Held(num_active_rows=2, counters={"step_s": 0.1}), 3, 4, (identity,)
+    )
     frame = TokenFrame((SequenceUpdate(identity, (5,)),), beat)
     assert unpack(TokenFrame, pack(frame)) == frame
 

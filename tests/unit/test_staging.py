@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import caches as caches_module
-from kv_transfer.caches import PagedCaches, check_chunks, chunks, staged
+from kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
@@ -44,8 +44,8 @@ def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: i
         pages_of_one = [layer.view(len(layer), 1, width) for layer in cache]
         sides.append(PagedCaches({"g": pages_of_one}, PagePool(len(cache[0]), 1), "any", "m"))
     group = sides[0].layout.groups[0]
-    sides[0].gather(group, read_T.tolist(), 0, 5, out)
-    sides[1].scatter(group, write_T.tolist(), 0, 5, out)
+    sides[0].gather(Span(group, read_T.tolist(), 0, 5), out)
+    sides[1].scatter(Span(group, write_T.tolist(), 0, 5), out)
     others = torch.ones(24, dtype=torch.bool)
     others[write_T] = False
     for layer in range(3):
@@ -72,8 +72,8 @@ def test_token_wise_copies_between_different_page_sizes() -> None:
         sides.append((caches, tensors, pool.allocate(5)[::-1]))
     (source, from_tensors, from_pages), (target, to_tensors, to_pages) = sides
     out = torch.zeros(2, 7, 12, dtype=torch.uint8)
-    source.gather(layout.groups[0], from_pages, 2, 9, out)
-    target.scatter(layout.groups[0], to_pages, 2, 9, out)
+    source.gather(Span(layout.groups[0], from_pages, 2, 9), out)
+    target.scatter(Span(layout.groups[0], to_pages, 2, 9), out)
     for token in range(2, 9):
         read = from_pages[token // 4] * 4 + token % 4
         write = to_pages[token // 3] * 3 + token % 3
@@ -86,7 +86,7 @@ def test_token_wise_copies_between_different_page_sizes() -> None:
 @settings(max_examples=60, deadline=None)
 def test_chunks_cover_the_range_and_fit(lo: int, length: int, layers: int, chunk: int) -> None:
     group = Group("g", layers, 4)
-    parts = list(chunks(group, lo, lo + length, chunk))
+    parts = [(part.lo, part.hi) for part in chunks(Span(group, (), lo, lo + length), chunk)]
     assert [t for a, b in parts for t in range(a, b)] == list(range(lo, lo + length))
     assert all(0 < (b - a) * layers * 4 <= chunk for a, b in parts)
 
@@ -102,7 +102,7 @@ def test_staged_is_a_view_of_the_buffer() -> None:
     pool = StagingPool(100, 100)
     buffer = pool._free[0]
     buffer.bytes.zero_()
-    view = staged(Group("g", 2, 4), buffer, 3)
+    view = staged(Span(Group("g", 2, 4), (), 0, 3), buffer)
     view.fill_(9)
     assert view.shape == (2, 3, 4) and int(buffer.bytes.sum()) == 9 * 24
 

@@ -18,8 +18,6 @@ class Gathered(Spread):
     shape depends on the routing and nothing waits for the host (CUDA graphs). Else only what was
     computed goes back."""
 
-    pads = True
-
     def __init__(
         self, placement: Placement, rank: int, device: torch.device, is_static: bool
     ) -> None:
