@@ -19,10 +19,9 @@ from decode_node.planning.lengths import (
     LOOK_EVERY,
     LOOK_STEPS,
     NUM_TRIES,
+    Costs,
     by_load,
     most_wanted,
-    no_costs,
-    recorded,
 )
 from decode_node.planning.step_plan import (
     PLAIN,
@@ -225,14 +224,14 @@ def test_limits_of_requests_are_kept() -> None:
     server = Server(local_planner(), 0.9, 1.0, 0.0)
     assert set(server.run([0, 0], 100)) == {0}
     assert set(server.run([1, 0], 100)) <= {0, 1}
-    assert most_wanted(no_costs(3), [], 3, (1, 1, 1, 0))[0] == 2
+    assert most_wanted(Costs.unknown(3), 3, (1, 1, 1, 0)) == 2
 
 
 def test_shares_count_only_rows_that_came_so_far() -> None:
-    costs = no_costs(2)
+    costs = Costs.unknown(2)
     report = report_of(StepKey(4, 2, 3), 1.0, [(2, 2), (2, 0), (1, 1), (0, 0)])
     for _ in range(2000):
-        costs = recorded(costs, [report])
+        costs.record([report])
     assert costs.expected_tokens()[1] == pytest.approx(1 + 2 / 3, abs=0.02)
     assert costs.expected_tokens()[2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 
