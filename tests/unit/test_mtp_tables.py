@@ -17,7 +17,7 @@ from core.identity import Identity
 from core.info import PREFILL
 from core.membership import RankSpec
 from core.request import Request, SamplingParams
-from decode_node.planning.states import Running
+from decode_node.planning.states import Need, Running, Size
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import Rows
 from decode_node.program.step import decode_step, verify_slots
@@ -153,8 +153,9 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
-    places, settings = (0, PAGES, len(PAGES), 9, 1, case["L"] - 1), (request, frozenset(), 2, 2)
-    rows.begin(Running(Identity("r"), *places, *settings), token_id(emitted[-1]), None)
+    need = Need(Size(case["L"] - 1, 0, 9), len(PAGES), 9)
+    running = Running(Identity("r"), 0, PAGES, need, 1, request, frozenset(), 2, 2)
+    rows.begin(running, token_id(emitted[-1]), None)
     chosen = rows.select(torch.tensor([0]), len(PAGES))
     own = chosen.state.drafter
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
