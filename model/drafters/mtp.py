@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core.pages import DUMMY_PAGE
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import Checkpoint, load_mtp
-from model.drafters.base import UNKNOWN, Drafts, Emitted, View
+from model.drafters.base import UNKNOWN, Drafter, Drafts, Emitted, View
 from model.drafters.mtp_rows import MtpRows, PassRows, Pending, first_pass, later_slots
 from model.kernels.base import Angles, Kernels
 from model.network.batch import Batch, physical_slots
@@ -52,7 +52,7 @@ class MtpLayer(DecoderLayer):
         return norm.add(*self(z_XD, None, batch, cache, angles))[1]
 
 
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Pass 1 writes the cache entries of pending tokens from their true hidden states, and of the
     last one, the head row, yields draft 1; passes 2..n are the head row alone, fed with the MTP
     layer's own normed output. What nobody reads, the output of other rows, is not computed.
@@ -61,8 +61,6 @@ class MtpDrafter:
     """
 
     name = "mtp"
-    is_fed = False
-    max_drafts: int | None = None
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
@@ -70,7 +68,7 @@ class MtpDrafter:
         self.num_features = network.config.hidden_size
         self.meets_ranks = network.dispatch.placement is not None
         group = CacheGroup(MTP, 1, network.config.latent_dim, lag=1)
-        self.cache_groups: tuple[CacheGroup, ...] = (group,)
+        self.cache_groups = (group,)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
