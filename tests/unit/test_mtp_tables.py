@@ -22,8 +22,9 @@ from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import Rows
 from decode_node.program.step import decode_step, verify_slots
 from kv_transfer.pages import PagePool
+from model.drafters.base import View
 from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import first_pass, later_slots
+from model.drafters.mtp_rows import MtpRows, first_pass, later_slots
 from model.kernels.base import PLAIN
 from model.network.batch import Batch
 from model.network.cache import MAIN, MTP
@@ -289,11 +290,18 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     num_known = torch.tensor([5, 6, 9])
     num_emitted = torch.tensor([1, 1, 3])
     first = torch.tensor([True, False, False])
-    rows = first_pass(num_known, num_emitted, first, 3)
-    assert rows.slots_BQ.tolist() == [[3, 4, 5], [4, 5, 6], [5, 6, 7]]
-    assert rows.keep_BQ.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    own = MtpRows(torch.zeros(3, 16), torch.zeros(3, 16, 1), num_emitted, first)
+    pages, real = torch.tensor([PAGES] * 3), torch.tensor([True] * 3)
+    view = View(torch.zeros(3, 1), num_known, pages, real, pick=lambda *_: (torch.zeros(3), None))
+    rows = first_pass(own, view, 3, PAGE_SIZE)
+    assert rows.positions_BQ.tolist() == [[4, 5, 6], [5, 6, 7], [6, 7, 8]]
+    kept = rows.write_slots_BQ >= PAGE_SIZE
+    assert kept.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    assert rows.write_slots_BQ[kept].tolist() == [physical(slot) for slot in (4, 5, 6, 7)]
+    assert rows.real_BQ is not None
     assert rows.real_BQ.tolist() == [[True, False, False]] * 2 + [[True] * 3]
-    assert rows.head_B.tolist() == [0, 0, 2]
+    heads = rows.positions_BQ.gather(1, (num_emitted - 1).unsqueeze(1))
+    assert heads.flatten().tolist() == [x - 1 for x in num_known.tolist()]
     for n, slots_B in enumerate(later_slots(num_known, 2), 2):
         assert slots_B.tolist() == [x - 3 + n for x in num_known.tolist()]
     assert verify_slots(num_known, 2).tolist() == [[4, 5, 6], [5, 6, 7], [8, 9, 10]]
