@@ -22,7 +22,8 @@ from decode_node.planning.forms import MOST_REFUSED
 from decode_node.planning.lengths import Costs
 from decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
 from decode_node.program import programs as programs_module
-from decode_node.program.launcher import Launcher, Prepared
+from decode_node.program.launcher import Launcher
+from decode_node.program.programs import Prepared
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Eager
 from model.loaded import LoadedModel
