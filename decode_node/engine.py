@@ -62,7 +62,6 @@ class DecodeEngine:
         self._makes_ahead = loaded.form == CAPTURED
         self._may_prepare = decide.measures or self._makes_ahead
         self._report: Report | None = None
-        self._num_refused_told = 0
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
         self._in_flight: deque[InFlight] = deque()
@@ -183,10 +182,9 @@ class DecodeEngine:
         ]
 
     def _proposal(self, sequences: list[Running]) -> Proposal:
-        """With what was not told yet."""
+        """With the report that was not told yet."""
         report, self._report = self._report, None
-        refused = tuple(self.programs.refused)[self._num_refused_told :]
-        self._num_refused_told += len(refused)
+        refused = tuple(self.programs.refused)
         expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
         wishes = wishes_of(sequences, self._max_drafts)
         return Proposal(*wishes, self._loaded.form, refused, expects, report)

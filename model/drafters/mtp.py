@@ -175,11 +175,8 @@ class MtpDrafter(Drafter):
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         positions_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._network.rope.at(positions_NB1.flatten())
-        passes = zip(
-            *(tensor.unbind(0) for tensor in (positions_NB1, places_NB1)),
-            *(tensor.chunk(num_passes) for tensor in (cos, sin)),
-            strict=True,
-        )
+        angles = cos.chunk(num_passes), sin.chunk(num_passes)
+        passes = zip(positions_NB1, places_NB1, *angles, strict=True)
         real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP
         return [
             (Batch(at, at, places, at, table_BP, real_BQ=real_B1), (cos, sin))
