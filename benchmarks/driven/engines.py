@@ -14,7 +14,6 @@ from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.engine import DecodeEngine
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import Costs, DraftLength, most_wanted
 from decode_node.planning.states import Running, Size
 from decode_node.planning.step_plan import Proposal, StepPlan
@@ -52,7 +51,7 @@ class Held:
 
 def planner_of(loaded: LoadedModel, max_drafts: int, length: DraftLength) -> StepPlanner:
     """Batches are not padded, nothing is measured."""
-    buckets, catch_up = Buckets(tuple(range(1, 65))), loaded.drafter.catch_up(max_drafts)
+    buckets, catch_up = tuple(range(1, 65)), loaded.drafter.catch_up(max_drafts)
     return StepPlanner(buckets, max_drafts, length, catch_up)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from core.config import TandemConfig
 from core.forms import CAPTURED, EAGER, CatchUp
 from decode_node.planning import lengths
-from decode_node.planning.buckets import Buckets
+from decode_node.planning.buckets import bucket_for, buckets_of
 from decode_node.planning.forms import Forms, usual_keys
 from decode_node.planning.lengths import Costs, DraftLength
 from decode_node.planning.step_plan import TRIAL, Proposal, StepKey, StepPlan, extras_of_all
@@ -20,7 +20,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        buckets: Buckets,
+        buckets: tuple[int, ...],
         max_drafts: int,
         length: DraftLength,
         catch_up: CatchUp,
@@ -36,9 +36,9 @@ class StepPlanner:
     def of(cls, config: TandemConfig, max_drafts: int, catch_up: CatchUp) -> "StepPlanner":
         """As configured. Raises ValueError for batch sizes that are out of range."""
         decode, asked = config.decode, config.speculation
-        buckets = Buckets.of(decode.batch_buckets, decode.max_rows, decode.device)
+        buckets = buckets_of(decode.batch_buckets, decode.max_rows, decode.device)
         least = max_drafts if asked.draft_length == lengths.FIXED else 0
-        usual = usual_keys(buckets.sizes, range(least, max_drafts + 1), catch_up)
+        usual = usual_keys(buckets, range(least, max_drafts + 1), catch_up)
         length = lengths.LENGTHS[asked.draft_length]
         return cls(buckets, max_drafts, length, catch_up, asked.measure_at_start, usual)
 
@@ -58,7 +58,7 @@ class StepPlanner:
     def _step(self, proposals: Sequence[Proposal]) -> StepKey:
         """What suits all ranks, of which some have work."""
         self._record(proposals)
-        num_rows = self._buckets.rows(max(proposal.num_rows for proposal in proposals))
+        num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
         num_drafts = self._length(self._costs, num_rows, [*map(sum, columns)])
         behind = max(proposal.behind for proposal in proposals)
@@ -68,7 +68,7 @@ class StepPlanner:
     def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
         self._record(proposals)
-        untried = self._costs.untried(self._buckets.sizes)
+        untried = self._costs.untried(self._buckets)
         if untried is None:
             return None
         num_rows, num_drafts = untried

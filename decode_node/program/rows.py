@@ -80,11 +80,10 @@ class Rows:
         is taken when the first request, of any rank, has some."""
         row, asked = sequence.row, sequence.request
         request = replace(asked, output_ids=(*asked.output_ids, first_token))
-        pages_1P = self._no_pages_1P.clone()
-        pages_1P[0, : len(sequence.pages)] = torch.tensor(sequence.pages)
-        new = self._row(request, features_F, pages_1P, limit=sequence.limit)
+        new = self._row(request, features_F, limit=sequence.limit)
         write(self._table, self._upload([row]), new)
-        self._num_pages[row] = len(sequence.pages)
+        self._num_pages[row] = 0
+        self.grow(sequence)
         if request.sampling.adjusts_logits:
             self.hold_rules()
         if self._rules is not None:
@@ -149,7 +148,6 @@ class Rows:
         self,
         request: Request,
         features_F: Tensor | None = None,
-        pages_1P: Tensor | None = None,
         *,
         limit: int = 0,
         is_real: bool = True,
@@ -169,7 +167,7 @@ class Rows:
                 thinking_B=torch.tensor([is_thinking]),
                 drafter=drafter.begin(token, features_F, is_known, self._max_drafts),
             ),
-            page_table_BP=self._no_pages_1P if pages_1P is None else pages_1P,
+            page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),
             sampling=SamplingRows.of([request.sampling], torch.device("cpu")),
             acceptance=AcceptanceRows(

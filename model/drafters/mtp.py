@@ -67,8 +67,7 @@ class MtpDrafter(Drafter):
         self._layer = layer
         self.num_features = network.config.hidden_size
         self.meets_ranks = network.dispatch.placement is not None
-        group = CacheGroup(MTP, 1, network.config.latent_dim, lag=1)
-        self.cache_groups = (group,)
+        self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import (
     EAGER_LOOKS,
     LOOK_EVERY,
@@ -38,7 +37,7 @@ from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
-BUCKETS = Buckets(tuple(range(1, 65)))
+BUCKETS = tuple(range(1, 65))
 
 
 IDLE = Proposal((0, 0, 0, 0), 1)

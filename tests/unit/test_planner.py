@@ -8,7 +8,6 @@ import pytest
 
 from core.forms import CAPTURED, EAGER, RECORDED
 from core.request import ACCEPTANCES
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
 from decode_node.planning.lengths import Costs, by_load, most_wanted
 from decode_node.planning.step_plan import (
@@ -29,7 +28,7 @@ from decode_node.planning.step_planner import StepPlanner
 from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 
-BUCKETS, CATCH_UP = Buckets((1, 2, 4, 8)), Pending(3)
+BUCKETS, CATCH_UP = (1, 2, 4, 8), Pending(3)
 IDLE = Proposal(*wishes_of([], 3))
 IDLE_CAPTURING = replace(IDLE, form=CAPTURED)
 
