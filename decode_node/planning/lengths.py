@@ -84,27 +84,6 @@ class Costs:
         """Tokens that a row emits with 0, 1 .. drafts."""
         return [*accumulate(accumulate(self.shares, mul, initial=1.0))]
 
-    def record(self, reports: Sequence[Report]) -> None:
-        """Steps that ranks report, which may have read different ones last."""
-        for key in dict.fromkeys(report.key for report in reports):
-            self._record(key, [report for report in reports if report.key == key])
-
-    def _record(self, key: StepKey, reports: Sequence[Report]) -> None:
-        """One step, which took as long as on the slowest of these ranks."""
-        size, num_expected, num_accepted = self.of_size(key.num_rows), 0.0, 0
-        for k in range(key.num_drafts):
-            num = sum(report.tried[k] for report in reports)
-            accepted = sum(report.accepted[k] for report in reports)
-            expected = num * self.shares[k]
-            if k >= size.current:
-                num_expected, num_accepted = num_expected + expected, num_accepted + accepted
-            self.tried[k] = min(MEMORY, self.tried[k] + num)
-            self.shares[k] += (accepted - expected) / max(self.tried[k], num)
-        if num_accepted > OUTLIER * num_expected:
-            size.surprise = key.num_drafts
-        if all(report.is_usual for report in reports):
-            size.time(key.num_drafts, max(report.program_s for report in reports))
-
     def untried(self, sizes: Sequence[int]) -> tuple[int, int] | None:
         """A row bucket and a number of drafts to be measured next, of the smallest such size first
         and its lengths in turns; sizes that share what is known count once, as the middle one."""
@@ -117,6 +96,29 @@ class Costs:
                 num_tries[num_drafts] += 1
                 return num_rows, num_drafts
         return None
+
+
+def record(costs: Costs, reports: Sequence[Report]) -> None:
+    """Steps that ranks report, which may have read different ones last."""
+    for key in dict.fromkeys(report.key for report in reports):
+        _record_step(costs, key, [report for report in reports if report.key == key])
+
+
+def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
+    """It took as long as on the slowest of these ranks."""
+    size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
+    for k in range(key.num_drafts):
+        num = sum(report.tried[k] for report in reports)
+        accepted = sum(report.accepted[k] for report in reports)
+        expected = num * costs.shares[k]
+        if k >= size.current:
+            num_expected, num_accepted = num_expected + expected, num_accepted + accepted
+        costs.tried[k] = min(MEMORY, costs.tried[k] + num)
+        costs.shares[k] += (accepted - expected) / max(costs.tried[k], num)
+    if num_accepted > OUTLIER * num_expected:
+        size.surprise = key.num_drafts
+    if all(report.is_usual for report in reports):
+        size.time(key.num_drafts, max(report.program_s for report in reports))
 
 
 DraftLength = Callable[[Costs, int, Sequence[int]], int]

@@ -57,7 +57,7 @@ class StepPlanner:
 
     def _step(self, proposals: Sequence[Proposal]) -> StepKey:
         """What suits all ranks, of which some have work."""
-        self._record(proposals)
+        lengths.record(self._costs, _reports(proposals))
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
         num_drafts = self._length(self._costs, num_rows, [*map(sum, columns)])
@@ -67,7 +67,7 @@ class StepPlanner:
 
     def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
-        self._record(proposals)
+        lengths.record(self._costs, _reports(proposals))
         untried = self._costs.untried(self._buckets)
         if untried is None:
             return None
@@ -75,5 +75,6 @@ class StepPlanner:
         amount = self._catch_up.amount(num_drafts, self._catch_up.start)
         return StepKey(num_rows, num_drafts, amount)
 
-    def _record(self, proposals: Sequence[Proposal]) -> None:
-        self._costs.record([one.report for one in proposals if one.report is not None])
+
+def _reports(proposals: Sequence[Proposal]) -> list[lengths.Report]:
+    return [proposal.report for proposal in proposals if proposal.report is not None]

@@ -21,6 +21,7 @@ from decode_node.planning.lengths import (
     Costs,
     by_load,
     most_wanted,
+    record,
 )
 from decode_node.planning.step_plan import (
     PLAIN,
@@ -230,7 +231,7 @@ def test_shares_count_only_rows_that_came_so_far() -> None:
     costs = Costs.unknown(2)
     report = report_of(StepKey(4, 2, 3), 1.0, [(2, 2), (2, 0), (1, 1), (0, 0)])
     for _ in range(2000):
-        costs.record([report])
+        record(costs, [report])
     assert costs.expected_tokens()[1] == pytest.approx(1 + 2 / 3, abs=0.02)
     assert costs.expected_tokens()[2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 

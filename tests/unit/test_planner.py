@@ -9,7 +9,7 @@ import pytest
 from core.forms import CAPTURED, EAGER, RECORDED
 from core.request import ACCEPTANCES
 from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
-from decode_node.planning.lengths import Costs, by_load, most_wanted
+from decode_node.planning.lengths import Costs, by_load, most_wanted, record
 from decode_node.planning.step_plan import (
     MAKE,
     MOST_EXTRAS,
@@ -194,8 +194,8 @@ def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None
     key = StepKey(4, 2, 3)
     reports = [Report(key, 0.1, (4, 3), (3, 1)), Report(key, 0.3, (2, 0), (0, 0))]
     together, apart = Costs.unknown(3), Costs.unknown(3)
-    together.record([Report(key, 0.3, (6, 3), (3, 1))])
-    apart.record(reports)
+    record(together, [Report(key, 0.3, (6, 3), (3, 1))])
+    record(apart, reports)
     assert apart == together
     assert together.of_size(4).step_s[2] == 0.3 and together.of_size(8).step_s[2] == 0.0
 
@@ -218,8 +218,8 @@ def test_ranks_may_report_different_steps() -> None:
     planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
     planner(proposals)
     costs, apart = planner._costs, Costs.unknown(3)
-    apart.record([wide, wide])
-    apart.record([narrow])
+    record(apart, [wide, wide])
+    record(apart, [narrow])
     assert costs.tried == apart.tried and costs.shares == apart.shares
 
 

@@ -19,7 +19,7 @@ from core.config import TINY_MODEL
 from core.forms import CAPTURED
 from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node.planning.forms import MOST_REFUSED
-from decode_node.planning.lengths import Costs
+from decode_node.planning.lengths import Costs, record
 from decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
 from decode_node.program import programs as programs_module
 from decode_node.program.launcher import Launcher
@@ -212,9 +212,9 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
         usual.append(report.is_usual)
     assert usual == [False, True, True]
     costs = Costs.unknown(3)
-    costs.record([report_at(1.0, is_usual=False)])
+    record(costs, [report_at(1.0, is_usual=False)])
     assert costs.of_size(1).step_s == [0.0] * 4 and costs.tried[0] > 1
-    costs.record([report_at(1.0, is_usual=True)])
+    record(costs, [report_at(1.0, is_usual=True)])
     assert costs.of_size(1).step_s[2] == 1.0
 
 
