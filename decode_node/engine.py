@@ -21,7 +21,7 @@ from decode_node.planning.states import Running, Size
 from decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wishes_of
 from decode_node.planning.step_planner import StepPlanner
 from decode_node.program.clock import settle
-from decode_node.program.launcher import InFlight, Launcher, Prepared
+from decode_node.program.launcher import InFlight, Launcher
 from runtime.engine_loop import is_fatal
 from runtime.lockstep import Planner
 from runtime.parts import RankParts
@@ -62,7 +62,6 @@ class DecodeEngine:
         self._makes_ahead = loaded.form == CAPTURED
         self._may_prepare = decide.measures or self._makes_ahead
         self._report: Report | None = None
-        self._num_refused_told = 0
         loop = config.decode.loop
         self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
         self._in_flight: deque[InFlight] = deque()
@@ -139,8 +138,10 @@ class DecodeEngine:
 
     def _give_up(self, sequences: Iterable[Running], error: Exception) -> None:
         for sequence in sequences:
-            if self.scheduler.drop(sequence.identity):
-                self._updates.append(_failed(sequence, error))
+            identity, kind = sequence.identity, Poisonous if sequence.num_alone else StepFailed
+            if self.scheduler.drop(identity):
+                failure = failure_of(kind(f"{identity}: a decode step failed: {error!r}"))
+                self._updates.append(SequenceUpdate(identity, (), ERROR, failure=failure))
 
     def _turn(self) -> None:
         """Make room, propose and be answered with a plan, launch what it says, read.
@@ -181,31 +182,28 @@ class DecodeEngine:
         ]
 
     def _proposal(self, sequences: list[Running]) -> Proposal:
-        """With what was not told yet."""
+        """With the report that was not told yet."""
         report, self._report = self._report, None
-        refused = tuple(self.programs.refused)[self._num_refused_told :]
-        self._num_refused_told += len(refused)
+        refused = tuple(self.programs.refused)
         expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
         wishes = wishes_of(sequences, self._max_drafts)
         return Proposal(*wishes, self._loaded.form, refused, expects, report)
 
     def _launch(self, sequences: list[Running], plan: StepPlan) -> None:
-        step = self._prepare(sequences, plan)
-        self._note(step.sequences)
-        with self._planner.program():
-            self._in_flight.append(self._launcher.launch(step))
-        self.scheduler.launched(step.sequences)
-
-    def _prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:
-        """If that fails they are given up, and the step that was agreed upon is a dummy."""
+        """If they cannot be prepared they are given up, and the step that was agreed upon is a
+        dummy."""
         try:
-            return self._launcher.prepare(sequences, plan)
+            step = self._launcher.prepare(sequences, plan)
         except Exception as error:
             if is_fatal(error):
                 raise
             log.exception("a decode step cannot be prepared")
             self._give_up(sequences, error)
-            return self._launcher.prepare([], plan)
+            step = self._launcher.prepare([], plan)
+        self._note(step.sequences)
+        with self._planner.program():
+            self._in_flight.append(self._launcher.launch(step))
+        self.scheduler.launched(step.sequences)
 
     def _read(self, num_kept: int) -> None:
         """End what ended in the steps on their way, but for the latest ``num_kept``."""
@@ -252,9 +250,3 @@ class DecodeEngine:
     def _grant(self) -> None:
         for identity in self.scheduler.grant():
             self._on_grant(identity)
-
-
-def _failed(sequence: Running, error: Exception) -> SequenceUpdate:
-    kind = Poisonous if sequence.num_alone else StepFailed
-    failure = failure_of(kind(f"{sequence.identity}: a decode step failed: {error!r}"))
-    return SequenceUpdate(sequence.identity, (), ERROR, failure=failure)

@@ -20,7 +20,6 @@ from benchmarks.driven import engines
 from benchmarks.driven.engines import Bench, greedy
 from core.forms import CAPTURED
 from core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.forms import usual_keys
 from decode_node.planning.lengths import by_load as by_load_length
 from decode_node.planning.step_plan import (
@@ -263,7 +262,7 @@ def a_gang_of_three(load: Load) -> None:
     """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
     draw, sizes = random.Random(7), (1, 2, 4, 8)
     usual = usual_keys(sizes, range(4), Pending(3))
-    planner = StepPlanner(Buckets(sizes), 3, by_load_length, Pending(3), True, usual)
+    planner = StepPlanner(sizes, 3, by_load_length, Pending(3), True, usual)
     ranks, key = [list[int]() for _ in range(3)], None
     for step in range(500):
         for limits in ranks:

@@ -159,9 +159,14 @@ class Index:
     def method(self, cls: Class, name: str) -> Function | None:
         """Of a Protocol that of the one class that has all of it, None if several have."""
         if cls.is_protocol and name in cls.methods:
-            able = [one for one in self.classes if _has_all(one, cls)]
+            able = [one for one in self.classes if self._has_all(one, cls)]
             return self.method(able[0], name) if len(able) == 1 else None
         return next((one.methods[name] for one in self.bases(cls) if name in one.methods), None)
+
+    def _has_all(self, cls: Class, protocol: Class) -> bool:
+        """Of its own, or from what it inherits."""
+        methods = {name for one in self.bases(cls) for name in one.methods}
+        return not cls.is_protocol and protocol.methods.keys() <= methods
 
     def is_ours(self, scope: Scope, func: ast.expr) -> bool:
         """Whether a class of ours has that method, be it without saying what it does."""
@@ -267,10 +272,6 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, ast.exp
             yield target, value, annotation
         case ast.NamedExpr(target=target, value=value) | ast.AugAssign(target=target, value=value):
             yield target, value, None
-
-
-def _has_all(cls: Class, protocol: Class) -> bool:
-    return not cls.is_protocol and protocol.methods.keys() <= cls.methods.keys()
 
 
 def reads_of_self(function: Function, attributes: Iterable[str]) -> bool:

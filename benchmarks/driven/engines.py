@@ -14,10 +14,9 @@ from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.engine import DecodeEngine
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import Costs, DraftLength, most_wanted
 from decode_node.planning.states import Running, Size
-from decode_node.planning.step_plan import Proposal, Report, StepPlan
+from decode_node.planning.step_plan import Proposal, StepPlan
 from decode_node.planning.step_planner import StepPlanner
 from kv_transfer.pages import PagePool
 from model.loaded import LoadedModel, load_model
@@ -35,11 +34,9 @@ class IdleFirst:
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
 
-    def __call__(
-        self, costs: Costs, reports: Items[Report], num_rows: int, wanted: Items[int]
-    ) -> tuple[int, Costs]:
+    def __call__(self, costs: Costs, num_rows: int, wanted: Items[int]) -> int:
         self._num_left -= 1
-        return (0, costs) if self._num_left >= 0 else most_wanted(costs, reports, num_rows, wanted)
+        return 0 if self._num_left >= 0 else most_wanted(costs, num_rows, wanted)
 
 
 class Held:
@@ -48,15 +45,13 @@ class Held:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def __call__(
-        self, costs: Costs, reports: Items[Report], num_rows: int, wanted: Items[int]
-    ) -> tuple[int, Costs]:
-        return self._num_drafts, costs
+    def __call__(self, costs: Costs, num_rows: int, wanted: Items[int]) -> int:
+        return self._num_drafts
 
 
 def planner_of(loaded: LoadedModel, max_drafts: int, length: DraftLength) -> StepPlanner:
     """Batches are not padded, nothing is measured."""
-    buckets, catch_up = Buckets(tuple(range(1, 65))), loaded.drafter.catch_up(max_drafts)
+    buckets, catch_up = tuple(range(1, 65)), loaded.drafter.catch_up(max_drafts)
     return StepPlanner(buckets, max_drafts, length, catch_up)
 
 

@@ -16,9 +16,9 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from core.identity import Identity
-from decode_node.planning.states import Running
+from decode_node.planning.states import Need, Running, Size
 from decode_node.planning.step_plan import MAKE, StepKey, StepPlan
-from decode_node.program.programs import Programs
+from decode_node.program.programs import Prepared, Programs
 from decode_node.program.rows import Rows
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
@@ -84,7 +84,7 @@ class Steps:
         request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
-            places = i, pages, per_row, ROOM, 1, context
+            places = i, pages, Need(Size(context, 0, ROOM), per_row, ROOM), 1
             settings = request, frozenset[int](), num_drafts, num_drafts
             one = Running(Identity(f"r{i}"), *places, *settings)
             hidden = torch.randn(loaded.config.hidden_size, device=loaded.device)
@@ -96,12 +96,12 @@ class Steps:
         self._index = self.rows.index(list(range(num_rows)), num_rows)
 
     def step(self) -> Any:
-        return self._programs.run(self._plan, None, *self._index)
+        return self._programs.run(Prepared((), self._plan, None, *self._index))
 
     def capture(self) -> None:
         self._plan = StepPlan(self._plan.key, MAKE, number=0)
         index = self.rows.index([], self._plan.key.num_rows, is_trial=True)
-        self._programs.make(self._plan, *index)
+        self._programs.make(Prepared((), self._plan, None, *index))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.request import Request
 from core.stopping import num_budget, stop_ids
-from decode_node.planning.states import NUM_STEPS_ALONE, Ending, Granted, Running, Size, Waiting
+from decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
 from kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
@@ -37,13 +37,12 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._max_rows = max_rows
-        self._begun: dict[Identity, Waiting] = {}
-        self._fresh: dict[Identity, Waiting] = {}
+        self._begun: dict[Identity, Need] = {}
+        self._fresh: dict[Identity, Need] = {}
         self.sequences: dict[Identity, Granted | Running] = {}
         """Those that hold rows, in the order in which these were granted."""
         self._runs: list[Running | None] = [None] * max_rows
-        self._ending: dict[int, Ending] = {}
+        self._ending: set[Running] = set()
 
     @property
     def num_waiting(self) -> int:
@@ -60,35 +59,29 @@ class Scheduler:
         """
         budget = num_budget(size.num_prompt, size.num_output, size.max_tokens, self._max_model_len)
         num_tokens, most = size.num_prompt + size.num_output, self._pool.num_pages - 1
-        waiting = Waiting(size, self._num_pages(num_tokens + budget), size.num_output + budget)
-        if waiting.num_most_pages > most:
+        need = Need(size, self._num_pages(num_tokens + budget), size.num_output + budget)
+        if need.num_most_pages > most:
             raise ValueError(
-                f"max_tokens: prompt and answer need {waiting.num_most_pages} pages, this node has "
+                f"max_tokens: prompt and answer need {need.num_most_pages} pages, this node has "
                 f"{most}; ask for fewer tokens or raise kv.num_pages"
             )
         if not size.is_begun and len(self._fresh) >= MAX_WAITING:
             raise Overloaded(f"{len(self._fresh)} requests wait for a decode row already")
         assert identity not in self.sequences, f"{identity} was granted already"
-        (self._begun if size.is_begun else self._fresh)[identity] = waiting
+        (self._begun if size.is_begun else self._fresh)[identity] = need
 
     def grant(self) -> list[Identity]:
         """Give rows and pages to those whose turn it is; they hold them from now on."""
         granted = []
         while self._free_rows and (queue := self._begun or self._fresh):
-            identity, asked = next(iter(queue.items()))
-            num_tokens = asked.size.num_prompt + asked.size.num_output + 1
-            num_pages = min(asked.num_most_pages, self._num_pages(num_tokens))
+            identity, need = next(iter(queue.items()))
+            num_tokens = need.size.num_prompt + need.size.num_output + 1
+            num_pages = min(need.num_most_pages, self._num_pages(num_tokens))
             if num_pages + self._num_growing() > self._pool.num_available:
                 break
             del queue[identity]
-            self.sequences[identity] = Granted(
-                identity,
-                self._free_rows.pop(),
-                tuple(self._pool.allocate(num_pages)),
-                asked.num_most_pages,
-                asked.max_output,
-                asked.size.num_output,
-            )
+            row, pages = self._free_rows.pop(), tuple(self._pool.allocate(num_pages))
+            self.sequences[identity] = Granted(identity, row, pages, need)
             granted.append(identity)
         return granted
 
@@ -116,10 +109,8 @@ class Scheduler:
             identity,
             granted.row,
             list(granted.pages),
-            granted.num_most_pages,
-            granted.max_output,
-            granted.num_output + 1,
-            len(request.prompt_ids),
+            granted.need,
+            granted.need.size.num_output + 1,
             request,
             stop_ids(request.sampling, self._eos_ids),
             most if asked is None else min(asked, most),
@@ -137,13 +128,14 @@ class Scheduler:
         self._begun.pop(identity, None)
         self._fresh.pop(identity, None)
         one = self.sequences.pop(identity, None)
-        if one is not None:
-            self._runs[one.row] = None
+        if one is None:
+            return False
+        self._runs[one.row] = None
         if isinstance(one, Running) and one.num_in_flight:
-            self._ending[one.row] = Ending(one.row, one.pages, one.num_in_flight)
-        elif one is not None:
-            self._release(one.row, one.pages)
-        return one is not None
+            self._ending.add(one)
+        else:
+            self._release(one)
+        return True
 
     def run_still(self, sequences: Sequence[Running]) -> list[bool]:
         """Whether each has not ended."""
@@ -161,18 +153,14 @@ class Scheduler:
     def landed(self, sequences: Sequence[Running]) -> None:
         """A step of ``sequences`` is through."""
         for sequence in sequences:
-            if self._runs[sequence.row] is sequence:
-                sequence.num_in_flight -= 1
-                continue
-            ending = self._ending[sequence.row]
-            ending.num_in_flight -= 1
-            if not ending.num_in_flight:
-                del self._ending[ending.row]
-                self._release(ending.row, ending.pages)
+            sequence.num_in_flight -= 1
+            if sequence in self._ending and not sequence.num_in_flight:
+                self._ending.remove(sequence)
+                self._release(sequence)
 
-    def _release(self, row: int, pages: Sequence[int]) -> None:
-        self._pool.release(pages)
-        self._free_rows.append(row)
+    def _release(self, one: Granted | Running) -> None:
+        self._pool.release(one.pages)
+        self._free_rows.append(one.row)
 
     def must_preempt(self) -> bool:
         """Whether ``make_room`` would have to take pages from a sequence."""
@@ -206,7 +194,7 @@ class Scheduler:
         """Sequences of the next step, by row: those that steps on their way, which give at least a
         token each, do not end for certain. The oldest suspect alone, or all others, whichever
         there are; if both, the suspect on its turn."""
-        left = [s for s in self._runs if s and s.num_output + s.num_in_flight < s.max_output]
+        left = [s for s in self._runs if s and s.num_in_flight < s.num_budget]
         others = [s for s in left if not s.num_alone]
         if len(others) < len(left) and (suspects_turn or not others):
             return [s for s in self.running if s.num_alone and s in left][:1]
@@ -219,16 +207,15 @@ class Scheduler:
         """The sequences that miss pages: few, of those that every step looks at."""
         ahead, size = 2 * (self._max_drafts + 1), self._pool.page_size
         running = filter(None, self._runs)
-        short = [s for s in running if s.num_prompt + s.num_output + ahead > len(s.pages) * size]
-        return [s for s in short if len(s.pages) < s.num_most_pages]
+        short = [s for s in running if s.num_known + ahead > len(s.pages) * size]
+        return [s for s in short if len(s.pages) < s.need.num_most_pages]
 
     def _num_growing(self) -> int:
         """Sequences that may want a page more, each of which is kept free."""
-        return sum(s.num_most_pages > len(s.pages) for s in self.sequences.values())
+        return sum(s.need.num_most_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing(self, sequence: Running) -> int:
-        num_tokens = sequence.num_prompt + sequence.num_output
-        wanted = min(self._num_pages(num_tokens), sequence.num_most_pages)
+        wanted = min(self._num_pages(sequence.num_known), sequence.need.num_most_pages)
         return max(0, wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -237,10 +224,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
-        owners = [*self.sequences.values(), *self._ending.values()]
+        owners = [*self.sequences.values(), *self._ending]
         rows = self._free_rows + [s.row for s in owners]
-        assert sorted(rows) == list(range(self._max_rows)), f"rows lost or doubled: {rows}"
-        assert all(s.num_in_flight for s in self._ending.values()), "an ended row is kept"
+        assert sorted(rows) == list(range(len(self._runs))), f"rows lost or doubled: {rows}"
+        assert all(s.num_in_flight for s in self._ending), "an ended row is kept"
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
         assert {*self.running} == {*filter(None, self._runs)}, "not those that run"

@@ -1,5 +1,5 @@
-"""The states of a sequence on a decode rank, one after the other: waiting, granted, running,
-ending. Each has what is known by then. Plain Python."""
+"""What a sequence on a decode rank needs while it waits, and what it is from then on: granted, then
+running. Each has what is known by then. Plain Python."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """For its turn. The whole answer may need ``num_most_pages`` and ends at ``max_output``."""
+class Need:
+    """The whole answer may need ``num_most_pages`` and ends at ``max_output``."""
 
     size: Size
     num_most_pages: int
@@ -43,14 +43,13 @@ class Granted:
     identity: Identity
     row: int
     pages: tuple[int, ...]
-    num_most_pages: int
-    max_output: int
-    num_output: int
+    need: Need
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request that runs in its row, from its first token on.
+    """A request that runs in its row, from its first token on. When it has ended, row and pages are
+    free once no step on its way may touch them.
 
     ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
     read, and ``pages`` grow. A step uses at most ``limit`` drafts of ``max_drafts``.
@@ -62,10 +61,8 @@ class Running:
     identity: Identity
     row: int
     pages: list[int]
-    num_most_pages: int
-    max_output: int
+    need: Need
     num_output: int
-    num_prompt: int
     request: Request
     stops: frozenset[int]
     limit: int
@@ -79,13 +76,17 @@ class Running:
 
     @property
     def num_budget(self) -> int:
-        return self.max_output - self.num_output
+        return self.need.max_output - self.num_output
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.need.size.num_prompt + self.num_output
 
     @property
     def num_known_most(self) -> int:
-        """Tokens of prompt and answer, at most, once every step on its way is through."""
-        num_coming = self.num_in_flight * (self.num_last_drafts + 1)
-        return self.num_prompt + self.num_output + num_coming
+        """The same, at most, once every step on its way is through."""
+        return self.num_known + self.num_in_flight * (self.num_last_drafts + 1)
 
     def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to
@@ -108,12 +109,3 @@ class Running:
             first_step_accepted=self.first_accepted,
             drafted_per_position=tuple(sum(n for (d, _), n in steps if d > i) for i in places),
         )
-
-
-@dataclass(slots=True)
-class Ending:
-    """Its row and pages are free once no step on its way may touch them."""
-
-    row: int
-    pages: list[int]
-    num_in_flight: int

@@ -58,11 +58,6 @@ class StepKey:
     catch_up: int
     extras: Extras = PLAIN
 
-    @property
-    def drafts(self) -> bool:
-        """Whether the drafter has a part in it."""
-        return self.num_drafts > 0 or self.catch_up > 0
-
 
 SERVE, TRIAL, MAKE = "serve", "trial", "make"
 
@@ -99,7 +94,7 @@ class Report:
 class Proposal:
     """``num_rows_by_limit[k]`` of the rank's rows use at most k drafts, up to n_max, and no row is
     further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
-    programs can have; those of the keys ``refused`` since the last proposal cannot be made. It
+    programs can have; those of the keys ``refused`` cannot be made. It
     ``expects`` work while a prompt is being read. ``report`` is of the step read last, None if it
     was told already."""
 

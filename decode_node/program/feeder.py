@@ -43,7 +43,7 @@ class Feeder:
         none_B = torch.zeros_like(rows.state.num_output_B)
         none_BN = none_B.unsqueeze(1).repeat(1, key.num_drafts)
         try:
-            if key.drafts:
+            if key.num_drafts or key.catch_up:  # it has a part in the step
                 drafts = draft(self._loaded.drafter, self._caches, rows, key)
                 return fitted(drafts, none_BN, self._loaded.config.vocab_size)
         except Exception as error:

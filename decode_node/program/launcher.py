@@ -6,30 +6,16 @@ before it is read.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from core.forms import CatchUp
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
 from decode_node.program.clock import Moment, now, wait
-from decode_node.program.programs import Programs
+from decode_node.program.programs import Prepared, Programs
 from decode_node.program.rows import Rows
 from model.checkpoint.tensors import download
 from model.sampling.acceptance.base import Verdict
 from model.sampling.logprobs import LogprobRows, raw_logprobs
 from runtime.parts import RankParts
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that a step's program needs; the first rows are those of ``sequences``. ``num_pages`` is
-    the width of page tables, None for whole ones."""
-
-    sequences: tuple[Running, ...]
-    plan: StepPlan
-    num_pages: int | None
-    read_B: Tensor
-    write_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +67,13 @@ class Launcher:
     def make(self, step: Prepared) -> None:
         """Get the program of such steps ready."""
         self._loaded.dispatch.counts = False
-        self.programs.make(step.plan, step.read_B, step.write_B)
+        self.programs.make(step)
 
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
         key, began = step.plan.key, now(self._loaded.device)
         self._loaded.dispatch.counts = step.plan.use == SERVE
-        result = self.programs.run(step.plan, step.num_pages, step.read_B, step.write_B)
+        result = self.programs.run(step)
         asked = [one.request.sampling.logprobs for one in step.sequences]
         most = max((num for num in asked if num is not None), default=None)
         logprobs = None
@@ -96,12 +82,9 @@ class Launcher:
             logprobs = download(raw_logprobs(logits_BNV, tokens_BN1, most))
         verdict = download(result.verdict)
         ended = now(self._loaded.device)
-        drafts, now_behind = key.num_drafts, self._catch_up.behind
-        after = {
-            one: now_behind(one, drafts, key.catch_up) for one in {s.behind for s in step.sequences}
-        }
         for sequence in step.sequences:
-            sequence.num_last_drafts, sequence.behind = drafts, after[sequence.behind]
+            sequence.num_last_drafts = key.num_drafts
+            sequence.behind = self._catch_up.behind(sequence.behind, key.num_drafts, key.catch_up)
         usual = self._catch_up.amount(key.num_drafts, self._catch_up.start)
         is_usual = result.is_usual and key.catch_up == usual
         return InFlight(step.sequences, key, verdict, logprobs, began, ended, is_usual)

@@ -1,14 +1,13 @@
 """The tensor programs of steps: which rows to read and to write in, verdicts out (design.md)."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from core.errors import EpochEnded
+from decode_node.planning.states import Running
 from decode_node.planning.step_plan import StepKey, StepPlan
 from decode_node.program.feeder import Feeder
 from decode_node.program.rows import Rows
@@ -22,6 +21,18 @@ from runtime.engine_loop import is_fatal
 
 MOST_TRIES = 2
 """To make a program in a step of somebody's rows, whose fault it may have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that a step's program needs; the first rows are those of ``sequences``. ``num_pages`` is
+    the width of page tables, None for whole ones."""
+
+    sequences: tuple[Running, ...]
+    plan: StepPlan
+    num_pages: int | None
+    read_B: Tensor
+    write_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +71,18 @@ class Programs:
         told += [f"{lost} steps without drafts"] if (lost := self._feeder.num_lost) else []
         return ", ".join(told)
 
-    def run(
-        self, plan: StepPlan, num_pages: int | None, read_B: Tensor, write_B: Tensor
-    ) -> StepResult:
-        """``num_pages`` is the width of page tables, None for whole ones."""
-        inputs = self._inputs(plan.key, num_pages, read_B, write_B)
-        function = self._function(plan, num_pages)
-        is_usual = function.is_ready and plan.is_settled
-        with self._making(plan.key, function, MOST_TRIES):
-            tokens_BN1, num_accepted_B, places = function(*inputs)
+    def run(self, step: Prepared) -> StepResult:
+        """The step, which may make its program."""
+        inputs, function = self._inputs(step), self._function(step)
+        is_usual = function.is_ready and step.plan.is_settled
+        tokens_BN1, num_accepted_B, places = self._call(step.plan.key, function, inputs, MOST_TRIES)
         return StepResult(Verdict(tokens_BN1, num_accepted_B), places, is_usual)
 
-    def make(self, plan: StepPlan, read_B: Tensor, write_B: Tensor) -> None:
+    def make(self, step: Prepared) -> None:
         """Get a program ready, on rows that are nobody's."""
-        inputs = self._inputs(plan.key, None, read_B, write_B)
-        function = self._function(plan, None)
-        with self._making(plan.key, function, 1):
-            while not function.is_ready:
-                function(*inputs)
+        inputs, function = self._inputs(step), self._function(step)
+        while not function.is_ready:
+            self._call(step.plan.key, function, inputs, 1)
 
     def logits(self, result: StepResult) -> Tensor:
         """Raw logits [B, N1, V] of its places."""
@@ -92,22 +97,23 @@ class Programs:
             function.forget()
         self.kept.clear()
 
-    def _function(self, plan: StepPlan, num_pages: int | None) -> Repeated:
-        key, number = plan.key, plan.number
+    def _function(self, step: Prepared) -> Repeated:
+        key, number = step.plan.key, step.plan.number
         if number in self.kept and self.kept[number][0] == key:
             return self.kept[number][1]
-        compute = partial(self._compute, key, num_pages)
+        compute = partial(self._compute, key, step.num_pages)
         if number is None:
             return Eager(compute)
-        assert num_pages is None, "page tables of kept programs are whole"
+        assert step.num_pages is None, "page tables of kept programs are whole"
         self.kept[number] = key, self._loaded.kernels.repeated(compute)
         return self.kept[number][1]
 
-    @contextmanager
-    def _making(self, key: StepKey, function: Repeated, most_tries: int) -> Iterator[None]:
-        """Around calls of which one may make the program."""
+    def _call(
+        self, key: StepKey, function: Repeated, inputs: tuple[Tensor, ...], most_tries: int
+    ) -> tuple[Tensor, ...]:
+        """After ``most_tries`` that could not make the program it is refused."""
         try:
-            yield
+            return function(*inputs)
         except Exception as error:
             if not (function.is_ready or isinstance(error, EpochEnded) or is_fatal(error)):
                 self._num_failed[key] += 1
@@ -115,13 +121,12 @@ class Programs:
                     self.refused[key] = f"a program could not be made: {error!r}"
             raise
 
-    def _inputs(
-        self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _inputs(self, step: Prepared) -> tuple[Tensor, ...]:
+        key = step.plan.key
         if not self._loaded.drafter.is_fed:
-            return read_B, write_B
-        rows = self._rows.select(read_B, num_pages, key.extras)
-        return read_B, write_B, *self._feeder.feed(key, rows)
+            return step.read_B, step.write_B
+        rows = self._rows.select(step.read_B, step.num_pages, key.extras)
+        return step.read_B, step.write_B, *self._feeder.feed(key, rows)
 
     def _compute(
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor, *fed: Tensor

@@ -80,19 +80,10 @@ class Rows:
         is taken when the first request, of any rank, has some."""
         row, asked = sequence.row, sequence.request
         request = replace(asked, output_ids=(*asked.output_ids, first_token))
-        pages_1P = self._no_pages_1P.clone()
-        pages_1P[0, : len(sequence.pages)] = torch.tensor(sequence.pages)
-        think_ids = self._loaded.think_ids
-        new = self._row(
-            request,
-            features_F,
-            pages_1P,
-            limit=sequence.limit,
-            is_known=features_F is not None,
-            is_thinking=thinking_at_start(request.prompt_ids, request.output_ids, think_ids),
-        )
+        new = self._row(request, features_F, limit=sequence.limit)
         write(self._table, self._upload([row]), new)
-        self._num_pages[row] = len(sequence.pages)
+        self._num_pages[row] = 0
+        self.grow(sequence)
         if request.sampling.adjusts_logits:
             self.hold_rules()
         if self._rules is not None:
@@ -157,28 +148,26 @@ class Rows:
         self,
         request: Request,
         features_F: Tensor | None = None,
-        pages_1P: Tensor | None = None,
         *,
         limit: int = 0,
-        is_known: bool = True,
-        is_thinking: bool = False,
         is_real: bool = True,
     ) -> RowTensors:
         """A row that has just emitted the last of the output ids, on the device."""
         speculation, drafter = request.speculation, self._loaded.drafter
-        num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
-        token = request.output_ids[-1]
+        prompt_ids, output_ids = request.prompt_ids, request.output_ids
+        is_thinking = thinking_at_start(prompt_ids, output_ids, self._loaded.think_ids)
+        is_known, token = features_F is not None, output_ids[-1]
         features_F = torch.zeros(drafter.num_features) if features_F is None else features_F
         features_F = features_F.to(self._loaded.dtype)
         row = RowTensors(
             state=RowState(
                 last_B1=torch.tensor([[token]]),
-                num_known_B=torch.tensor([num_prompt + num_output]),
-                num_output_B=torch.tensor([num_output]),
+                num_known_B=torch.tensor([len(prompt_ids) + len(output_ids)]),
+                num_output_B=torch.tensor([len(output_ids)]),
                 thinking_B=torch.tensor([is_thinking]),
                 drafter=drafter.begin(token, features_F, is_known, self._max_drafts),
             ),
-            page_table_BP=self._no_pages_1P if pages_1P is None else pages_1P,
+            page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),
             sampling=SamplingRows.of([request.sampling], torch.device("cpu")),
             acceptance=AcceptanceRows(

@@ -47,7 +47,7 @@ def decode_step(
     drafts = draft(loaded.drafter, caches, rows, key) if fed is None else fed
     hidden_BND, logits_BNV = verify(loaded.network, caches, rows, drafts)
     verdict = judge(key.extras.kinds, gather_evidence(rows, drafts, logits_BNV, loaded.think_ids))
-    state = commit(loaded.drafter, rows.state, key, verdict, hidden_BND, loaded.think_ids)
+    state = commit(loaded, rows.state, key, verdict, hidden_BND)
     return StepOutput(verdict, hidden_BND, logits_BNV, state)
 
 
@@ -113,15 +113,11 @@ def gather_evidence(
 
 
 def commit(
-    drafter: Drafter,
-    state: RowState,
-    key: StepKey,
-    verdict: Verdict,
-    hidden_BND: Tensor,
-    think_ids: ThinkIds | None,
+    loaded: LoadedModel, state: RowState, key: StepKey, verdict: Verdict, hidden_BND: Tensor
 ) -> RowState:
     """Lengths advance by what was emitted. Cache slots past the new length are simply written again
     later; what the drafter keeps of the step is its own affair."""
+    drafter, think_ids = loaded.drafter, loaded.think_ids
     num_emitted_B = verdict.num_accepted_B + 1
     features_BN1F = hidden_BND if drafter.num_features else hidden_BND[..., :0]
     emitted = Emitted(verdict.tokens_BN1, num_emitted_B, features_BN1F)

@@ -56,9 +56,25 @@ class Emitted:
     features_BN1F: Tensor
 
 
+class NeverBehind:
+    """How a drafter catches up that is called when there is something to draft, and keeps nothing
+    of other steps."""
+
+    start = 0
+
+    def amount(self, num_drafts: int, behind: int) -> int:
+        return 0
+
+    def behind(self, before: int, num_drafts: int, amount: int) -> int:
+        return 0
+
+    def usual(self, num_drafts: int) -> tuple[int, ...]:
+        return (0,)
+
+
 class Drafter(Protocol):
     """One drafting method. Nobody but it knows its rows, how far behind the text they are, and what
-    is in its caches.
+    is in its caches. One that keeps nothing has but a name and drafts of its own.
 
     Its part of a step is on the device and static, of the program of that step, and a failure in it
     is the step's; unless it ``is_fed``: then it is called before each program, as Python, and
@@ -70,35 +86,34 @@ class Drafter(Protocol):
     """
 
     name: str
-    is_fed: bool
-    meets_ranks: bool
-    max_drafts: int | None
-    num_features: int
-    cache_groups: tuple[CacheGroup, ...]
+    is_fed: bool = False
+    meets_ranks: bool = False
+    max_drafts: int | None = None
+    num_features: int = 0
+    cache_groups: tuple[CacheGroup, ...] = ()
 
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
-        ...
+        return
 
     def prefill(self, batch: Batch, next_G: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Fill the drafter's caches for the main model's packed ``batch``, whose features are
         ``features_1TF``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
-        ...
+        return
 
     def catch_up(self, max_drafts: int) -> CatchUp:
         """How it catches up where a step drafts at most so much."""
-        ...
+        return NeverBehind()
 
     def begin(self, token: int, features_F: Tensor, is_known: bool, max_drafts: int) -> Own:
         """One row, of a sequence whose first token this is. ``features_F`` are those of the last
         prompt token, zeros if they are not known: then nothing of the prompt's may be written."""
-        ...
+        return None
 
     def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
         """Propose ``num_drafts`` tokens a row, maybe none, and catch up with ``amount``. ``own`` is
         left as it is."""
-        ...
 
     def commit(self, own: Own, emitted: Emitted, amount: int) -> Own:
         """The rows after a step that caught up with ``amount``."""
-        ...
+        return None

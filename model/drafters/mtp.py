@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from core.pages import DUMMY_PAGE
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import Checkpoint, load_mtp
-from model.drafters.base import UNKNOWN, Drafts, Emitted, View
-from model.drafters.mtp_rows import MtpRows, PassRows, Pending, first_pass, later_slots
+from model.drafters.base import UNKNOWN, Drafter, Drafts, Emitted, View
+from model.drafters.mtp_rows import MtpRows, Pending, first_pass, later_slots
 from model.kernels.base import Angles, Kernels
 from model.network.batch import Batch, physical_slots
 from model.network.cache import MTP, CacheGroup, Caches
@@ -52,7 +52,7 @@ class MtpLayer(DecoderLayer):
         return norm.add(*self(z_XD, None, batch, cache, angles))[1]
 
 
-class MtpDrafter:
+class MtpDrafter(Drafter):
     """Pass 1 writes the cache entries of pending tokens from their true hidden states, and of the
     last one, the head row, yields draft 1; passes 2..n are the head row alone, fed with the MTP
     layer's own normed output. What nobody reads, the output of other rows, is not computed.
@@ -61,16 +61,13 @@ class MtpDrafter:
     """
 
     name = "mtp"
-    is_fed = False
-    max_drafts: int | None = None
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
         self._layer = layer
         self.num_features = network.config.hidden_size
         self.meets_ranks = network.dispatch.placement is not None
-        group = CacheGroup(MTP, 1, network.config.latent_dim, lag=1)
-        self.cache_groups: tuple[CacheGroup, ...] = (group,)
+        self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
@@ -118,14 +115,13 @@ class MtpDrafter:
         page_size, drafts_BN = cache.shape[1], own.tokens_BM[:, :0]
         if amount == 0:
             return Drafts(drafts_BN)
-        rows = first_pass(view.num_known_B, own.num_pending_B, own.first_B, amount)
-        batch = first_batch(own.tokens_BM[:, :amount], view, rows, page_size)
+        batch = first_pass(own, view, amount, page_size)
         z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
         cos, sin = self._angles(batch)
         self._layer.write(z_XD, batch, cache, (cos, sin))
         if num_drafts == 0:
             return Drafts(drafts_BN)
-        at_B = torch.arange(num_rows, device=z_XD.device) * amount + rows.head_B
+        at_B = torch.arange(num_rows, device=z_XD.device) * amount + (own.num_pending_B - 1)
         at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
         head_BD = self._layer.predict(z_XD[at_B], *at_head)
         later = iter(self._later(view, num_drafts - 1, page_size) if num_drafts > 1 else ())
@@ -178,29 +174,13 @@ class MtpDrafter:
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         positions_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._network.rope.at(positions_NB1.flatten())
-        passes = zip(
-            *(tensor.unbind(0) for tensor in (positions_NB1, places_NB1)),
-            *(tensor.chunk(num_passes) for tensor in (cos, sin)),
-            strict=True,
-        )
+        angles = cos.chunk(num_passes), sin.chunk(num_passes)
+        passes = zip(positions_NB1, places_NB1, *angles, strict=True)
         real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP
         return [
             (Batch(at, at, places, at, table_BP, real_BQ=real_B1), (cos, sin))
             for at, places, cos, sin in passes
         ]
-
-
-def first_batch(tokens_BQ: Tensor, view: View, rows: PassRows, page_size: int) -> Batch:
-    """Rows whose entries are written; of these the head row alone attends (head_batch)."""
-    positions_BQ, table_BP = rows.slots_BQ + 1, view.page_table_BP
-    return Batch(
-        token_ids_BQ=tokens_BQ,
-        positions_BQ=positions_BQ,
-        write_slots_BQ=physical_slots(table_BP, rows.slots_BQ, rows.keep_BQ, page_size),
-        context_lens_BQ=positions_BQ,
-        page_table_BP=table_BP,
-        real_BQ=rows.real_BQ & view.real_B.unsqueeze(1),
-    )
 
 
 def head_batch(view: View, batch: Batch, at_B: Tensor) -> Batch:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.drafters.base import View
+from model.network.batch import Batch, physical_slots
+
 MOST_PENDING = 16
 """Tokens of a row that pass 1 can catch up with at once. Without drafts it runs every so many
 steps: the more can wait, the less each costs, and the longer is the one that catches up."""
@@ -59,34 +62,25 @@ class MtpRows:
     first_B: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PassRows:
-    """Slots [B, Q] of pass 1; a row's position is its slot + 1.
-
-    Where ``real_BQ`` is False the row is padding, and where ``keep_BQ`` is False it writes to the
-    dummy page. ``head_B`` is the row that yields the draft.
-    """
-
-    slots_BQ: Tensor
-    real_BQ: Tensor
-    keep_BQ: Tensor
-    head_B: Tensor
-
-
-def first_pass(num_known_B: Tensor, num_pending_B: Tensor, first_B: Tensor, width: int) -> PassRows:
-    """Pass 1: the pending tokens at slots L-1-m .. L-2, padded to ``width`` = M.
+def first_pass(own: MtpRows, view: View, width: int, page_size: int) -> Batch:
+    """Pass 1: the pending tokens at slots L-1-m .. L-2, padded to ``width``. Their entries are
+    written; only the last one, the head row, attends (mtp.py: head_batch).
 
     The first one of ``first_B`` rows (its hidden state was not shipped) still reads the pulled
     entries but writes nothing: its own is right as the prefill rank wrote it.
     """
-    row_Q = torch.arange(width, device=num_known_B.device)
-    slots_BQ = (num_known_B - 1 - num_pending_B).unsqueeze(1) + row_Q
-    real_BQ = row_Q < num_pending_B.unsqueeze(1)
-    return PassRows(
-        slots_BQ=slots_BQ,
-        real_BQ=real_BQ,
-        keep_BQ=real_BQ & ~(first_B.unsqueeze(1) & (row_Q == 0)),
-        head_B=num_pending_B - 1,
+    row_Q = torch.arange(width, device=view.num_known_B.device)
+    slots_BQ = (view.num_known_B - 1 - own.num_pending_B).unsqueeze(1) + row_Q
+    real_BQ = row_Q < own.num_pending_B.unsqueeze(1)
+    keep_BQ = real_BQ & ~(own.first_B.unsqueeze(1) & (row_Q == 0))
+    positions_BQ = slots_BQ + 1
+    return Batch(
+        token_ids_BQ=own.tokens_BM[:, :width],
+        positions_BQ=positions_BQ,
+        write_slots_BQ=physical_slots(view.page_table_BP, slots_BQ, keep_BQ, page_size),
+        context_lens_BQ=positions_BQ,
+        page_table_BP=view.page_table_BP,
+        real_BQ=real_BQ & view.real_B.unsqueeze(1),
     )
 
 

@@ -38,10 +38,11 @@ def create_kernels(
 
 
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from model.kernels.native import Native, fits
+    from model.kernels.native import LANES, Native
 
-    if not fits(config):
-        raise ValueError("they need heads and latents of a multiple of 16 values")
+    widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
+    if any(width % LANES for width in widths):
+        raise ValueError(f"they need heads and latents of a multiple of {LANES} values")
     from model.kernels.build import built
 
     return Native(built())

@@ -40,19 +40,15 @@ def built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise ValueError("no C++ compiler; install g++, or name one in CXX")
-    library = _cache() / f"{_key(compiler)}.so"
+    folder = user_cache() / "tandem" / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{_key(compiler)}.so"
     if not library.exists():
         with open(os.open(library.with_suffix(".lock"), os.O_RDWR | os.O_CREAT), "rb+") as lock:
             _wait_for(lock)
             if not library.exists():
                 _compile(compiler, library, lock)
     return library
-
-
-def _cache() -> Path:
-    folder = user_cache() / "tandem" / "kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _key(compiler: str) -> str:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.forms import RECORDED
-from model.checkpoint.config import ModelConfig
 from model.kernels.base import Attention, Kernels, Routing
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Function, Repeated
@@ -19,12 +18,6 @@ from model.network.batch import Segments
 
 LANES = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""
-
-
-def fits(config: ModelConfig) -> bool:
-    """Whether heads and latents are whole vectors."""
-    widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
-    return all(width % LANES == 0 for width in widths)
 
 
 def _op(name: str) -> Any:

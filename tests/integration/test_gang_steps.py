@@ -16,7 +16,7 @@ from benchmarks.driven.exact import near_ties
 from core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
 from core.request import Request, SamplingParams
 from decode_node.planning.step_plan import StepKey, StepPlan
-from decode_node.program.programs import Programs, StepResult
+from decode_node.program.programs import Prepared, Programs, StepResult
 from decode_node.service.rank import DecodeRank
 from model.kernels.base import Kernels
 from model.kernels.repeated import Function
@@ -160,9 +160,9 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
 
     monkeypatch.setattr(Collectives, "close", closed)
 
-    def noted(self: Programs, plan: StepPlan, *rest: Any) -> StepResult:
-        ran.setdefault(self, []).append(plan)
-        return run(self, plan, *rest)
+    def noted(self: Programs, step: Prepared) -> StepResult:
+        ran.setdefault(self, []).append(step.plan)
+        return run(self, step)
 
     monkeypatch.setattr(Programs, "run", noted)
     monkeypatch.setattr(Spread, "why_eager", "")

@@ -12,7 +12,8 @@ from cluster.gateway.liveness import Phase
 from core.errors import Poisonous, RankLost, StepFailed
 from core.request import Request
 from decode_node.planning.states import NUM_STEPS_ALONE
-from decode_node.program.launcher import InFlight, Launcher, Prepared
+from decode_node.program.launcher import InFlight, Launcher
+from decode_node.program.programs import Prepared
 from prefill_node.engine import End, PrefillEngine, Work
 from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts

@@ -58,7 +58,7 @@ class Played:
     def activate(self, identity: Identity) -> None:
         sequence = self.scheduler.started(identity, self.asked[identity])
         self.scheduler.run(sequence)
-        if sequence.num_output >= sequence.max_output:
+        if sequence.num_output >= sequence.need.max_output:
             self.scheduler.drop(identity)
             self.finished.append(identity.request_id)
 
@@ -72,7 +72,7 @@ class Played:
         for sequence in sequences:
             sequence.num_last_drafts = sequence.limit
             room = len(sequence.pages) * PAGE_SIZE
-            most = len(sequence.request.prompt_ids) + sequence.max_output
+            most = len(sequence.request.prompt_ids) + sequence.need.max_output
             assert room >= min(sequence.num_known_most + sequence.limit, most)
         self.scheduler.launched(sequences)
         if sequences:

@@ -13,16 +13,15 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import (
     EAGER_LOOKS,
     LOOK_EVERY,
     LOOK_STEPS,
     NUM_TRIES,
+    Costs,
     by_load,
     most_wanted,
-    no_costs,
-    recorded,
+    record,
 )
 from decode_node.planning.step_plan import (
     PLAIN,
@@ -39,7 +38,7 @@ from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
-BUCKETS = Buckets(tuple(range(1, 65)))
+BUCKETS = tuple(range(1, 65))
 
 
 IDLE = Proposal((0, 0, 0, 0), 1)
@@ -225,14 +224,14 @@ def test_limits_of_requests_are_kept() -> None:
     server = Server(local_planner(), 0.9, 1.0, 0.0)
     assert set(server.run([0, 0], 100)) == {0}
     assert set(server.run([1, 0], 100)) <= {0, 1}
-    assert most_wanted(no_costs(3), [], 3, (1, 1, 1, 0))[0] == 2
+    assert most_wanted(Costs.unknown(3), 3, (1, 1, 1, 0)) == 2
 
 
 def test_shares_count_only_rows_that_came_so_far() -> None:
-    costs = no_costs(2)
+    costs = Costs.unknown(2)
     report = report_of(StepKey(4, 2, 3), 1.0, [(2, 2), (2, 0), (1, 1), (0, 0)])
     for _ in range(2000):
-        costs = recorded(costs, [report])
+        record(costs, [report])
     assert costs.expected_tokens()[1] == pytest.approx(1 + 2 / 3, abs=0.02)
     assert costs.expected_tokens()[2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 

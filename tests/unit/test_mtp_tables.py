@@ -17,13 +17,14 @@ from core.identity import Identity
 from core.info import PREFILL
 from core.membership import RankSpec
 from core.request import Request, SamplingParams
-from decode_node.planning.states import Running
+from decode_node.planning.states import Need, Running, Size
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import Rows
 from decode_node.program.step import decode_step, verify_slots
 from kv_transfer.pages import PagePool
+from model.drafters.base import View
 from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import first_pass, later_slots
+from model.drafters.mtp_rows import MtpRows, first_pass, later_slots
 from model.kernels.base import PLAIN
 from model.network.batch import Batch
 from model.network.cache import MAIN, MTP
@@ -153,8 +154,9 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
-    places, settings = (0, PAGES, len(PAGES), 9, 1, case["L"] - 1), (request, frozenset(), 2, 2)
-    rows.begin(Running(Identity("r"), *places, *settings), token_id(emitted[-1]), None)
+    need = Need(Size(case["L"] - 1, 0, 9), len(PAGES), 9)
+    running = Running(Identity("r"), 0, PAGES, need, 1, request, frozenset(), 2, 2)
+    rows.begin(running, token_id(emitted[-1]), None)
     chosen = rows.select(torch.tensor([0]), len(PAGES))
     own = chosen.state.drafter
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
@@ -288,11 +290,18 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     num_known = torch.tensor([5, 6, 9])
     num_emitted = torch.tensor([1, 1, 3])
     first = torch.tensor([True, False, False])
-    rows = first_pass(num_known, num_emitted, first, 3)
-    assert rows.slots_BQ.tolist() == [[3, 4, 5], [4, 5, 6], [5, 6, 7]]
-    assert rows.keep_BQ.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    own = MtpRows(torch.zeros(3, 16), torch.zeros(3, 16, 1), num_emitted, first)
+    pages, real = torch.tensor([PAGES] * 3), torch.tensor([True] * 3)
+    view = View(torch.zeros(3, 1), num_known, pages, real, pick=lambda *_: (torch.zeros(3), None))
+    rows = first_pass(own, view, 3, PAGE_SIZE)
+    assert rows.positions_BQ.tolist() == [[4, 5, 6], [5, 6, 7], [6, 7, 8]]
+    kept = rows.write_slots_BQ >= PAGE_SIZE
+    assert kept.tolist() == [[False] * 3, [True, False, False], [True] * 3]
+    assert rows.write_slots_BQ[kept].tolist() == [physical(slot) for slot in (4, 5, 6, 7)]
+    assert rows.real_BQ is not None
     assert rows.real_BQ.tolist() == [[True, False, False]] * 2 + [[True] * 3]
-    assert rows.head_B.tolist() == [0, 0, 2]
+    heads = rows.positions_BQ.gather(1, (num_emitted - 1).unsqueeze(1))
+    assert heads.flatten().tolist() == [x - 1 for x in num_known.tolist()]
     for n, slots_B in enumerate(later_slots(num_known, 2), 2):
         assert slots_B.tolist() == [x - 3 + n for x in num_known.tolist()]
     assert verify_slots(num_known, 2).tolist() == [[4, 5, 6], [5, 6, 7], [8, 9, 10]]

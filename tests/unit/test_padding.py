@@ -10,7 +10,6 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load, planner_of
 from core.request import Request
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.lengths import most_wanted
 from decode_node.planning.step_plan import Proposal, StepKey, StepPlan
 from decode_node.planning.step_planner import StepPlanner
@@ -26,7 +25,7 @@ from tests.unit.test_drafts import Spy
 
 NUM_ROWS, NUM_DRAFTS = 4, 2
 KEY = StepKey(NUM_ROWS, NUM_DRAFTS, NUM_DRAFTS + 1)
-BUCKETS = Buckets((NUM_ROWS,))
+BUCKETS = (NUM_ROWS,)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """One plan for all ranks, as a pure function of what they propose."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations
 
@@ -7,9 +8,8 @@ import pytest
 
 from core.forms import CAPTURED, EAGER, RECORDED
 from core.request import ACCEPTANCES
-from decode_node.planning.buckets import Buckets
 from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
-from decode_node.planning.lengths import by_load, most_wanted, no_costs, recorded
+from decode_node.planning.lengths import Costs, by_load, most_wanted, record
 from decode_node.planning.step_plan import (
     MAKE,
     MOST_EXTRAS,
@@ -24,11 +24,11 @@ from decode_node.planning.step_plan import (
     kinds_of,
     wishes_of,
 )
-from decode_node.planning.step_planner import StepPlanner, plan_step
+from decode_node.planning.step_planner import StepPlanner
 from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 
-BUCKETS, CATCH_UP = Buckets((1, 2, 4, 8)), Pending(3)
+BUCKETS, CATCH_UP = (1, 2, 4, 8), Pending(3)
 IDLE = Proposal(*wishes_of([], 3))
 IDLE_CAPTURING = replace(IDLE, form=CAPTURED)
 
@@ -38,8 +38,8 @@ def rows(*limits: int, behind: int = 1, extras: Extras = PLAIN, form: str = EAGE
 
 
 def planned(*proposals: Proposal) -> StepKey | None:
-    key, _ = plan_step(proposals, no_costs(3), BUCKETS, most_wanted, CATCH_UP)
-    return key
+    plan = fixed()(proposals)
+    return None if plan is None else plan.key
 
 
 def fixed(*usual: StepKey) -> StepPlanner:
@@ -193,20 +193,21 @@ def test_after_some_that_could_not_be_made_no_more_are_tried() -> None:
 def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:
     key = StepKey(4, 2, 3)
     reports = [Report(key, 0.1, (4, 3), (3, 1)), Report(key, 0.3, (2, 0), (0, 0))]
-    together = recorded(no_costs(3), [Report(key, 0.3, (6, 3), (3, 1))])
-    assert recorded(no_costs(3), reports) == together
+    together, apart = Costs.unknown(3), Costs.unknown(3)
+    record(together, [Report(key, 0.3, (6, 3), (3, 1))])
+    record(apart, reports)
+    assert apart == together
     assert together.of_size(4).step_s[2] == 0.3 and together.of_size(8).step_s[2] == 0.0
 
 
 def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
-    """The costs given are not touched, so planning twice gives the same."""
-    costs = no_costs(3)
+    """So planning twice from the same costs gives the same, and the same costs after it."""
+    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
     report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
     proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
-        first = plan_step(proposals, costs, BUCKETS, by_load, CATCH_UP)
-        assert plan_step(proposals, costs, BUCKETS, by_load, CATCH_UP) == first
-        _, costs = first
+        again = deepcopy(planner)
+        assert planner(proposals) == again(proposals) and planner._costs == again._costs
 
 
 def test_ranks_may_report_different_steps() -> None:
@@ -214,8 +215,11 @@ def test_ranks_may_report_different_steps() -> None:
     wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
     narrow = Report(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
-    _, costs = plan_step(proposals, no_costs(3), BUCKETS, by_load, CATCH_UP)
-    apart = recorded(recorded(no_costs(3), [wide, wide]), [narrow])
+    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
+    planner(proposals)
+    costs, apart = planner._costs, Costs.unknown(3)
+    record(apart, [wide, wide])
+    record(apart, [narrow])
     assert costs.tried == apart.tried and costs.shares == apart.shares
 
 

@@ -19,11 +19,11 @@ from core.config import TINY_MODEL
 from core.forms import CAPTURED
 from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node.planning.forms import MOST_REFUSED
-from decode_node.planning.lengths import no_costs
-from decode_node.planning.lengths import recorded as recorded_costs
+from decode_node.planning.lengths import Costs, record
 from decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
 from decode_node.program import programs as programs_module
-from decode_node.program.launcher import Launcher, Prepared
+from decode_node.program.launcher import Launcher
+from decode_node.program.programs import Prepared
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Eager
 from model.loaded import LoadedModel
@@ -211,9 +211,11 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
         assert report is not None
         usual.append(report.is_usual)
     assert usual == [False, True, True]
-    costs = recorded_costs(no_costs(3), [report_at(1.0, is_usual=False)])
-    assert costs.of_size(1).step_s == (0.0,) * 4 and costs.tried[0] > 1
-    assert recorded_costs(costs, [report_at(1.0, is_usual=True)]).of_size(1).step_s[2] == 1.0
+    costs = Costs.unknown(3)
+    record(costs, [report_at(1.0, is_usual=False)])
+    assert costs.of_size(1).step_s == [0.0] * 4 and costs.tried[0] > 1
+    record(costs, [report_at(1.0, is_usual=True)])
+    assert costs.of_size(1).step_s[2] == 1.0
 
 
 def report_at(program_s: float, is_usual: bool) -> Report:
