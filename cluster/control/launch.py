@@ -33,7 +33,6 @@ async def launch(
         if ray_address is None:
             stack.push_async_callback(stop_cluster, config.control.stop_s)
         members = await RayMembers.attach(config)
-        stack.push_async_callback(members.close)
         await members.started(on_progress)
         gateway = ClusterGateway(config, tokenizer, members)
         stack.push_async_callback(gateway.stop)
