@@ -191,7 +191,7 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
     async def ask() -> list[int]:
         ids: list[int] = []
         request = greedy(request_id, prompts(1, 4)[0], 200, ignore_eos=True)
-        async for piece in cluster.gateway.generate(request):
+        async for piece in cluster.generate(request):
             ids += getattr(piece, "token_ids", ())
             told.set()
         return ids
