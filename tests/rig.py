@@ -213,4 +213,4 @@ async def gateway(cluster: Rig) -> AsyncIterator[ClusterGateway]:
         await made.fleet.ready()
         yield made
     finally:
-        await made.stop()
+        await made.fleet.stop()

@@ -35,7 +35,7 @@ async def launch(
         members = await RayMembers.attach(config)
         await members.started(on_progress)
         gateway = ClusterGateway(config, tokenizer, members)
-        stack.push_async_callback(gateway.stop)
+        stack.push_async_callback(gateway.fleet.stop)
         on_progress("warming up")
         await gateway.fleet.ready()
         yield gateway

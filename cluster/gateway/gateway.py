@@ -33,7 +33,7 @@ SPARE_STREAMS = 64
 
 
 class ClusterGateway:
-    """Build it inside a running asyncio loop; ``stop`` ends its background tasks."""
+    """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
         self.config = config
@@ -84,9 +84,6 @@ class ClusterGateway:
             state = NOT_SERVING
         return ServerStatus(state, self.config.mode, 0, tuple(ranks))
 
-    async def stop(self) -> None:
-        await self.fleet.stop()
-
     async def _warm(self, pair: Pair) -> None:
         """A tiny request over a pair of ranks."""
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -97,7 +94,7 @@ class ClusterGateway:
     def _num_rows(self) -> int:
         """Of the decode ranks that are well."""
         ranks = self.fleet.of_kind(DECODE)
-        return sum(rank.info.max_rows for rank in ranks if rank.liveness.state.is_well)
+        return sum(rank.info.max_rows for rank in ranks if rank.liveness.is_well)
 
     def _check_queue(self, num_answers: int) -> None:
         num_queued = sum(map(len, self._running)) - self._num_rows()

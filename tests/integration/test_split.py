@@ -249,7 +249,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         cluster.members.tell(*(g for g in cluster.members.membership.gangs if g.kind == PREFILL))
         await until(lambda: not cluster.gateway.is_healthy())
         assert (await cluster.gateway.status()).state == NOT_SERVING
-        await cluster.gateway.stop()
+        await cluster.gateway.fleet.stop()
         await second.stop()
 
 
