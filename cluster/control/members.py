@@ -80,9 +80,8 @@ class RayMembers:
                 return _tell(snapshot.ready())
             over = [gang.failure for gang in snapshot.gangs if gang.is_given_up and gang.failure]
             if over:
-                break
+                raise error_of(over[0])
             snapshot = await self.changed(snapshot.version)
-        raise error_of(over[0])
 
     def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""

@@ -224,7 +224,8 @@ async def test_a_drain_ends_what_does_not_finish(server: Server, gateway: EchoGa
 
 async def test_a_port_in_use_is_told(server: Server) -> None:
     with pytest.raises(ValueError, match="Address already in use.*--set server.address"):
-        await Server(load(None, [f"server.address={server.address}"])).start()
+        async with Server(load(None, [f"server.address={server.address}"])):
+            raise AssertionError("two servers have one address")
 
 
 async def test_reflection_describes_the_service(server: Server) -> None:
