@@ -69,9 +69,11 @@ class SpeculationCounts:
 
 
 def _add(one: Any, other: Any) -> Any:
-    """The sum of two counts, or of two lists of counts by position."""
-    if isinstance(one, int):
+    """The sum of two numbers, or of two lists of counts by position; of two names the latter."""
+    if isinstance(one, int | float):
         return one + other
+    if isinstance(one, str):
+        return other
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
 
 
@@ -97,12 +99,7 @@ class TransferStats:
     seconds: float = 0.0
 
     def __add__(self, later: "TransferStats") -> "TransferStats":
-        return TransferStats(
-            self.bytes + later.bytes,
-            self.tokens + later.tokens,
-            later.backend,
-            self.seconds + later.seconds,
-        )
+        return TransferStats(*map(_add, astuple(self), astuple(later)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,11 +182,7 @@ class Membership:
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
 
-    def ready(self, *kinds: str) -> list[RankInfo]:
-        """The ranks of gangs of these kinds, of all if none is given, that are ready or drain."""
-        return [
-            member
-            for gang in self.gangs
-            if gang.state in (READY, DRAINING) and (not kinds or gang.kind in kinds)
-            for member in gang.members
-        ]
+    def ready(self) -> list[RankInfo]:
+        """The ranks of gangs that are ready or drain."""
+        gangs = [gang for gang in self.gangs if gang.state in (READY, DRAINING)]
+        return [member for gang in gangs for member in gang.members]

@@ -31,24 +31,26 @@ from core.errors import RankLost
 from core.info import RankStatus
 from core.schema import decode
 
+def decodes(snapshot):
+    return [info for info in snapshot.ready() if info.spec.kind == "decode"]
+
 async def main():
     async with ray_session(sys.argv[1]):
         members = await RayMembers.attach(load(None, sys.argv[3:]))
-        [old] = members.membership.ready("decode")
+        [old] = decodes(members.membership)
         os.kill(int(sys.argv[2]), signal.SIGSTOP)
         members.report("decode-0", old.spec.epoch - 1, "of another life")
         members.report("decode-0", old.spec.epoch, "its frames stopped")
         snapshot = members.membership
-        while not snapshot.ready("decode") or snapshot.ready("decode") == [old]:
+        while not decodes(snapshot) or decodes(snapshot) == [old]:
             snapshot = await members.changed(snapshot.version)
-        [new] = snapshot.ready("decode")
+        [new] = decodes(snapshot)
         status = decode(RankStatus, await members.control(new.spec).call("status", b""))
         assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
         try:
             await members.control(old.spec).call("status", b"")
         except RankLost as error:
             print("lost:", error)
-        await members.close()
 
 asyncio.run(main())
 """

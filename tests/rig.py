@@ -1,7 +1,7 @@
 """A whole cluster without Ray: real nodes, real channels and frames, one process, one loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -10,9 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 from cluster.control.plan import LOOPBACK, plan_gangs
+from cluster.gateway.fan_out import Streams
 from cluster.gateway.gateway import ClusterGateway
 from colocated_node import rank as colocated
-from core.answer import Delta, Finished
+from core.answer import Delta, Finished, Piece
 from core.config import CheckpointConfig, TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import RankLost
@@ -106,6 +107,8 @@ class Rig:
     gateway: ClusterGateway = field(init=False)
     prefills: list[PrefillRank] = field(default_factory=list)
     decodes: list[DecodeRank] = field(default_factory=list)
+    begun: dict[str, Streams] = field(default_factory=dict)
+    """By ``generate``, by their request ids."""
 
     async def start(self, *specs: RankSpec) -> list[Rank]:
         """One more gang, known to every gateway from now on."""
@@ -133,11 +136,18 @@ class Rig:
         }
         return await parts.start_rank(builder[spec.kind], spec, memory, **more)
 
+    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+        """As a server has it answered."""
+        streams = self.begun[request.request_id] = self.gateway.begin(request)
+        async with aclosing(streams.pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+
     async def complete(self, request: Request) -> tuple[list[int], str, Finished]:
         """Token ids, text and the last message of one request."""
         ids: list[int] = []
         text = ""
-        async with aclosing(self.gateway.generate(request)) as pieces:
+        async with aclosing(self.generate(request)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Delta):
                     ids += piece.token_ids
@@ -203,4 +213,4 @@ async def gateway(cluster: Rig) -> AsyncIterator[ClusterGateway]:
         await made.fleet.ready()
         yield made
     finally:
-        await made.stop()
+        await made.fleet.stop()

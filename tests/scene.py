@@ -57,6 +57,7 @@ class Scene:
     """A cluster whose engines are held, one request decoding in it."""
 
     cluster: Rig
+    server: Server
     stub: rpc.InferenceStub
     prefill: Gate
     decode: Gate
@@ -121,11 +122,16 @@ class Scene:
         found = {i for each in held for i in each if i.request_id == name}
         return len({identity.answer for identity in found}) >= num
 
+    def is_answered(self, name: str) -> bool:
+        """Whether the gateway has begun to, and somebody reads it."""
+        stream = self.server._streams.get(name)
+        return stream is not None and stream.answers is not None
+
     def is_held(self, name: str) -> bool:
         """Whether gateway or nodes hold anything of a request."""
         [handle] = self.cluster.gateway.fleet.of_kind("decode")
         return (
-            name in self.cluster.gateway._running
+            self.is_answered(name)
             or any(identity.request_id == name for identity in handle.inboxes.queues)
             or self.on_prefill(name)
             or self.on_decode(name)
@@ -172,7 +178,10 @@ async def scene(path: Path, *sets: str) -> AsyncIterator[Scene]:
         await server.attach(cluster.gateway)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
         found = Scene(
-            cluster, rpc.InferenceStub(channel), *await stack.enter_async_context(gated(cluster))
+            cluster,
+            server,
+            rpc.InferenceStub(channel),
+            *await stack.enter_async_context(gated(cluster)),
         )
         found.ask(OTHER, prompts(1, 10)[0], 80)
         await until(lambda: found.streams[OTHER].tokens, found.prefill_on)

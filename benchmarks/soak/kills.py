@@ -72,9 +72,7 @@ class Asked:
 async def watch(gateway: ClusterGateway, gaps: Gaps) -> None:
     while True:
         for kind in CLASSES:
-            gaps.note(
-                kind, any(rank.liveness.state.is_well for rank in gateway.fleet.of_kind(kind))
-            )
+            gaps.note(kind, any(rank.liveness.is_well for rank in gateway.fleet.of_kind(kind)))
         gaps.note("pair", gateway.is_healthy())
         await asyncio.sleep(LOOK_S)
 

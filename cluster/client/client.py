@@ -12,7 +12,7 @@ A stream that breaks with UNAVAILABLE is resumed where it broke; no token is los
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, ClassVar, TypeVar, Unpack
 
@@ -47,6 +47,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """
 
     _open_channel: ClassVar[Any] = staticmethod(grpc.aio.insecure_channel)
+    _read: ClassVar[Any] = staticmethod(lambda call: call.read())
     _sleep: ClassVar[Any] = staticmethod(asyncio.sleep)
 
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
@@ -99,12 +100,10 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Piece, None]:
         while True:
-            call = self._stub.Generate(
-                plan.next_message(), timeout=plan.remaining_s(), metadata=plan.metadata
-            )
+            call = plan.begin(self._stub)
             failure: InferenceError | None = None
             try:
-                async for response in _each(call):
+                while (response := await _settled(self._read(call))) is not grpc.aio.EOF:
                     self._unknown = ""
                     yield plan.receive(response)
                     if plan.is_done:
@@ -137,6 +136,7 @@ class _BlockingClient(AsyncClient):
     """Its coroutines block and never suspend."""
 
     _open_channel = staticmethod(grpc.insecure_channel)
+    _read = staticmethod(lambda call: next(call, grpc.aio.EOF))
     _sleep = staticmethod(time.sleep)
 
 
@@ -180,15 +180,6 @@ class Client(AbstractContextManager["Client"]):
 async def _settled(result: Any) -> Any:
     """What a call over either kind of channel gives."""
     return await result if inspect.isawaitable(result) else result
-
-
-async def _each(responses: AsyncIterable[_T] | Iterable[_T]) -> AsyncGenerator[_T, None]:
-    if isinstance(responses, AsyncIterable):
-        async for response in responses:
-            yield response
-    else:
-        for response in responses:
-            yield response
 
 
 def _done(coroutine: Coroutine[Any, Any, _T]) -> _T:

@@ -5,12 +5,13 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
 from cluster.client.options import GenerateOptions, Prompt, build_request
 from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import piece_from_proto
 from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
 from core.answer import Delta, Finished, Piece
@@ -57,15 +58,15 @@ class Completion:
 class StreamPlan:
     """Follows one answer over as many streams as it takes, or n answers over one.
 
-    Every attempt has the same request id and ``metadata``, so that the server can tell what is left
-    of an earlier one from another request of that name.
+    Every attempt has the same request id and nonce, so that the server can tell what is left of an
+    earlier one from another request of that name.
     """
 
     def __init__(
         self, prompt: Prompt, options: GenerateOptions, retry_s: float, backoff_s: float
     ) -> None:
         timeout_s = options.get("timeout_s")
-        self.metadata = ((STREAM_KEY, secrets.token_hex(8)),)
+        self._metadata = ((STREAM_KEY, secrets.token_hex(8)),)
         self._message = build_request(prompt, options)
         self._retry_s, self._backoff_s = retry_s, backoff_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -73,14 +74,11 @@ class StreamPlan:
         self._num_failures, self._fails_since = 0, 0.0
         self._num_answers = self._num_running = self._message.sampling.n or 1
 
-    def next_message(self) -> pb.GenerateRequest:
-        """The request for the rest of the answer."""
+    def begin(self, stub: rpc.InferenceStub) -> Any:
+        """The next attempt: a call for the rest of the answer, which ends at the deadline."""
         self._message.resume_token_ids[:] = self._token_ids
-        return self._message
-
-    def remaining_s(self) -> float | None:
-        """Seconds to the deadline, for the next attempt."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return stub.Generate(self._message, timeout=left_s, metadata=self._metadata)
 
     def receive(self, response: pb.GenerateResponse) -> Piece:
         """The piece in ``response``, noted as arrived."""

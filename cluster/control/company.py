@@ -111,12 +111,11 @@ class Company:
 
     async def expert_rows(self) -> list[ExpertRows]:
         """Of all ranks. Raises RankLost if one does not tell."""
-        asked = (self._call(rank.expert_rows) for rank in self.handles.values())
-        told = await asyncio.gather(*asked)
-        for rows in told:
-            if isinstance(rows, Exception):
-                raise RankLost(f"{self.plan.name} does not tell its rows: {rows}")
-        return [rows for rows in told if isinstance(rows, ExpertRows)]
+        try:
+            async with asyncio.timeout(self.control.stuck_s):
+                return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
+        except (RankLost, TimeoutError) as error:
+            raise RankLost(f"{self.plan.name} does not tell its rows: {error}") from error
 
     async def leave(self) -> None:
         """All that are left leave this life; who does not confirm it is killed."""

@@ -33,10 +33,9 @@ async def launch(
         if ray_address is None:
             stack.push_async_callback(stop_cluster, config.control.stop_s)
         members = await RayMembers.attach(config)
-        stack.push_async_callback(members.close)
         await members.started(on_progress)
         gateway = ClusterGateway(config, tokenizer, members)
-        stack.push_async_callback(gateway.stop)
+        stack.push_async_callback(gateway.fleet.stop)
         on_progress("warming up")
         await gateway.fleet.ready()
         yield gateway

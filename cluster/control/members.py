@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Self
 
 import ray
@@ -18,7 +19,7 @@ from core.control import Control
 from core.errors import TandemError
 from core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
 from core.schema import decode, error_of
-from core.tasks import cancelled, in_thread
+from core.tasks import in_thread
 
 WAIT_S = 30.0
 STOP_GRACE_S = 5.0
@@ -28,15 +29,13 @@ OnProgress = Callable[[str], None]
 
 
 class RayMembers:
-    """Made by ``attach``. ``membership`` is the latest snapshot: it stays as it is while the
-    controller restarts, and for good once the cluster was stopped."""
+    """Made by ``attach``. ``membership`` is the latest snapshot that was asked for: it stays as it
+    is while the controller restarts, and for good once the cluster was stopped."""
 
     def __init__(self, config: TandemConfig, controller: Any, membership: Membership) -> None:
         self.membership = membership
         self._config_json = config.model_dump_json()
         self._controller = controller
-        self._news = asyncio.Event()
-        self._follower = asyncio.create_task(self._follow(), name="membership")
 
     @classmethod
     async def attach(cls, config: TandemConfig) -> Self:
@@ -51,7 +50,22 @@ class RayMembers:
     async def changed(self, after_version: tuple[int, int]) -> Membership:
         """The first snapshot known here that is later than ``after_version``."""
         while self.membership.version <= after_version:
-            await self._news.wait()
+            try:
+                version = self.membership.version
+                data = await self._controller.membership.remote(*version, WAIT_S)
+                snapshot = decode(Membership, data)
+                if snapshot.version[0] > version[0]:
+                    # A controller that found no rank alive knows of no config but ours.
+                    data = await self._controller.attach.remote(self._config_json)
+                    snapshot = decode(Membership, data)
+                self.membership = max(self.membership, snapshot, key=attrgetter("version"))
+            except ActorDiedError:
+                # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
+                log.error("the cluster was stopped")
+                await asyncio.Event().wait()
+            except (RayError, TandemError, ValueError) as error:
+                log.warning("no news of the membership: %s", error)
+                await asyncio.sleep(RETRY_S)
         return self.membership
 
     async def started(self, on_progress: OnProgress) -> None:
@@ -66,9 +80,8 @@ class RayMembers:
                 return _tell(snapshot.ready())
             over = [gang.failure for gang in snapshot.gangs if gang.is_given_up and gang.failure]
             if over:
-                break
+                raise error_of(over[0])
             snapshot = await self.changed(snapshot.version)
-        raise error_of(over[0])
 
     def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""
@@ -77,35 +90,6 @@ class RayMembers:
     def report(self, gang: str, epoch: int, reason: str) -> None:
         """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""
         self._controller.report.remote(gang, epoch, reason)
-
-    async def close(self) -> None:
-        """Leave; the cluster goes on."""
-        await cancelled(self._follower)
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                version = self.membership.version
-                data = await self._controller.membership.remote(*version, WAIT_S)
-                snapshot = decode(Membership, data)
-                if snapshot.version[0] > version[0]:
-                    # A controller that found no rank alive knows of no config but ours.
-                    data = await self._controller.attach.remote(self._config_json)
-                    snapshot = decode(Membership, data)
-                if snapshot.version > version:
-                    self._take(snapshot)
-            except ActorDiedError:
-                # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
-                log.error("the cluster was stopped")
-                return
-            except (RayError, TandemError, ValueError) as error:
-                log.warning("no news of the membership: %s", error)
-                await asyncio.sleep(RETRY_S)
-
-    def _take(self, snapshot: Membership) -> None:
-        self.membership = snapshot
-        self._news.set()
-        self._news = asyncio.Event()
 
 
 def _create_controller() -> Any:

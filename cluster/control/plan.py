@@ -20,11 +20,6 @@ class GangPlan:
     num_ranks: int
     resources: Mapping[str, float]
 
-    @property
-    def section(self) -> str:
-        """Of the config, that shapes it."""
-        return PREFILL if self.kind == PREFILL else DECODE
-
     def specs(self, epoch: int, hosts: Sequence[str], room: int = 0) -> list[RankSpec]:
         """Its ranks in a new life; ``hosts`` has the address of each, ``room`` is RankSpec's."""
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
@@ -65,9 +60,10 @@ def no_room(plan: GangPlan, total: Mapping[str, float], free: Mapping[str, float
         f"{free.get(name, 0):g} are free"
         for name, num in plan.resources.items()
     ]
+    section = PREFILL if plan.kind == PREFILL else DECODE
     return (
         f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or ask for less with "
-        f"{plan.section}.dp_size, {plan.section}.replicas or {plan.section}.num_threads"
+        f"{section}.dp_size, {section}.replicas or {section}.num_threads"
     )
 
 

@@ -14,8 +14,8 @@ DOORS = (
 
 
 class Server(Admission):
-    """Listens from ``start`` on, serves from ``attach`` on, until ``drain`` and ``stop``. As an
-    async context manager it starts and stops itself; ``addresses`` are those of its doors."""
+    """An async context: listens from its begin on, serves from ``attach`` on, until ``drain`` and
+    ``stop``, its end at the latest; ``addresses`` are those of its doors."""
 
     def __init__(self, config: TandemConfig) -> None:
         super().__init__(config)
@@ -27,20 +27,17 @@ class Server(Admission):
         """Of gRPC."""
         return self.addresses[0]
 
-    async def start(self) -> None:
-        """Open every door. ``ValueError`` if one of them cannot have its address."""
-        async with AsyncExitStack() as doors:
-            for module in map(import_module, DOORS):
-                self.addresses.append(await doors.enter_async_context(module.opened(self)))
-            self._doors = doors.pop_all()
-
     async def stop(self) -> None:
         """Close the doors; streams still open end with UNAVAILABLE."""
         await self.end()
         await self._doors.aclose()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        """Open every door. ``ValueError`` if one of them cannot have its address."""
+        async with AsyncExitStack() as doors:
+            for module in map(import_module, DOORS):
+                self.addresses.append(await doors.enter_async_context(module.opened(self)))
+            self._doors = doors.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -32,7 +32,7 @@ class InferenceServicer(rpc.InferenceServicer):
         return pb.AbortResponse(found=await self._admission.abort(message.request_id))
 
     async def GetModelInfo(self, _: pb.GetModelInfoRequest, context: _Context) -> pb.ModelInfo:
-        return to_proto(pb.ModelInfo, self._admission.ready().model_info())
+        return to_proto(pb.ModelInfo, self._admission.ready().model)
 
     async def GetStatus(self, _: pb.GetStatusRequest, context: _Context) -> pb.Status:
         return to_proto(pb.Status, await self._admission.status())

@@ -14,6 +14,7 @@ from core.info import DRAINING, STARTING, ServerStatus
 from core.request import Unchecked
 
 if TYPE_CHECKING:  # the client's commands need no torch
+    from cluster.gateway.fan_out import Streams
     from cluster.gateway.gateway import ClusterGateway
 
 CLOSE_S = 5.0
@@ -23,13 +24,21 @@ Write = Callable[[Piece], Awaitable[None]]
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """An open one. ``nonce`` is that of the client's stream, "" if it sent none."""
+    """An open one. ``nonce`` is that of the client's stream, "" if it sent none; its ``answers``
+    begin when the request is checked."""
 
     nonce: str
     is_aborted: bool = False
+    answers: "Streams | None" = None
     end_reason: str = ""
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+    def abort(self) -> None:
+        """Its answers end here, also those that have not begun."""
+        self.is_aborted = True
+        if self.answers is not None:
+            self.answers.abort()
 
     def end(self, reason: str) -> None:
         """Break it off with ``Draining``."""
@@ -74,16 +83,20 @@ class Admission:
         """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one
         stream have the same ``nonce``: a later one ends an earlier.
 
-        Raises what ``checked`` and ``ClusterGateway.generate`` raise; ``Overloaded`` before
-        anything is tokenised; ``Draining`` if it is ended or given up, so that its client resumes.
+        Raises what ``checked``, ``ClusterGateway.begin`` and what it begins raise; ``Overloaded``
+        before anything is tokenised; ``Draining`` if it is ended or given up, so that its client
+        resumes.
         """
         gateway, name = self.ready(), request_id(asked.request_id)
         async with self._admitted(name, nonce) as stream:
             gateway.check_room(len(self._streams))
             request = await asyncio.to_thread(
-                checked, replace(asked, request_id=name), gateway.model_info(), gateway.tokenizer
+                checked, replace(asked, request_id=name), gateway.model, gateway.tokenizer
             )
-            async with aclosing(gateway.generate(request, is_aborted=stream.is_aborted)) as pieces:
+            answers = stream.answers = gateway.begin(request)
+            if stream.is_aborted:
+                answers.abort()
+            async with aclosing(answers.pieces()) as pieces:
                 async for piece in pieces:
                     await self._write(piece, write)
 
@@ -91,9 +104,10 @@ class Admission:
         """End a request, also one that has not begun; False if there is none of this name."""
         if not name:
             raise ValueError("request_id='': name the request to abort")
+        self.ready()
         if stream := self._streams.get(name):
-            stream.is_aborted = True
-        return await self.ready().abort(name) or stream is not None
+            stream.abort()
+        return stream is not None
 
     async def drain(self) -> None:
         """Refuse new requests, let running ones finish for ``server.drain_s``, ``end`` the rest."""

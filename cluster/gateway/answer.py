@@ -16,7 +16,7 @@ from text.tokenizer import TextStream
 
 class Answer:
     """Token ids, text and figures of one request, across the nodes that wrote it; ``index`` is
-    which of the n answers of the user's request it is.
+    which of the n answers of the user's request it is, ``num_most`` how many tokens it may have.
 
     Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
     already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
@@ -34,7 +34,7 @@ class Answer:
         sampling = request.sampling
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
         self._stops = stop_ids(sampling, model.eos_token_ids)
-        self._num_most = num_budget(
+        self.num_most = num_budget(
             len(request.prompt_ids), 0, sampling.max_tokens, model.max_model_len
         )
         self._resume(request.output_ids)
@@ -59,7 +59,7 @@ class Answer:
             self._num_cached = prefilled.num_cached
             times = prefilled.queue_ms, prefilled.prefill_ms, 0.0, self.elapsed_ms()
             self._timings = Timings(*times)
-        num_left = self._num_most - len(self.request.output_ids) - len(self.token_ids)
+        num_left = self.num_most - len(self.request.output_ids) - len(self.token_ids)
         _, self.finish_reason = cut(prefilled.token_ids, self._stops, num_left)
         return self._delta(prefilled)
 
@@ -102,10 +102,10 @@ class Answer:
 
     def _resume(self, resumed: tuple[int, ...]) -> None:
         """Go on after these tokens; they may be a whole answer, ``ValueError`` if they are more."""
-        if len(resumed) > self._num_most:
-            remedy = f"an answer to this request has at most {self._num_most} tokens"
+        if len(resumed) > self.num_most:
+            remedy = f"an answer to this request has at most {self.num_most} tokens"
             refuse("len(resume_token_ids)", len(resumed), remedy)
-        kept, self.finish_reason = cut(resumed, self._stops, self._num_most)
+        kept, self.finish_reason = cut(resumed, self._stops, self.num_most)
         if kept != resumed:
             field = f"resume_token_ids[{len(kept) - 1}]"
             refuse(field, kept[-1], "ends the answer, but more tokens follow")

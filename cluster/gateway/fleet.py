@@ -91,7 +91,7 @@ class Fleet:
 
     def usable(self) -> list[Ranks]:
         """Warm pairs of ranks that cache alike and are not lost."""
-        well = {rank for rank in self.ranks.values() if rank.liveness.state.is_well}
+        well = {rank for rank in self.ranks.values() if rank.liveness.is_well}
         return [pair for pair in self._warming if pair in self._are_warm and well.issuperset(pair)]
 
     async def pairs(self, patience_s: float) -> list[Ranks]:
@@ -106,7 +106,7 @@ class Fleet:
         """The controller has told what a lost rank died of; not waited for if it lives, nor for
         longer than VERDICT_S."""
         spec, give_up_at = handle.info.spec, asyncio.get_running_loop().time() + VERDICT_S
-        while handle.liveness.state.is_out and asyncio.get_running_loop().time() < give_up_at:
+        while handle.liveness.is_out and asyncio.get_running_loop().time() < give_up_at:
             gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
             if all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs):
                 return
@@ -120,7 +120,7 @@ class Fleet:
 
     async def _ask(self, rank: Handle) -> None:
         retries = Retries(LONGEST_BEAT_S)
-        while rank.liveness.state.phase is Phase.SUSPECT and not (await rank.status()).alive:
+        while rank.liveness.phase is Phase.SUSPECT and not (await rank.status()).alive:
             await retries.pause()
         if rank.liveness.tell(Event.ANSWERED):
             log.warning("%s answers again and gets requests", rank.life)
@@ -154,7 +154,7 @@ class Fleet:
                 self.deaths.append(step)
             if gang.state == DRAINING:
                 for info in gang.members:
-                    self.ranks[info.spec.life].liveness.tell(Event.DRAINS)
+                    self.ranks[info.spec.life].liveness.is_draining = True
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
             if (p, d) not in self._warming and _are_alike(p, d):
                 name = f"warm-up-{p.life}-{d.life}"

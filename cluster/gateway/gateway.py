@@ -6,8 +6,8 @@ decode rank, which ends what it holds there should it die.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
@@ -22,9 +22,8 @@ from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import HandoverError, Overloaded, Preempted, RankLost, StepFailed
 from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, RankStatus, ServerStatus
 from core.request import Request, SamplingParams
-from core.stopping import num_budget
 from text.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,21 +33,17 @@ SPARE_STREAMS = 64
 
 
 class ClusterGateway:
-    """Build it inside a running asyncio loop; ``stop`` ends its background tasks."""
+    """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self._model: ModelInfo | None = None
         self._affinity = PrefixAffinity()
-        self._running: dict[str, Streams] = {}
+        self._running: WeakSet[Streams] = WeakSet()
+        """For as long as somebody reads them."""
         self.fleet = Fleet(members, config, self._warm)
-
-    def model_info(self) -> ModelInfo:
+        self.model = self.fleet.of_kind(DECODE)[0].info.model
         """What is served; the same for all lives of all ranks."""
-        if self._model is None:
-            self._model = self.fleet.of_kind(DECODE)[0].info.model
-        return self._model
 
     def check_room(self, num_streams: int) -> None:
         """Overloaded when a request more could not be queued, or when ``num_streams`` open ones are
@@ -57,44 +52,28 @@ class ClusterGateway:
             raise Overloaded(f"{num_streams - 1} streams are open already")
         self._check_queue(1)
 
-    async def generate(
-        self, request: Request, *, is_aborted: bool = False
-    ) -> AsyncGenerator[Piece, None]:
-        """Deltas, then a Finished for each answer. Closing it early frees everything it holds.
-        What ``is_aborted`` before it begins asks no rank for anything.
+    def begin(self, request: Request) -> Streams:
+        """Its answers, written from now on: who begins them reads their pieces at once. These raise
+        what run_request raises.
 
-        Raises what run_request raises, Overloaded when the queue is full, and ValueError for a
-        request id that is running already.
+        Raises Overloaded when the queue is full, ValueError for what cannot be answered.
         """
-        if request.request_id in self._running:
-            raise ValueError(f"request_id: {request.request_id!r} is already running; use another")
-        answers = [self._begin(index, asked) for index, asked in enumerate(expand(request))]
+        answers = [self._answer(index, asked) for index, asked in enumerate(expand(request))]
         if not all(answer.is_finished for answer in answers):
-            self._admit(request)
-        streams = self._running[request.request_id] = Streams(answers, self._serve)
-        if is_aborted:
-            streams.abort()
-        try:
-            async with aclosing(streams.pieces()) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            del self._running[request.request_id]
+            self._admit(answers)
+        streams = Streams(answers, self._serve)
+        self._running.add(streams)
+        return streams
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request; its answers get a Finished with reason abort."""
-        if request_id in self._running:
-            self._running[request_id].abort()
-        return request_id in self._running
-
-    def _begin(self, index: int, request: Request) -> Answer:
-        return Answer(request, TextStream(self.tokenizer), self.model_info(), index)
+    def _answer(self, index: int, request: Request) -> Answer:
+        return Answer(request, TextStream(self.tokenizer), self.model, index)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode rank are left that work together."""
         return bool(self.fleet.usable())
 
     async def status(self) -> ServerStatus:
+        """Of all but the streams that are open: those are its server's."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
         ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
@@ -103,37 +82,33 @@ class ClusterGateway:
         state = DEGRADED if any(rank.cause for rank in ranks) else SERVING
         if not self.is_healthy():
             state = NOT_SERVING
-        return ServerStatus(state, self.config.mode, len(self._running), tuple(ranks))
-
-    async def stop(self) -> None:
-        await self.fleet.stop()
+        return ServerStatus(state, self.config.mode, 0, tuple(ranks))
 
     async def _warm(self, pair: Pair) -> None:
         """A tiny request over a pair of ranks."""
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         request = Request(pair.identity.request_id, (0, 0), sampling=sampling)
-        answer = self._begin(0, request)
+        answer = self._answer(0, request)
         await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
 
     def _num_rows(self) -> int:
         """Of the decode ranks that are well."""
         ranks = self.fleet.of_kind(DECODE)
-        return sum(rank.info.max_rows for rank in ranks if rank.liveness.state.is_well)
+        return sum(rank.info.max_rows for rank in ranks if rank.liveness.is_well)
 
     def _check_queue(self, num_answers: int) -> None:
-        num_queued = sum(map(len, self._running.values())) - self._num_rows()
+        num_queued = sum(map(len, self._running)) - self._num_rows()
         if num_queued + num_answers > self.config.server.max_queued:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, answers: Sequence[Answer]) -> None:
         """Refuse what no rank could ever hold, and more than may wait for the rows there are.
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        self._check_queue(request.sampling.n)
+        self._check_queue(len(answers))
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        num_prompt, longest = len(request.prompt_ids), self.model_info().max_model_len
-        most = num_prompt + num_budget(num_prompt, 0, request.sampling.max_tokens, longest)
+        most = len(answers[0].request.prompt_ids) + answers[0].num_most
         room = min((info.max_tokens for info in infos), default=most)
         if most > room:
             raise ValueError(

@@ -110,7 +110,7 @@ class Handle:
         """What the rank says of itself now, or that it does not."""
         try:
             told = await ask(self.control, "status", None, RankStatus, STATUS_TIMEOUT_S)
-            return replace(told, cause="draining") if self.liveness.state.is_draining else told
+            return replace(told, cause="draining") if self.liveness.is_draining else told
         except Exception as error:
             spec = self.info.spec
             log.warning("%s gives no status: %r", spec.label, error)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from enum import Enum
 
 from core.errors import RankLost
@@ -11,17 +10,32 @@ from core.errors import RankLost
 Phase = Enum("Phase", "SILENT READY SUSPECT OUT")
 """SILENT has answered no heartbeat yet. READY answers them, and so does SUSPECT, but a call to that
 failed and none was answered since. OUT has stopped to answer, or its engine to go on."""
-Event = Enum("Event", "HEARD LOST ACCUSED ANSWERED DRAINS")
+Event = Enum("Event", "HEARD LOST ACCUSED ANSWERED")
 """HEARD and LOST are told by heartbeats. ACCUSED: a call to it failed. ANSWERED: one that was sent
-since is answered. DRAINS: it ends what it has and gets nothing new."""
+since is answered."""
+_NEXT = {
+    (Phase.SILENT, Event.HEARD): Phase.READY,
+    (Phase.OUT, Event.HEARD): Phase.READY,
+    (Phase.READY, Event.ACCUSED): Phase.SUSPECT,
+    (Phase.SUSPECT, Event.ANSWERED): Phase.READY,
+}
+"""What is not here changes nothing, but for LOST, which puts any phase OUT."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Of one life of a rank."""
+def after(phase: Phase, event: Event) -> Phase:
+    """A SUSPECT that is HEARD remains one: heartbeats by frames do not say that calls arrive."""
+    return _NEXT.get((phase, event), Phase.OUT if event is Event.LOST else phase)
 
-    phase: Phase = Phase.SILENT
-    is_draining: bool = False
+
+class Liveness:
+    """The ``phase`` of one life of a rank, changed by the events told here alone; one that
+    ``is_draining`` ends what it has and gets nothing new. ``heard`` is set while it answers
+    heartbeats. Owned by the gateway's loop."""
+
+    def __init__(self, name: str) -> None:
+        self.phase, self.is_draining, self.heard = Phase.SILENT, False, asyncio.Event()
+        self._name, self._loss = name, RankLost()
+        self._needing: set[asyncio.Timeout] = set()
 
     @property
     def is_out(self) -> bool:
@@ -33,39 +47,12 @@ class State:
         """It gets requests."""
         return self.phase is Phase.READY and not self.is_draining
 
-
-_NEXT = {
-    (Phase.SILENT, Event.HEARD): Phase.READY,
-    (Phase.OUT, Event.HEARD): Phase.READY,
-    (Phase.READY, Event.ACCUSED): Phase.SUSPECT,
-    (Phase.SUSPECT, Event.ANSWERED): Phase.READY,
-}
-"""What is not here changes nothing, but for LOST, which puts any phase OUT."""
-
-
-def after(state: State, event: Event) -> State:
-    """A SUSPECT that is HEARD remains one: heartbeats by frames do not say that calls arrive."""
-    if event is Event.DRAINS:
-        return replace(state, is_draining=True)
-    default = Phase.OUT if event is Event.LOST else state.phase
-    return replace(state, phase=_NEXT.get((state.phase, event), default))
-
-
-class Liveness:
-    """The ``state`` of one life of a rank, changed by the events told here alone; ``heard`` is set
-    while it answers heartbeats. Owned by the gateway's loop."""
-
-    def __init__(self, name: str) -> None:
-        self.state, self.heard = State(), asyncio.Event()
-        self._name, self._loss = name, RankLost()
-        self._needing: set[asyncio.Timeout] = set()
-
     def tell(self, event: Event) -> bool:
         """Whether it is out by this and was not, or the other way round."""
-        before, self.state = self.state, after(self.state, event)
-        is_heard = self.state.phase in (Phase.READY, Phase.SUSPECT)
+        was_out, self.phase = self.is_out, after(self.phase, event)
+        is_heard = self.phase in (Phase.READY, Phase.SUSPECT)
         (self.heard.set if is_heard else self.heard.clear)()
-        return self.state.is_out is not before.is_out
+        return self.is_out is not was_out
 
     def end(self, error: Exception) -> bool:
         """It is LOST, and nobody waits for it any longer. Whether that is new."""

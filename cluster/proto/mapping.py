@@ -35,17 +35,11 @@ def piece_to_proto(piece: Piece) -> pb.GenerateResponse:
     """One message of a stream."""
     if isinstance(piece, Finished):
         return pb.GenerateResponse(finished=to_proto(pb.Finished, piece))
-    logprobs = [
-        pb.TokenLogprobs(
-            logprob=token.logprob, top=dict(zip(token.top_ids, token.top_logprobs, strict=True))
-        )
-        for token in piece.logprobs
-    ]
-    return pb.GenerateResponse(
-        delta=pb.Delta(
-            index=piece.index, token_ids=piece.token_ids, text=piece.text, logprobs=logprobs
-        )
-    )
+    delta = pb.Delta(index=piece.index, token_ids=piece.token_ids, text=piece.text)
+    for token in piece.logprobs:
+        top = dict(zip(token.top_ids, token.top_logprobs, strict=True))
+        delta.logprobs.add(logprob=token.logprob, top=top)
+    return pb.GenerateResponse(delta=delta)
 
 
 def piece_from_proto(response: pb.GenerateResponse) -> Piece:
@@ -62,7 +56,5 @@ def piece_from_proto(response: pb.GenerateResponse) -> Piece:
 
 def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     """Best first: the map on the wire has no order."""
-    top = sorted(message.top.items(), key=lambda item: -item[1])
-    return TokenLogprobs(
-        message.logprob, tuple(token for token, _ in top), tuple(value for _, value in top)
-    )
+    top_ids = tuple(sorted(message.top, key=lambda token: -message.top[token]))
+    return TokenLogprobs(message.logprob, top_ids, tuple(message.top[token] for token in top_ids))

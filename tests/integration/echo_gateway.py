@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ class EchoGateway:
     """Two tokens per delta. ``hold_after`` tokens it waits for ``go_on``; ``failures`` are
     raised by turns, each after its number of new tokens."""
 
+    model = ModelInfo("echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32")
+
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.hold_after: int | None = None
@@ -52,10 +55,6 @@ class EchoGateway:
         self.failures: list[tuple[int, BaseException]] = []
         self.requests: list[Request] = []
         self.num_closed = 0
-        self._aborted: dict[str, asyncio.Event] = {}
-
-    def model_info(self) -> ModelInfo:
-        return ModelInfo("echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32")
 
     def is_healthy(self) -> bool:
         return True
@@ -67,24 +66,23 @@ class EchoGateway:
         )  # fmt: skip
         return ServerStatus(self.state, "split", 99, (node,))
 
-    async def abort(self, request_id: str) -> bool:
-        event = self._aborted.get(request_id)
-        if event is not None:
-            event.set()
-            self.go_on.set()
-        return event is not None
-
     def check_room(self, num_streams: int) -> None:
         if num_streams > self.max_streams:
             raise Overloaded(f"{num_streams - 1} streams are open already")
 
+    def begin(self, request: Request) -> SimpleNamespace:
+        aborted = asyncio.Event()
+
+        def abort() -> None:
+            aborted.set()
+            self.go_on.set()
+
+        return SimpleNamespace(pieces=lambda: self.generate(request, aborted), abort=abort)
+
     async def generate(
-        self, request: Request, *, is_aborted: bool = False
+        self, request: Request, aborted: asyncio.Event
     ) -> AsyncGenerator[Delta | Finished, None]:
         self.requests.append(request)
-        aborted = self._aborted[request.request_id] = asyncio.Event()
-        if is_aborted:
-            aborted.set()
         num_before = len(request.output_ids)
         limit, failure = self.failures.pop(0) if self.failures else (1 << 30, None)
         tokens = answer_to(request.prompt_ids, request.sampling.max_tokens)
@@ -111,7 +109,6 @@ class EchoGateway:
                     request, i - num_before, "abort" if aborted.is_set() else "length", index
                 )
         finally:
-            del self._aborted[request.request_id]
             self.num_closed += 1
 
 

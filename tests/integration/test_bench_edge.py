@@ -36,12 +36,12 @@ class CountingGateway(EchoGateway):
         self.num_running = self.most_running = 0
 
     async def generate(
-        self, request: Request, *, is_aborted: bool = False
+        self, request: Request, aborted: asyncio.Event
     ) -> AsyncGenerator[Delta | Finished, None]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
-            async for piece in super().generate(request, is_aborted=is_aborted):
+            async for piece in super().generate(request, aborted):
                 yield piece
         finally:
             self.num_running -= 1

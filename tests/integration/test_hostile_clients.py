@@ -44,7 +44,7 @@ class Flood(EchoGateway):
     num_told = 0
 
     async def generate(
-        self, request: Request, *, is_aborted: bool = False
+        self, request: Request, aborted: asyncio.Event
     ) -> AsyncGenerator[Delta | Finished, None]:
         self.requests.append(request)
         try:

@@ -50,7 +50,7 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
         num_before = len(beats)
         await until(lambda: len(beats) > num_before + 1)
         await turns()
-        assert handle.liveness.state.is_out and not cluster.gateway.is_healthy(), (
+        assert handle.liveness.is_out and not cluster.gateway.is_healthy(), (
             "it says itself that it is dead"
         )
         [(gang, epoch, _)] = cluster.members.reports

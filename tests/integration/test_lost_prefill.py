@@ -59,7 +59,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         await ask("left out")
         assert set(cut.calls) <= {"status", "beat"}
         cut.is_down = False
-        await until(lambda: handle.liveness.state.is_well)
+        await until(lambda: handle.liveness.is_well)
         await ask("back")
         assert "prefill" in cut.calls
         await cluster.check_empty()
@@ -81,7 +81,7 @@ async def test_a_prefill_node_whose_engine_stopped_is_left_out(small_model: Path
         await cluster.complete(greedy("one more", prompts(1, seed=7)[0], 8))
         await cluster.complete(greedy("and one", prompts(1, seed=8)[0], 8))
         ranks = cluster.gateway.fleet.ranks.values()
-        out = [rank.info.spec.gang for rank in ranks if rank.liveness.state.is_out]
+        out = [rank.info.spec.gang for rank in ranks if rank.liveness.is_out]
         assert out == ["prefill-0"]
         for decode in cluster.decodes:
             assert not decode.engine.scheduler.sequences and not decode.intake.counts()["pulls"]

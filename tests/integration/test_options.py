@@ -57,7 +57,7 @@ async def test_logprobs_travel_with_their_tokens(small_model: Path) -> None:
     async with rig(small_model, *SMALL) as cluster:
         asked = [greedy(f"{n}", ids, 12, max_drafts=n, logprobs=2, ignore_eos=True) for n in (0, 3)]
         for request in asked:
-            stream = cluster.gateway.generate(request)
+            stream = cluster.generate(request)
             deltas = [piece async for piece in stream if isinstance(piece, Delta)]
             tokens = [token for delta in deltas for token in delta.token_ids]
             told = [token for delta in deltas for token in delta.logprobs]
@@ -70,7 +70,7 @@ async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int
     """Token ids and last message by index; nothing may follow a Finished."""
     tokens: dict[int, list[int]] = {}
     ended: dict[int, Finished] = {}
-    async for piece in cluster.gateway.generate(request):
+    async for piece in cluster.generate(request):
         assert piece.index not in ended
         if isinstance(piece, Delta):
             tokens.setdefault(piece.index, []).extend(piece.token_ids)
@@ -100,18 +100,18 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Pat
         aborting = asyncio.create_task(answers_of(cluster, many))
         held = Gate(cluster.decodes[0])
         await until(lambda: are_active(cluster.decodes[0], 2) and held.is_held, held.answer)
-        assert await cluster.gateway.abort("many")
+        cluster.begun["many"].abort()
         held.open()
         ends = [finished.finish_reason for _, finished in (await aborting).values()]
         assert ends == ["abort"] * 4
-        stream = cluster.gateway.generate(many)
+        stream = cluster.generate(many)
         await anext(stream)
         await stream.aclose()
         await cluster.check_empty()
         with pytest.raises(Overloaded, match="queued"):
             await answers_of(cluster, sampled("many", ids, 100, n=5))
         await cluster.check_empty()
-        assert not (await cluster.gateway.status()).num_running
+        assert not sum(map(len, cluster.gateway._running))
 
 
 async def test_all_of_it_over_grpc(small_model: Path) -> None:
@@ -122,7 +122,7 @@ async def test_all_of_it_over_grpc(small_model: Path) -> None:
         Server(load(None, ["server.address=127.0.0.1:0"])) as server,
     ):
         await server.attach(cluster.gateway)
-        assert cluster.gateway.model_info().think_token_ids == (2, 3)
+        assert cluster.gateway.model.think_token_ids == (2, 3)
         _, text, _ = await cluster.complete(greedy("whole", ids, 20, ignore_eos=True))
         message = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ids),

@@ -150,14 +150,14 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
         answers = await ask_all(cluster, asked)
         assert step.is_held, "it has nobody's step"
         handle = cluster.gateway.fleet.ranks[stuck.spec.life]
-        await until(lambda: handle.liveness.state.phase is Phase.OUT)
+        await until(lambda: handle.liveness.phase is Phase.OUT)
         assert {gang for gang, _, _ in cluster.members.reports} == {stuck.spec.gang}
         assert cluster.gateway.is_healthy(), "the others serve on"
         step.open()
         for request, answer in zip(asked, answers, strict=True):
             assert isinstance(answer, list) and len(answer) == 80, answer
             assert not near_ties(small_model, list(request.prompt_ids), answer)
-        await until(lambda: handle.liveness.state.is_well)
+        await until(lambda: handle.liveness.is_well)
         again = await ask_all(cluster, [greedy("again", prompts(1, 9)[0], 20, ignore_eos=True)])
         assert isinstance(again[0], list) and len(again[0]) == 20
         await cluster.check_empty()

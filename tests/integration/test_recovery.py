@@ -88,7 +88,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
         handle.control = dying = Dying(handle.control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
-        await until(lambda: handle.liveness.state.phase is Phase.SUSPECT)
+        await until(lambda: handle.liveness.phase is Phase.SUSPECT)
         guilty = dying.asked[0].identity if is_in_step else Identity("another")
         tell_death(cluster, spec, InStep((guilty,), not is_in_step))
         dying.is_back = True
@@ -191,7 +191,7 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
     async def ask() -> list[int]:
         ids: list[int] = []
         request = greedy(request_id, prompts(1, 4)[0], 200, ignore_eos=True)
-        async for piece in cluster.gateway.generate(request):
+        async for piece in cluster.generate(request):
             ids += getattr(piece, "token_ids", ())
             told.set()
         return ids

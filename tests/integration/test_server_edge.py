@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster.client.stream import StreamPlan
+from cluster.client.options import build_request
 from cluster.door.grpc_door import SERVICE
 from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
@@ -75,7 +75,7 @@ async def test_status_and_model_info(client: AsyncClient, gateway: EchoGateway) 
     status = await client.status()
     assert (status.state, status.mode, status.num_running) == ("SERVING", "split", 0)
     assert status.ranks == (await gateway.status()).ranks
-    assert await client.model_info() == gateway.model_info()
+    assert await client.model_info() == gateway.model
 
 
 async def test_a_wrong_request_is_refused_and_harms_nobody(
@@ -135,8 +135,8 @@ async def test_a_later_attempt_at_a_stream_ends_the_earlier_one_first(
     server: Server, gateway: EchoGateway
 ) -> None:
     """As when a connection broke and only the client has noticed."""
-    plan = StreamPlan("abc", {"request_id": "same", "max_tokens": 8}, 0, 0.0)
-    request = plan.next_message()
+    request = build_request("abc", {"request_id": "same", "max_tokens": 8})
+    nonce = STREAM_KEY, "one"
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = rpc.InferenceStub(channel)
 
@@ -144,13 +144,13 @@ async def test_a_later_attempt_at_a_stream_ends_the_earlier_one_first(
             return asyncio.create_task(_all(stub.Generate(request, metadata=metadata)))
 
         gateway.hold_after = 4
-        first = ask(*plan.metadata)
+        first = ask(nonce)
         await until(lambda: len(gateway.requests) == 1)
         for other in (((STREAM_KEY, "another"),), ((STREAM_KEY, ""),), ()):
             with pytest.raises(grpc.aio.AioRpcError, match="request_id='same'.*is running"):
                 await ask(*other)
         request.resume_token_ids[:] = answer_to(gateway.requests[0].prompt_ids, 4)
-        second = ask(*plan.metadata)
+        second = ask(nonce)
         await until(lambda: len(gateway.requests) == 2)
         assert gateway.num_closed == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -224,7 +224,8 @@ async def test_a_drain_ends_what_does_not_finish(server: Server, gateway: EchoGa
 
 async def test_a_port_in_use_is_told(server: Server) -> None:
     with pytest.raises(ValueError, match="Address already in use.*--set server.address"):
-        await Server(load(None, [f"server.address={server.address}"])).start()
+        async with Server(load(None, [f"server.address={server.address}"])):
+            raise AssertionError("two servers have one address")
 
 
 async def test_reflection_describes_the_service(server: Server) -> None:

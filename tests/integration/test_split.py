@@ -12,14 +12,15 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
-from core.answer import Delta, Finished, TransferStats
+from cluster.gateway.admission import Admission
+from core.answer import Delta, Finished, Piece, TransferStats
 from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
 from core.identity import Identity
 from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, RankStatus
 from core.membership import DOWN, Gang
-from core.request import Request
+from core.request import Request, SamplingParams, Unchecked
 from core.schema import Failure, pack
 from core.schema import decode as decode_reply
 from decode_node.planning.states import Size
@@ -161,7 +162,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
         prefilling = cluster.prefills[0].engine.scheduler.sequences
         decoding = cluster.decodes[0].engine.scheduler.sequences
         for round_number in range(3):
-            stream = cluster.gateway.generate(greedy(f"r{round_number}", ids, 60))
+            stream = cluster.generate(greedy(f"r{round_number}", ids, 60))
             if num_pieces == 0:
                 task = asyncio.create_task(anext(stream))
                 has_begun = (cluster.gateway._running, prefilling, decoding)[round_number]
@@ -172,7 +173,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
                 await anext(stream)
             await stream.aclose()
         await cluster.check_empty()
-        assert not (await cluster.gateway.status()).num_running
+        assert not sum(map(len, cluster.gateway._running))
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:
@@ -248,7 +249,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         cluster.members.tell(*(g for g in cluster.members.membership.gangs if g.kind == PREFILL))
         await until(lambda: not cluster.gateway.is_healthy())
         assert (await cluster.gateway.status()).state == NOT_SERVING
-        await cluster.gateway.stop()
+        await cluster.gateway.fleet.stop()
         await second.stop()
 
 
@@ -256,14 +257,14 @@ async def test_abort_ends_the_stream_with_its_reason(small_model: Path) -> None:
     [ids] = prompts(1)
     async with rig(small_model, *SMALL) as cluster:
         pieces = []
-        async for piece in cluster.gateway.generate(greedy("r", ids, 100, ignore_eos=True)):
+        async for piece in cluster.generate(greedy("r", ids, 100, ignore_eos=True)):
             pieces.append(piece)
             if len(pieces) == 2:
-                assert await cluster.gateway.abort("r")
+                cluster.begun["r"].abort()
         assert isinstance(pieces[-1], Finished) and pieces[-1].finish_reason == "abort"
         num_told = sum(len(p.token_ids) for p in pieces if isinstance(p, Delta))
         assert pieces[-1].usage.completion == num_told < 100
-        assert not await cluster.gateway.abort("r")
+        assert not len(cluster.begun["r"])
         await cluster.check_empty()
 
 
@@ -330,12 +331,18 @@ async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> N
 async def test_a_request_id_may_run_once(small_model: Path) -> None:
     [ids] = prompts(1)
     async with rig(small_model, *SMALL) as cluster:
-        first = cluster.gateway.generate(greedy("same", ids, 50, ignore_eos=True))
-        await anext(first)
-        with pytest.raises(ValueError, match="already running"):
-            await cluster.complete(greedy("same", ids, 5))
-        rest = [piece async for piece in first]
-        assert isinstance(rest[-1], Finished) and rest[-1].finish_reason == "length"
+        admission, pieces = Admission(cluster.config), list[Piece]()
+        await admission.attach(cluster.gateway)
+        asked = Unchecked(ids, "same", sampling=SamplingParams(max_tokens=50, ignore_eos=True))
+
+        async def write(piece: Piece) -> None:
+            if not pieces:
+                with pytest.raises(ValueError, match="a request of this name is running"):
+                    await admission.answer(asked, write)
+            pieces.append(piece)
+
+        await admission.answer(asked, write)
+        assert isinstance(pieces[-1], Finished) and pieces[-1].finish_reason == "length"
         await cluster.check_empty()
 
 
