@@ -70,8 +70,8 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; errors go to stderr as ``error: CODE: details``, exit code 1.
 
-    SIGTERM and SIGINT cancel it, so that what it started is stopped too. After SIGTERM an
-    alarm ends the process in time, whatever it waits for.
+    SIGTERM and SIGINT cancel it, so that what it started is stopped too. After the first SIGTERM
+    an alarm ends the process in time, whatever it waits for; later ones change nothing.
     """
     with errors_reported():
         asyncio.run(_cancelled_by_sigterm(main))
@@ -82,8 +82,9 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, None]) -> None:
     assert task is not None
 
     def end() -> None:
-        signal.setitimer(signal.ITIMER_REAL, ServerConfig().end_s)
-        task.cancel()
+        if not any(signal.getitimer(signal.ITIMER_REAL)):
+            signal.setitimer(signal.ITIMER_REAL, ServerConfig().end_s)
+            task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     await main

@@ -169,7 +169,8 @@ class Fleet:
                 await d.liveness.heard.wait()
                 await self._warm(Pair(p, d, Identity("warm-up")))
                 return self._are_warm.add((p, d))
-            except ValueError:
+            except ValueError as error:
+                log.error("%s and %s cannot work together: %s", p.life, d.life, error)
                 raise
             except Exception as error:
                 log.warning("%s and %s do not work together yet: %s", p.life, d.life, error)

@@ -187,3 +187,33 @@ def test_help_teaches_by_example(command: str) -> None:
 def test_list_keys_prints_the_configuration() -> None:
     done = tandem("serve", "--list-keys")
     assert done.returncode == 0 and "kv_transfer.staging_bytes" in done.stdout
+
+
+CLEANING = """
+import asyncio, signal
+from cluster.commands.common import run
+
+async def main():
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+    try:
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        print("cleaning", flush=True)
+        await told.wait()
+        print("clean", flush=True)
+
+run(main())
+"""
+
+
+def test_a_second_signal_does_not_cut_short_how_a_command_ends() -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CLEANING], **pipes) as process:
+        assert process.stdout is not None
+        for heard in ("ready", "cleaning"):
+            assert process.stdout.readline().strip() == heard
+            process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+        assert process.communicate(timeout=60)[0].strip() == "clean"

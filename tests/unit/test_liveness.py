@@ -19,12 +19,13 @@ from core.config import load
 from core.control import Done
 from core.errors import RankDied, RankLost
 from core.identity import Identity
+from core.info import DECODE, PREFILL
 from core.membership import READY, Gang
 from core.pace import Pace
 from core.schema import pack
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
-from tests.waiting import PATIENCE_S, turns
+from tests.waiting import PATIENCE_S, turns, until
 
 TOLD = (Event.HEARD, Event.LOST, Event.ACCUSED, Event.ANSWERED)
 NEXT = {
@@ -123,3 +124,24 @@ async def test_a_gateway_that_stops_finishes_its_releases(
     slow.may_go.set()
     await stopping
     assert release.result() == Done()
+
+
+async def test_a_pair_that_joins_and_cannot_work_together_is_told(
+    small_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members, there = LocalMembers(), replace(INFO, frames=None)
+    infos = [
+        replace(there, spec=replace(there.spec, gang=kind, kind=kind)) for kind in (PREFILL, DECODE)
+    ]
+    for info in infos:
+        members.controls[info.spec.life] = Slow()
+    members.tell(*(Gang(i.spec.gang, i.spec.kind, 5, READY, (i,)) for i in infos))
+
+    async def warm(pair: object) -> None:
+        raise ValueError("prompts of two tokens do not fit")
+
+    owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
+    for rank in owner.ranks.values():
+        rank.liveness.tell(Event.HEARD)
+    await until(lambda: "cannot work together: prompts of two tokens" in caplog.text)
+    await owner.stop()
