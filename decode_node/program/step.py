@@ -20,7 +20,6 @@ from model.sampling.acceptance import judge, pick_draft
 from model.sampling.acceptance.base import Evidence, Verdict
 from model.sampling.sampler import adjusted_places, draw_places
 from model.sampling.thinking import phase_after
-from text.think import ThinkIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,24 @@ def decode_step(
     assert (rows.sampling.rules is not None) == key.extras.has_rules, "rules come if a row has some"
     drafts = draft(loaded.drafter, caches, rows, key) if fed is None else fed
     hidden_BND, logits_BNV = verify(loaded.network, caches, rows, drafts)
-    verdict = judge(key.extras.kinds, gather_evidence(rows, drafts, logits_BNV, loaded.think_ids))
-    state = commit(loaded, rows.state, key, verdict, hidden_BND)
-    return StepOutput(verdict, hidden_BND, logits_BNV, state)
+    state, acceptance = rows.state, rows.acceptance
+    if drafts.num_B is not None:
+        acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
+    adjusted_BNV = adjusted_places(logits_BNV, rows.sampling, state.num_output_B, drafts.tokens_BN)
+    evidence = Evidence(
+        drafts_BN=drafts.tokens_BN,
+        q_BNV=drafts.q_BNV,
+        adjusted_BN1V=adjusted_BNV,
+        targets_BN1=draw_places(adjusted_BNV, rows.sampling, state.num_output_B),
+        sampling=rows.sampling,
+        acceptance=acceptance,
+        num_output_B=state.num_output_B,
+        thinking_B=state.thinking_B,
+        think_ids=loaded.think_ids,
+    )
+    verdict = judge(key.extras.kinds, evidence)
+    after = commit(loaded, state, key, verdict, hidden_BND)
+    return StepOutput(verdict, hidden_BND, logits_BNV, after)
 
 
 def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey) -> Drafts:
@@ -89,27 +103,6 @@ def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
     """Main-model slots [B, N1] of the last token and its drafts; positions are the same."""
     offsets = torch.arange(num_drafts + 1, device=num_known_B.device)
     return (num_known_B - 1).unsqueeze(1) + offsets
-
-
-def gather_evidence(
-    rows: RowTensors, drafts: Drafts, logits_BNV: Tensor, think_ids: ThinkIds | None
-) -> Evidence:
-    """What the main model makes of the drafts."""
-    acceptance, num_output_B = rows.acceptance, rows.state.num_output_B
-    if drafts.num_B is not None:
-        acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
-    adjusted_BNV = adjusted_places(logits_BNV, rows.sampling, num_output_B, drafts.tokens_BN)
-    return Evidence(
-        drafts_BN=drafts.tokens_BN,
-        q_BNV=drafts.q_BNV,
-        adjusted_BN1V=adjusted_BNV,
-        targets_BN1=draw_places(adjusted_BNV, rows.sampling, num_output_B),
-        sampling=rows.sampling,
-        acceptance=acceptance,
-        num_output_B=num_output_B,
-        thinking_B=rows.state.thinking_B,
-        think_ids=think_ids,
-    )
 
 
 def commit(
