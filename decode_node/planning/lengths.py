@@ -107,9 +107,9 @@ def record(costs: Costs, reports: Sequence[Report]) -> None:
 def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
     """It took as long as on the slowest of these ranks."""
     size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
-    for k in range(key.num_drafts):
-        num = sum(report.tried[k] for report in reports)
-        accepted = sum(report.accepted[k] for report in reports)
+    tried = map(sum, zip(*(report.tried for report in reports), strict=True))
+    accepted_of = map(sum, zip(*(report.accepted for report in reports), strict=True))
+    for k, (num, accepted) in enumerate(zip(tried, accepted_of, strict=True)):
         expected = num * costs.shares[k]
         if k >= size.current:
             num_expected, num_accepted = num_expected + expected, num_accepted + accepted
