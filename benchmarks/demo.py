@@ -85,7 +85,7 @@ async def demo(sets: list[str]) -> None:
         info = await client.model_info()
         status = await client.status()
         console.print(f"[green]ready[/] grpc={server.address}  model {info.name} ({info.dtype})")
-        console.print("nodes:", ", ".join(sorted(node.name for node in status.ranks)), "\n")
+        console.print("ranks:", ", ".join(sorted(rank.name for rank in status.ranks)), "\n")
         rows = [await answer(client, console, prompt) for prompt in PROMPTS]
         console.print(summary(rows, ready_s))
         console.print(rank_table(await client.status()), "\n")

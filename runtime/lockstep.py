@@ -65,7 +65,7 @@ class LocalPlanner(Generic[Proposal, Key]):
 
 
 class Lockstep:
-    """One rank's place in one life of its gang; it has one engine. Here it is alone and
+    """One rank's place in one life of its gang. Here it is alone and
     ``collectives`` are None; that of a rank among others is runtime/gang/member.py."""
 
     collectives: Peers | None = None
