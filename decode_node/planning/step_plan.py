@@ -94,9 +94,8 @@ class Report:
 class Proposal:
     """``num_rows_by_limit[k]`` of the rank's rows use at most k drafts, up to n_max, and no row is
     further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
-    programs can have; those of the keys ``refused`` cannot be made. It
-    ``expects`` work while a prompt is being read. ``report`` is of the step read last, None if it
-    was told already."""
+    programs can have; those of the keys ``refused`` cannot be made. It ``expects`` work while a
+    prompt is being read. ``report`` is of the step read last, None if it was told already."""
 
     num_rows_by_limit: tuple[int, ...]
     behind: int = 0

@@ -29,7 +29,8 @@ class StepPlanner:
     ) -> None:
         self._buckets, self._length, self._catch_up = buckets, length, catch_up
         self._costs = Costs.unknown(max_drafts)
-        self.measures = measures and length is lengths.by_load and max_drafts > 0
+        self._learns = length is lengths.by_load and max_drafts > 0
+        self.measures = measures and self._learns
         self._forms = Forms(usual)
 
     @classmethod
@@ -47,6 +48,9 @@ class StepPlanner:
         form = forms.pop() if len(forms) == 1 else EAGER
         for proposal in proposals:
             self._forms.refuse(proposal.refused)
+        if self._learns:
+            reports = (proposal.report for proposal in proposals)
+            lengths.record(self._costs, [report for report in reports if report is not None])
         if any(proposal.num_rows for proposal in proposals):
             return self._forms.plan(self._step(proposals), form)
         if form == CAPTURED and self._forms.lacks:
@@ -57,7 +61,6 @@ class StepPlanner:
 
     def _step(self, proposals: Sequence[Proposal]) -> StepKey:
         """What suits all ranks, of which some have work."""
-        lengths.record(self._costs, _reports(proposals))
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
         num_drafts = self._length(self._costs, num_rows, [*map(sum, columns)])
@@ -67,14 +70,9 @@ class StepPlanner:
 
     def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
-        lengths.record(self._costs, _reports(proposals))
         untried = self._costs.untried(self._buckets)
         if untried is None:
             return None
         num_rows, num_drafts = untried
         amount = self._catch_up.amount(num_drafts, self._catch_up.start)
         return StepKey(num_rows, num_drafts, amount)
-
-
-def _reports(proposals: Sequence[Proposal]) -> list[lengths.Report]:
-    return [proposal.report for proposal in proposals if proposal.report is not None]

@@ -210,6 +210,13 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
         assert planner(proposals) == again(proposals) and planner._costs == again._costs
 
 
+def test_the_last_step_before_nobody_has_work_is_learnt_of_too() -> None:
+    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
+    report = Report(StepKey(1, 3, 4), 0.2, (1, 1, 1), (1, 1, 1))
+    assert planner([replace(IDLE, report=report)]) is None
+    assert planner._costs.of_size(1).step_s == [0.0, 0.0, 0.0, 0.2]
+
+
 def test_ranks_may_report_different_steps() -> None:
     """An idle rank reads a step later than a busy one, or has read one of other shapes."""
     wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
