@@ -73,11 +73,11 @@ class Admission:
 
     async def status(self) -> ServerStatus:
         """Told while starting and draining too."""
-        status = ServerStatus(STARTING, self.config.mode, 0)
+        num_running = len(self._streams)
+        status = ServerStatus(STARTING, self.config.mode, num_running)
         if self._gateway is not None:
-            status = await self._gateway.status()
-        state = DRAINING if self._is_draining else status.state
-        return replace(status, state=state, num_running=len(self._streams))
+            status = await self._gateway.status(num_running)
+        return replace(status, state=DRAINING) if self._is_draining else status
 
     async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
         """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one

@@ -72,8 +72,8 @@ class ClusterGateway:
         """A prefill and a decode rank are left that work together."""
         return bool(self.fleet.usable())
 
-    async def status(self) -> ServerStatus:
-        """Of all but the streams that are open: those are its server's."""
+    async def status(self, num_running: int) -> ServerStatus:
+        """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
         ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
@@ -82,7 +82,7 @@ class ClusterGateway:
         state = DEGRADED if any(rank.cause for rank in ranks) else SERVING
         if not self.is_healthy():
             state = NOT_SERVING
-        return ServerStatus(state, self.config.mode, 0, tuple(ranks))
+        return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
 
     async def _warm(self, pair: Pair) -> None:
         """A tiny request over a pair of ranks."""

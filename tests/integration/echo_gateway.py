@@ -59,12 +59,12 @@ class EchoGateway:
     def is_healthy(self) -> bool:
         return True
 
-    async def status(self) -> ServerStatus:
+    async def status(self, num_running: int) -> ServerStatus:
         node = RankStatus(
             "decode-0", "decode", 1, True, 3, num_active_rows=1, num_free_tokens=2,
             num_open_leases=4, num_channels=5, counters={"num_steps": 6},
         )  # fmt: skip
-        return ServerStatus(self.state, "split", 99, (node,))
+        return ServerStatus(self.state, "split", num_running, (node,))
 
     def check_room(self, num_streams: int) -> None:
         if num_streams > self.max_streams:

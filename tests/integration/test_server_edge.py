@@ -74,7 +74,7 @@ async def test_an_answer_streams_in_order_and_whole(
 async def test_status_and_model_info(client: AsyncClient, gateway: EchoGateway) -> None:
     status = await client.status()
     assert (status.state, status.mode, status.num_running) == ("SERVING", "split", 0)
-    assert status.ranks == (await gateway.status()).ranks
+    assert status.ranks == (await gateway.status(0)).ranks
     assert await client.model_info() == gateway.model
 
 

@@ -237,10 +237,10 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert [d.life for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.life]
         assert second.engine.num_steps > 0
-        assert (await cluster.gateway.status()).state == SERVING
+        assert (await cluster.gateway.status(0)).state == SERVING
         down = Gang("decode-9", DECODE, 3, DOWN, failure=Failure("ValueError", "it is gone\nlog"))
         cluster.members.tell(*cluster.members.membership.gangs, down)
-        status = await cluster.gateway.status()
+        status = await cluster.gateway.status(0)
         nodes = {node.name: (node.alive, node.cause) for node in status.ranks}
         assert nodes.pop("decode-9") == (False, "down; it ended: it is gone")
         assert nodes == {"prefill-0": (True, ""), "decode-1": (True, "")}
@@ -248,7 +248,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         await cluster.check_empty()
         cluster.members.tell(*(g for g in cluster.members.membership.gangs if g.kind == PREFILL))
         await until(lambda: not cluster.gateway.is_healthy())
-        assert (await cluster.gateway.status()).state == NOT_SERVING
+        assert (await cluster.gateway.status(0)).state == NOT_SERVING
         await cluster.gateway.fleet.stop()
         await second.stop()
 
