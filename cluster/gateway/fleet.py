@@ -169,11 +169,10 @@ class Fleet:
                 await d.liveness.heard.wait()
                 await self._warm(Pair(p, d, Identity("warm-up")))
                 return self._are_warm.add((p, d))
-            except ValueError as error:
-                log.error("%s and %s cannot work together: %s", p.life, d.life, error)
-                raise
             except Exception as error:
-                log.warning("%s and %s do not work together yet: %s", p.life, d.life, error)
+                log.warning("%s and %s do not work together: %s", p.life, d.life, error)
+                if isinstance(error, ValueError):
+                    raise
             await retries.pause()
 
 
