@@ -68,7 +68,7 @@ def rank_table(state: ServerStatus) -> Table:
     alive = [rank for rank in state.ranks if rank.alive]
     for rank in sorted(alive, key=lambda rank: (rank.kind != PREFILL, rank.name)):
         room = f"{rank.num_free_tokens}/{rank.max_tokens}"
-        counts = (rank.num_open_leases, rank.num_channels, int(rank.counters["num_steps"]))
+        counts = (rank.num_open_leases, rank.num_channels, int(rank.counters.get("num_steps", 0)))
         cells = (rank.name, rank.epoch, rank.num_active_rows, room, *counts)
         balance = [f"{rank.balance_ratio:.2f}" if rank.balance_ratio else ""] if is_shared else []
         table.add_row(*map(str, cells), *balance)

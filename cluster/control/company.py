@@ -115,7 +115,7 @@ class Company:
             async with asyncio.timeout(self.control.stuck_s):
                 return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
         except (RankLost, TimeoutError) as error:
-            raise RankLost(f"{self.plan.name} does not tell its rows: {error}") from error
+            raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
 
     async def leave(self) -> None:
         """All that are left leave this life; who does not confirm it is killed."""
