@@ -65,8 +65,8 @@ class LocalPlanner(Generic[Proposal, Key]):
 
 
 class Lockstep:
-    """One rank's place in one life of its gang. Here it is alone and
-    ``collectives`` are None; that of a rank among others is runtime/gang/member.py."""
+    """One rank's place in one life of its gang. Here it is alone and ``collectives`` are None; that
+    of a rank among others is runtime/gang/member.py."""
 
     collectives: Peers | None = None
 

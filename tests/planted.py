@@ -31,8 +31,7 @@ class Counted:
 
 def plant(name: str, tree: Path, folders: Sequence[str] = NEEDED) -> Counted:
     """Copy ``folders`` into ``tree`` and apply the patch of that name. Raises ValueError if it does
-    not apply any more, or costs more than one
-    new file and one line."""
+    not apply any more, or costs more than one new file and one line."""
     for folder in folders:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     counted = apply(PATCHES / f"{name}.patch", tree)
