@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,6 @@ class Arm:
         while self.bench.decode.has_work():
             self.bench.decode.step()
 
-    @property
-    def tokens_per_s(self) -> float:
-        return statistics.median(self.rates)
-
 
 def measure(
     loaded: LoadedModel,
@@ -105,8 +102,8 @@ def measure(
     num_warm: int,
     num_rounds: int,
     bar: Progress,
-) -> dict[str, float]:
-    """Tokens per second of each arm, medians of its turns, with so many pages a row."""
+) -> dict[str, list[float]]:
+    """Tokens per second of each arm in each of its turns, with so many pages a row."""
     arms = {name: Arm(name, loaded, batch_size, num_pages) for name in ARMS}
     task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
     for i in range(num_warm + num_rounds):
@@ -114,7 +111,13 @@ def measure(
         for name in ARMS[:: -1 if i % 2 else 1]:
             arms[name].turn(batch, counts=i >= num_warm)
             bar.advance(task)
-    return {name: arm.tokens_per_s for name, arm in arms.items()}
+    return {name: arm.rates for name, arm in arms.items()}
+
+
+def of_best(rates: dict[str, list[float]]) -> float:
+    """by_load over the best held length, turn by turn, in which both met the same prompts."""
+    best = rates[max(HELD, key=lambda name: statistics.median(rates[name]))]
+    return statistics.median(map(truediv, rates[BY_LOAD], best))
 
 
 NUM_BEFORE, NUM_AFTER = 400, 800
@@ -141,26 +144,25 @@ def changed(
     return lengths[NUM_BEFORE - 1], after, lengths[NUM_BEFORE:].index(after)
 
 
-def show(results: dict[int, dict[str, float]]) -> Table:
-    table = Table(title="tokens per second, all rows together")
+def show(results: dict[int, dict[str, list[float]]]) -> Table:
+    table = Table(title="tokens per second, all rows together, medians")
     table.add_column("rows")
     for name in ARMS:
         table.add_column(f"n = {name}" if name in HELD else name, justify="right")
     table.add_column("by_load / best", justify="right")
     for size, rates in results.items():
-        best = max(rates[name] for name in HELD)
-        cells = [f"{rates[name]:.0f}" for name in ARMS]
-        table.add_row(str(size), *cells, f"{rates[BY_LOAD] / best:.2f}")
+        cells = [f"{statistics.median(rates[name]):.0f}" for name in ARMS]
+        table.add_row(str(size), *cells, f"{of_best(rates):.3f}")
     return table
 
 
-def save_plot(path: Path, results: dict[int, dict[str, float]]) -> None:
+def save_plot(path: Path, results: dict[int, dict[str, list[float]]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in [*HELD, BY_LOAD]:
-        rates = [rates[name] for rates in results.values()]
+        rates = [statistics.median(rates[name]) for rates in results.values()]
         style = {"linewidth": 3, "color": "black"} if name == BY_LOAD else {"linestyle": "--"}
         label = "as many as pay" if name == BY_LOAD else f"{name} drafts"
         axes.plot(list(results), rates, marker="o", label=label, **style)

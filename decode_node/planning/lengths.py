@@ -21,6 +21,8 @@ NUM_TRIES = 5
 LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 128, 2, 16
 """Steps between looks at the other lengths in turns, a quarter of that for the first looks: what
 was measured while idle was of made-up rows. The first step of one may have to catch up."""
+HOLD = 8
+"""Steps for which a choice holds after the first LOOK_EVERY: to think costs 1 % of a small step."""
 LOSSES = 5
 """Who loses a fifth of the tokens is looked at every second time, who loses two every third."""
 GAIN = 1.02
@@ -37,12 +39,15 @@ MEMORY, PRIOR = 100.0, 8.0
 @dataclass(slots=True)
 class SizeCosts:
     """Of one size of batch: the mean step time of each length, 0 if unknown, how many of its steps
-    were planned, how many of all while serving, and the length in use. ``surprise`` is one that
-    brought so much more than expected that it is looked at again, if there is such a one."""
+    were planned, how many of all while serving, and the length in use. What was ``chosen``, it or
+    one to look at, holds for ``num_left`` steps. ``surprise`` is one that brought so much more than
+    expected that it is looked at again, if there is such a one."""
 
     step_s: list[float]
     num_tries: list[int]
     current: int
+    chosen: int = 0
+    num_left: int = 0
     num_planned: int = 0
     surprise: int | None = None
 
@@ -76,9 +81,10 @@ class Costs:
 
     def of_size(self, num_rows: int) -> SizeCosts:
         """Row buckets that differ by less than a factor of two share what is known."""
-        num = len(self.tried) + 1
-        unknown = SizeCosts([0.0] * num, [0] * num, num - 1)
-        return self.sizes.setdefault(num_rows.bit_length(), unknown)
+        if (bits := num_rows.bit_length()) not in self.sizes:
+            num = len(self.tried) + 1
+            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, num - 1)
+        return self.sizes[bits]
 
     def expected_tokens(self) -> list[float]:
         """Tokens that a row emits with 0, 1 .. drafts."""
@@ -100,16 +106,22 @@ class Costs:
 
 def record(costs: Costs, reports: Sequence[Report]) -> None:
     """Steps that ranks report, which may have read different ones last."""
-    for key in dict.fromkeys(report.key for report in reports):
-        _record_step(costs, key, [report for report in reports if report.key == key])
+    left = list(reports)
+    while left:
+        key = left[0].key
+        alike = [report for report in left if report.key == key]
+        left = [report for report in left if report.key != key] if len(alike) < len(left) else []
+        _record_step(costs, key, alike)
 
 
 def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
     """It took as long as on the slowest of these ranks."""
     size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
-    tried = map(sum, zip(*(report.tried for report in reports), strict=True))
-    accepted_of = map(sum, zip(*(report.accepted for report in reports), strict=True))
-    for k, (num, accepted) in enumerate(zip(tried, accepted_of, strict=True)):
+    for k in range(key.num_drafts):
+        num, accepted = (
+            sum(one.tried[k] for one in reports),
+            sum(one.accepted[k] for one in reports),
+        )
         expected = num * costs.shares[k]
         if k >= size.current:
             num_expected, num_accepted = num_expected + expected, num_accepted + accepted
@@ -133,17 +145,32 @@ def most_wanted(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
 def by_load(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
     """The length of most tokens per second for this size of batch, as far as is known."""
     size = costs.of_size(num_rows)
-    worth = _worth(size, costs.expected_tokens(), wanted)
-    num_drafts = _looked_at(size, worth)
-    if num_drafts is None:
-        num_drafts = min(size.current, len(worth) - 1)
-        best = worth.index(max(worth))
-        if worth[best] > worth[num_drafts] * GAIN:
-            size.current = num_drafts = best
+    if not size.num_left:
+        _choose(size, _worth(size, costs.expected_tokens(), wanted))
+    num_drafts = min(size.chosen, most_wanted(costs, num_rows, wanted))
+    size.num_left -= 1
     size.num_planned += 1
     size.num_tries[num_drafts] += 1
-    size.surprise = None
     return num_drafts
+
+
+def _choose(size: SizeCosts, worth: Sequence[float]) -> None:
+    """What the next steps have: a length to look at, or the one that promises most."""
+    lengths, surprise = range(len(worth)), size.surprise
+    few = [n for n in lengths if size.num_tries[n] < NUM_TRIES]
+    if surprise is not None and surprise in lengths:
+        size.chosen, size.num_left = surprise, 1
+    elif few:
+        size.chosen, size.num_left = max(few), 1
+    elif (other := _looked_at(size, worth)) is not None:
+        size.chosen, size.num_left = other, LOOK_STEPS
+    else:
+        used, best = min(size.current, lengths[-1]), worth.index(max(worth))
+        if worth[best] > worth[used] * GAIN:
+            size.current = best
+        is_new = size.num_planned < LOOK_EVERY
+        size.chosen, size.num_left = size.current, 1 if is_new else HOLD - size.num_planned % HOLD
+    size.surprise = None
 
 
 def _worth(size: SizeCosts, expected: Sequence[float], wanted: Sequence[int]) -> list[float]:
@@ -158,10 +185,6 @@ def _worth(size: SizeCosts, expected: Sequence[float], wanted: Sequence[int]) ->
 def _looked_at(size: SizeCosts, worth: Sequence[float]) -> int | None:
     """A length to look at now; those that promise least are looked at seldom."""
     lengths = range(len(worth))
-    if size.surprise in lengths:
-        return size.surprise
-    if few := [n for n in lengths if size.num_tries[n] < NUM_TRIES]:
-        return max(few)
     every = LOOK_EVERY // (4 if size.num_planned < EAGER_LOOKS * LOOK_EVERY // 4 else 1)
     num_looks, step = divmod(size.num_planned, every)
     if num_looks == 0 or step >= LOOK_STEPS:
