@@ -18,7 +18,7 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a length's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 128, 2, 16
+LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 256, 2, 16
 """Steps between looks at the other lengths in turns, a quarter of that for the first looks: what
 was measured while idle was of made-up rows. The first step of one may have to catch up."""
 HOLD = 8
@@ -183,7 +183,7 @@ def _worth(size: SizeCosts, expected: Sequence[float], wanted: Sequence[int]) ->
 
 
 def _looked_at(size: SizeCosts, worth: Sequence[float]) -> int | None:
-    """A length to look at now; those that promise least are looked at seldom."""
+    """A length to look at now; those that promise least seldom, but one at each time to look."""
     lengths = range(len(worth))
     every = LOOK_EVERY // (4 if size.num_planned < EAGER_LOOKS * LOOK_EVERY // 4 else 1)
     num_looks, step = divmod(size.num_planned, every)
@@ -191,8 +191,11 @@ def _looked_at(size: SizeCosts, worth: Sequence[float]) -> int | None:
         return None
     current, best = min(size.current, lengths[-1]), max(worth) or 1.0
     periods = [1 + int(LOSSES * (1 - one / best)) for one in worth]
-    due = [n for n in lengths if n != current and num_looks % periods[n] == 0]
-    return due[num_looks // max(periods) % len(due)] if due else None
+    others = [n for n in lengths if n != current]
+    due = [n for n in others if num_looks % periods[n] == 0]
+    if not due:
+        return min(others, key=periods.__getitem__, default=None)
+    return due[num_looks // max(periods) % len(due)]
 
 
 FIXED = "fixed"
