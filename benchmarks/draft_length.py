@@ -122,13 +122,14 @@ def of_best(rates: dict[str, list[float]]) -> float:
 
 NUM_BEFORE, NUM_AFTER = 400, 800
 """Steps with wrong drafts, and with right ones."""
+ALIKE = 0.97
 
 
 def changed(
     loaded: LoadedModel, wrong: Wrong, asked: Iterator[Request], batch_size: int, num_pages: int
 ) -> tuple[int, int, int]:
-    """The lengths in use before and long after drafts have become right, and the steps until the
-    latter is in use for the first time."""
+    """The lengths in use before and long after drafts have become right, and the steps until one
+    is in use that is worth as much by what is known at the end, but for ALIKE."""
     bench = Arm(BY_LOAD, loaded, batch_size, num_pages).bench
     planner: Any = bench.decode._planner
     wrong.shift_1.fill_(1)
@@ -140,8 +141,12 @@ def changed(
             bench.start(next(asked))
         bench.decode.step()
         lengths.append(planner._decide._costs.of_size(batch_size).current)
-    after = statistics.mode(lengths[-200:])
-    return lengths[NUM_BEFORE - 1], after, lengths[NUM_BEFORE:].index(after)
+    costs, after = planner._decide._costs, statistics.mode(lengths[-200:])
+    times = zip(costs.expected_tokens(), costs.of_size(batch_size).step_s, strict=True)
+    worth = [num / step_s for num, step_s in times]
+    good = [n >= ALIKE * max(worth) for n in worth]
+    found = (step for step, n in enumerate(lengths[NUM_BEFORE:]) if good[n])
+    return lengths[NUM_BEFORE - 1], after, next(found, NUM_AFTER)
 
 
 def show(results: dict[int, dict[str, list[float]]]) -> Table:
@@ -200,7 +205,9 @@ def main() -> None:
     if args.change:
         for size in sizes:
             before, after, steps = changed(loaded, wrong, cycle(asked), size, turns[0])
-            print(f"{size} rows: {before} drafts, then {after}, in use after {steps} steps")
+            print(
+                f"{size} rows: {before} drafts, then {after}; as good a length after {steps} steps"
+            )
         return
     with Progress(console=Console(stderr=True)) as bar:
         results = {size: measure(loaded, rest, size, *turns, bar) for size in sizes}

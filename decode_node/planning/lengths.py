@@ -129,6 +129,7 @@ def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
         costs.shares[k] += (accepted - expected) / max(costs.tried[k], num)
     if num_accepted > OUTLIER * num_expected:
         size.surprise = key.num_drafts
+        costs.tried = [min(PRIOR, num) for num in costs.tried]  # what was told before is old
     if all(report.is_usual for report in reports):
         size.time(key.num_drafts, max(report.program_s for report in reports))
 
