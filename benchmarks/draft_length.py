@@ -29,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
 from benchmarks.driven.engines import Bench, Held, load
+from core.levels import Level
 from core.request import Request
 from model.drafters.base import Drafter, Drafts, Own, View
 from model.drafters.none import NoDrafter
@@ -53,8 +54,8 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        drafts = self._inner.draft(own, view, num_drafts, amount, caches)
+    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        drafts = self._inner.draft(own, view, level, amount, caches)
         return drafts._replace(tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
 
 

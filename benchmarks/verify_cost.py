@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
+from core.levels import chains
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
@@ -46,7 +47,8 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
     def drafted(num_drafts: int) -> Part:
         def part(read_B: Tensor) -> tuple[Tensor]:
             key = StepKey(num_rows, num_drafts, catch_up=1)
-            return (draft(loaded.drafter, bench.caches, rows.select(read_B, None), key).tokens_BN,)
+            selected, level = rows.select(read_B, None), chains(num_drafts)[-1]
+            return (draft(loaded.drafter, bench.caches, selected, key, level).tokens_BN,)
 
         return part
 

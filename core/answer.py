@@ -37,7 +37,8 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
     """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
-    ``drafted_per_position[i]`` the steps that had that draft.
+    ``drafted_per_position[i]`` the steps that had that draft. ``num_nodes`` counts drafts where
+    those of a step are a tree, of which ``num_drafted`` is the depth.
 
     Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
     node is not in it.
@@ -49,6 +50,7 @@ class SpeculationCounts:
     accepted_per_position: tuple[int, ...] = ()
     first_step_accepted: int = 0
     drafted_per_position: tuple[int, ...] = ()
+    num_nodes: int = 0
 
     def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
         """These counts had the run of the last step (``before``: the counts then) been cut to

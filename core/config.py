@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from core.config_source import explain, overlay, read_yaml, type_text, value_text
 from core.info import COLOCATED, DECODE, PREFILL
+from core.levels import MOST_NODES
 
 AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
@@ -63,7 +64,17 @@ class SpeculationConfig(Section):
     measure_at_start: bool = True
     """time steps of every size and length while idle after the start, for by_load to know costs"""
     drafter: str = "auto"
-    """mtp, none, auto (mtp if the checkpoint has MTP layers, else none), or package.module:Class"""
+    """mtp, ngram, none, auto (mtp if the checkpoint has MTP layers), or package.module:Class"""
+    num_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
+    """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
+    drafter_s: float = Field(default=0.02, gt=0, le=60)
+    """of a class of one's own: how long a step waits for its drafts"""
+    max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
+    """of ngram: most tokens at the end of the text that are looked for in it"""
+    is_keep_all: bool = True
+    """of ngram: every place where they stand counts, not the first alone"""
+    is_use_oldest: bool = False
+    """of ngram: the first of these places is taken, not the latest"""
 
 
 class NodeConfig(Section):

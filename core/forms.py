@@ -14,11 +14,11 @@ class CatchUp(Protocol):
 
     start: int
 
-    def amount(self, num_drafts: int, behind: int) -> int:
+    def amount(self, depth: int, behind: int) -> int:
         """What such a step has to catch up with if no row is further ``behind``."""
 
-    def behind(self, before: int, num_drafts: int, amount: int) -> int:
+    def behind(self, before: int, depth: int, amount: int) -> int:
         """How far a row is behind, at most, after such a step."""
 
-    def usual(self, num_drafts: int) -> tuple[int, ...]:
+    def usual(self, depth: int) -> tuple[int, ...]:
         """The amounts of such steps while nothing unusual happens, the most frequent first."""

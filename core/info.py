@@ -15,7 +15,8 @@ class ModelInfo:
     """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
 
     ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter. ``think_token_ids``
-    begin and end the thinking part of an answer, () if the model has none.
+    begin and end the thinking part of an answer, () if the model has none. ``has_trees``: drafts
+    of a step are more than one path.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ModelInfo:
     has_mtp: bool
     dtype: str
     think_token_ids: tuple[int, ...] = ()
+    has_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,13 +49,13 @@ class DecodeEngine:
         max_rows, device_type = config.decode.max_rows, loaded.device.type
         self._on_frame = on_frame
         self._on_grant = on_grant
-        self._max_drafts = parts.max_drafts
+        self._levels = levels = parts.levels
         eos_ids = loaded.config.eos_token_ids
-        self.scheduler = Scheduler(pool, max_rows, self._max_drafts, loaded.max_model_len, eos_ids)
-        self._catch_up = loaded.drafter.catch_up(self._max_drafts)
+        self.scheduler = Scheduler(pool, max_rows, levels, loaded.max_model_len, eos_ids)
+        self._catch_up = loaded.drafter.catch_up(levels[-1].depth)
         self._launcher = Launcher(parts, self._catch_up)
         self.programs = self._launcher.programs
-        decide = StepPlanner.of(config, self._max_drafts, self._catch_up)
+        decide = StepPlanner.of(config, levels, self._catch_up)
         schema = Proposal, StepPlan
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._loaded = loaded
@@ -186,7 +186,7 @@ class DecodeEngine:
         report, self._report = self._report, None
         refused = tuple(self.programs.refused)
         expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
-        wishes = wishes_of(sequences, self._max_drafts)
+        wishes = wishes_of(sequences, self._levels[-1].depth)
         return Proposal(*wishes, self._loaded.form, refused, expects, report)
 
     def _launch(self, sequences: list[Running], plan: StepPlan) -> None:
@@ -235,8 +235,7 @@ class DecodeEngine:
         self, sequence: Running, row: int, run: tuple[int, ...], step: InFlight
     ) -> SequenceUpdate:
         kept, reason = cut(run, sequence.stops, sequence.num_budget)
-        num_drafted = min(step.key.num_drafts, sequence.limit)
-        sequence.record(num_drafted, len(run) - 1, len(kept))
+        sequence.record(self._levels[step.key.level], len(run) - 1, len(kept))
         request = sequence.request
         if reason is not None:
             self.scheduler.drop(sequence.identity)

@@ -14,7 +14,7 @@ from core.placement import Placement
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles
 from model.checkpoint.weights import Checkpoint, has_mtp, load_main
-from model.drafters import NONE, create_drafter
+from model.drafters import create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
@@ -105,9 +105,7 @@ def load_model(
     with CheckpointFiles(path) as files:
         checkpoint = Checkpoint(files, model, dtype, device, keep_blocks, drafts=kind != PREFILL)
         network = load_network(checkpoint, dispatch)
-        speculation = config.speculation
-        name = speculation.drafter if speculation.num_tokens else NONE
-        drafter = create_drafter(name, checkpoint, network)
+        drafter = create_drafter(config.speculation, checkpoint, network)
         holds_mtp = has_mtp(files, model)
     kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)

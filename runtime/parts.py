@@ -11,6 +11,7 @@ from typing import Any
 from core.beat import Held
 from core.config import TandemConfig
 from core.info import ModelInfo, RankStatus
+from core.levels import Levels
 from core.membership import Meeting, RankInfo, RankSpec
 from core.placement import Placement
 from core.tasks import in_thread
@@ -44,10 +45,9 @@ class RankParts:
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
-    def max_drafts(self) -> int:
-        """Of a step: ``speculation.num_tokens``, 0 without a drafter."""
-        asked, most = self.config.speculation.num_tokens, self.loaded.drafter.max_drafts
-        return asked if most is None else min(asked, most)
+    def levels(self) -> Levels:
+        """How much its steps can draft."""
+        return self.loaded.drafter.levels(self.config.speculation.num_tokens)
 
     def transfer_caches(self) -> transfer.PagedCaches:
         """The same memory as the hand-over sees it."""
@@ -71,10 +71,11 @@ class RankParts:
                 max_model_len=loaded.max_model_len,
                 vocab_size=loaded.config.vocab_size,
                 eos_token_ids=loaded.config.eos_token_ids,
-                num_draft_tokens=self.max_drafts,
+                num_draft_tokens=self.levels[-1].depth,
                 has_mtp=loaded.has_mtp,
                 dtype=loaded.dtype_name,
                 think_token_ids=loaded.think_ids or (),
+                has_trees=not self.levels[-1].is_chain,
             ),
             num_mtp_layers=loaded.config.num_nextn_predict_layers,
             max_tokens=self.pool.max_tokens,

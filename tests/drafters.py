@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.weights import Checkpoint
+from core.levels import Level, Levels, chains
 from model.drafters.base import Drafts, View
 from model.drafters.mtp import MtpDrafter
 from model.drafters.none import NoDrafter
 from model.network.cache import Caches
-from model.network.deepseek import DeepseekV3
 
 
 class FedMtp(MtpDrafter):
@@ -22,14 +21,17 @@ class FedMtp(MtpDrafter):
 class Again(NoDrafter):
     """The last token again, as often as is asked for."""
 
-    name, max_drafts = "again", None
+    name = "again"
+
+    def levels(self, most_depth: int) -> Levels:
+        return chains(most_depth)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "Again":
+    def load(cls, *given: object) -> "Again":
         return cls()
 
-    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        return Drafts(view.last_B1.expand(-1, num_drafts).contiguous())
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        return Drafts(view.last_B1.expand(-1, level.depth).contiguous())
 
 
 class Failing(Again):

@@ -19,9 +19,11 @@ from unittest.mock import patch
 from benchmarks.driven import engines
 from benchmarks.driven.engines import Bench, greedy
 from core.forms import CAPTURED
+from core.levels import chains
 from core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
 from decode_node.planning.forms import usual_keys
 from decode_node.planning.lengths import by_load as by_load_length
+from decode_node.planning.rungs import Rungs
 from decode_node.planning.step_plan import (
     MAKE,
     PLAIN,
@@ -110,18 +112,18 @@ def keyed(plan: StepPlan | None) -> str:
     asked = ["greedy" if extras.all_greedy else "sampled", *(["rules"] * extras.has_rules)]
     is_all = extras.kinds == tuple(sorted(ACCEPTANCES))
     asked += ["all kinds"] if is_all else [kind for kind in extras.kinds if kind != "strict"]
-    size = f"{key.num_rows} rows {key.num_drafts} drafts, {key.catch_up} to catch up"
+    size = f"{key.num_rows} rows {key.level} drafts, {key.catch_up} to catch up"
     return f"{plan.use} {size} {' '.join(asked)}"
 
 
 def cost_s(key: StepKey) -> float:
     """A step of the first two drafts costs little, of more or of many rows much."""
-    num_tokens = key.num_rows * (key.num_drafts + 1)
+    num_tokens = key.num_rows * (key.level + 1)
     return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.catch_up)
 
 
 def scripted(report: Callable[..., Report]) -> Callable[..., Report]:
-    return lambda key, program_s, *rest: report(key, cost_s(key), *rest)
+    return lambda rungs, key, program_s, *rest: report(rungs, key, cost_s(key), *rest)
 
 
 def trace_of(loaded: LoadedModel, name: str) -> list[str]:
@@ -261,8 +263,8 @@ def made_ahead(load: Load) -> None:
 def a_gang_of_three(load: Load) -> None:
     """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
     draw, sizes = random.Random(7), (1, 2, 4, 8)
-    usual = usual_keys(sizes, range(4), Pending(3))
-    planner = StepPlanner(sizes, 3, by_load_length, Pending(3), True, usual)
+    usual = usual_keys(sizes, chains(3), Pending(3))
+    planner = StepPlanner(sizes, chains(3), by_load_length, Pending(3), True, usual)
     ranks, key = [list[int]() for _ in range(3)], None
     for step in range(500):
         for limits in ranks:
@@ -277,8 +279,10 @@ def a_gang_of_three(load: Load) -> None:
 
 def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
     """With what the rank saw in the ``last`` step: most drafts were right."""
-    rows = [(limit, sum(draw.random() < 0.75 for _ in range(limit))) for limit in limits]
-    report = None if last is None else report_of(last, cost_s(last), rows)
+    rows = [
+        (limit, range(1, 1 + sum(draw.random() < 0.75 for _ in range(limit)))) for limit in limits
+    ]
+    report = None if last is None else report_of(Rungs.of(chains(3)), last, cost_s(last), rows)
     extras = draw.choices((PLAIN, SAMPLED, Extras(has_rules=True)), (6, 3, 1))[0]
     counts, behind = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
     return Proposal(counts, behind, extras, CAPTURED, report=report)

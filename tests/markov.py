@@ -128,12 +128,12 @@ def tell(
             world, kinds, kind_B, sampling, last_B, num_output_B, limit_B, num_drafts
         )
         start_B1 = (num_output_B - 1).clamp(max=num_tokens).unsqueeze(1)
-        told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), verdict.tokens_BN1)
-        last_B = verdict.tokens_BN1.gather(1, verdict.num_accepted_B.unsqueeze(1)).squeeze(1)
+        told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), verdict.tokens_BE)
+        last_B = verdict.tokens_BE.gather(1, verdict.num_accepted_B.unsqueeze(1)).squeeze(1)
         num_output_B = num_output_B + verdict.num_accepted_B + 1
         if sampling.rules is not None:
             emitted_B = verdict.num_accepted_B + 1
-            count_emitted(sampling.rules, seed_B, verdict.tokens_BN1, emitted_B)
+            count_emitted(sampling.rules, seed_B, verdict.tokens_BE, emitted_B)
     return told_BT[:, :num_tokens]
 
 

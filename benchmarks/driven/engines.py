@@ -40,19 +40,19 @@ class IdleFirst:
 
 
 class Held:
-    """Always that many drafts."""
+    """Always that level."""
 
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    def __init__(self, level: int) -> None:
+        self._level = level
 
     def __call__(self, costs: Costs, num_rows: int, wanted: Items[int]) -> int:
-        return self._num_drafts
+        return self._level
 
 
-def planner_of(loaded: LoadedModel, max_drafts: int, length: DraftLength) -> StepPlanner:
+def planner_of(loaded: LoadedModel, most_depth: int, length: DraftLength) -> StepPlanner:
     """Batches are not padded, nothing is measured."""
-    buckets, catch_up = tuple(range(1, 65)), loaded.drafter.catch_up(max_drafts)
-    return StepPlanner(buckets, max_drafts, length, catch_up)
+    levels, catch_up = loaded.drafter.levels(most_depth), loaded.drafter.catch_up(most_depth)
+    return StepPlanner(tuple(range(1, 65)), levels, length, catch_up)
 
 
 @dataclass

@@ -10,7 +10,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from core.info import ModelInfo
-from core.request import ACCEPTANCES, RELAXED, RELAXED_LOG_PROBS, Request, Unchecked
+from core.request import (
+    ACCEPTANCES,
+    REJECTION,
+    REJECTION_GREEDY,
+    RELAXED,
+    RELAXED_LOG_PROBS,
+    Request,
+    Unchecked,
+)
 
 if TYPE_CHECKING:
     from text.tokenizer import Tokenizer
@@ -173,6 +181,9 @@ def _check_lists(asked: Unchecked, token: Bounds) -> None:
 def _check_acceptance(kind: str, model: ModelInfo) -> None:
     if kind not in ACCEPTANCES:
         refuse("speculation.acceptance", kind, f"use one of {', '.join(ACCEPTANCES)}")
+    if kind in (REJECTION, REJECTION_GREEDY) and model.has_trees:
+        remedy = "this server's drafts are trees (speculation.num_nodes); use ACCEPTANCE_STRICT"
+        refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)
     if kind in MAX_DELTA and not model.think_token_ids:
         remedy = f"{model.name} has no think tokens (model.think_tokens); use ACCEPTANCE_STRICT"
         refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)

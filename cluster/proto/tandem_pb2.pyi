@@ -163,20 +163,22 @@ class Usage(_message.Message):
     def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_steps", "num_drafted", "num_accepted", "accepted_per_position", "first_step_accepted", "drafted_per_position")
+    __slots__ = ("num_steps", "num_drafted", "num_accepted", "accepted_per_position", "first_step_accepted", "drafted_per_position", "num_nodes")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_drafted: int
     num_accepted: int
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     first_step_accepted: int
     drafted_per_position: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_steps: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., first_step_accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_nodes: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., first_step_accepted: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[int] = ...) -> None: ...
 
 class TimingsMs(_message.Message):
     __slots__ = ("queue", "prefill", "transfer", "first_token", "total")
@@ -221,7 +223,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype", "think_token_ids")
+    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype", "think_token_ids", "has_trees")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +233,7 @@ class ModelInfo(_message.Message):
     HAS_MTP_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     THINK_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TREES_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     max_model_len: int
@@ -240,7 +243,8 @@ class ModelInfo(_message.Message):
     has_mtp: bool
     dtype: str
     think_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ..., think_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    has_trees: bool
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ..., think_token_ids: _Optional[_Iterable[int]] = ..., has_trees: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

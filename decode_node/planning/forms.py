@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from core.forms import CAPTURED, EAGER, CatchUp
+from core.levels import Levels
 from decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, SERVE, StepKey, StepPlan
 
 MAX_KEPT = 256
@@ -74,12 +75,15 @@ class Forms:
         return number
 
 
-def usual_keys(sizes: Iterable[int], lengths: Iterable[int], catch_up: CatchUp) -> list[StepKey]:
-    """Of steps with nothing but greedy rows and of those with sampled ones, the largest first."""
+def usual_keys(
+    sizes: Iterable[int], levels: Levels, catch_up: CatchUp, least: int = 0
+) -> list[StepKey]:
+    """Of steps with nothing but greedy rows and of those with sampled ones, the largest first, of
+    levels from ``least`` on."""
     return [
-        StepKey(num_rows, n, amount, extras)
+        StepKey(num_rows, level, amount, extras)
         for num_rows in sorted(sizes, reverse=True)
-        for n in lengths
-        for amount in catch_up.usual(n)
+        for level in range(least, len(levels))
+        for amount in catch_up.usual(levels[level].depth)
         for extras in (PLAIN, SAMPLED)
     ]

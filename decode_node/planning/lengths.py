@@ -1,11 +1,11 @@
-"""How many drafts a step carries: as many as pay, by what steps cost and drafts bring here.
+"""How much a step drafts: the level that pays, by what steps cost and drafts bring here.
 
-A step of n drafts emits 1 + a_1 + a_1 a_2 + ... tokens a row, where a_k is the measured share of
-k-th drafts accepted once those before were. It is worth that over its measured time. As the
-batch grows, verifying n + 1 tokens a row costs more, until no draft pays (seeds 003).
+A step emits 1 + a_1 + a_1 a_2 + ... tokens a row, where a_k is the measured share of rows whose
+path went on at depth k once it had come so far. It is worth that over its measured time. As the
+batch grows, verifying all nodes of a row costs more, until no draft pays (seeds 003).
 
 Costs are measured while idle after the start (``untried``), or in the first steps of a size. While
-serving, every step tells of its own length, and now and then another is looked at. Strict answers
+serving, every step tells of its own level, and now and then another is looked at. Strict answers
 do not depend on any of it; relaxed and rejected ones do, as on every draft.
 """
 
@@ -14,32 +14,34 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import mul
 
+from core.levels import Levels, usable
+from decode_node.planning.rungs import Rungs
 from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
-"""The least time of as many is a length's at first: a machine's other work only adds to it."""
+"""The least time of as many is a level's at first: a machine's other work only adds to it."""
 LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 256, 2, 16
-"""Steps between looks at the other lengths in turns, a quarter of that for the first looks: what
+"""Steps between looks at the other levels in turns, a quarter of that for the first looks: what
 was measured while idle was of made-up rows. The first step of one may have to catch up."""
 HOLD = 8
 """Steps for which a choice holds after the first LOOK_EVERY: to think costs 1 % of a small step."""
 LOSSES = 5
 """Who loses a fifth of the tokens is looked at every second time, who loses two every third."""
 GAIN = 1.02
-"""Another length must promise so much more."""
+"""Another level must promise so much more."""
 WEIGHT, LOOK_WEIGHT = 0.25, 0.8
-"""Of a new time in the running mean after the first: of the length in use, and of others, which are
+"""Of a new time in the running mean after the first: of the level in use, and of others, which are
 timed seldom."""
 OUTLIER = 1.5
 """A time counts as no more than so many times the mean; so many accepted drafts are a surprise."""
 MEMORY, PRIOR = 100.0, 8.0
-"""Rows that tried a draft of which a share tells, and that are made up, all accepted, at first."""
+"""Rows of which a share tells, and that are made up, all accepted, at first."""
 
 
 @dataclass(slots=True)
 class SizeCosts:
-    """Of one size of batch: the mean step time of each length, 0 if unknown, how many of its steps
-    were planned, how many of all while serving, and the length in use. What was ``chosen``, it or
+    """Of one size of batch: the mean step time of each level, 0 if unknown, how many of its steps
+    were planned, how many of all while serving, and the level in use. What was ``chosen``, it or
     one to look at, holds for ``num_left`` steps. ``surprise`` is one that brought so much more than
     expected that it is looked at again, if there is such a one."""
 
@@ -51,57 +53,70 @@ class SizeCosts:
     num_planned: int = 0
     surprise: int | None = None
 
-    def time(self, num_drafts: int, step_s: float) -> None:
-        """Rows, contexts and the machine change all lengths alike, but only the one in use is timed
+    def time(self, level: int, step_s: float) -> None:
+        """Rows, contexts and the machine change all levels alike, but only the one in use is timed
         at every step: how its mean moves, the others' do."""
-        mean = self.step_s[num_drafts]
-        if mean and self.num_tries[num_drafts] < NUM_TRIES:
+        mean = self.step_s[level]
+        if mean and self.num_tries[level] < NUM_TRIES:
             step_s = min(step_s, mean)
         elif mean:
-            is_current = num_drafts == self.current
+            is_current = level == self.current
             weight = WEIGHT if is_current else LOOK_WEIGHT
             step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
             if is_current:
                 self.step_s = [one * step_s / mean for one in self.step_s]
-        self.step_s[num_drafts] = step_s
+        self.step_s[level] = step_s
 
 
 @dataclass(slots=True)
 class Costs:
-    """What steps cost, by size of batch, and what drafts bring: ``shares[k]`` of the rows that
-    tried draft k + 1 accepted it, as ``tried[k]`` of them told."""
+    """What steps cost, by size of batch, and what drafts bring: ``shares[r]`` of the rows that came
+    to where rung r begins went on, as ``tried[r]`` of them told."""
 
+    levels: Levels
+    rungs: Rungs
     tried: list[float]
     shares: list[float]
     sizes: dict[int, SizeCosts] = field(default_factory=dict)
 
     @classmethod
-    def unknown(cls, max_drafts: int) -> "Costs":
-        return cls([PRIOR] * max_drafts, [1.0] * max_drafts)
+    def unknown(cls, levels: Levels) -> "Costs":
+        rungs = Rungs.of(levels)
+        num = len(rungs.bounds)
+        return cls(levels, rungs, [PRIOR] * num, [1.0] * num)
 
     def of_size(self, num_rows: int) -> SizeCosts:
         """Row buckets that differ by less than a factor of two share what is known."""
         if (bits := num_rows.bit_length()) not in self.sizes:
-            num = len(self.tried) + 1
+            num = len(self.levels)
             self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, num - 1)
         return self.sizes[bits]
 
-    def expected_tokens(self) -> list[float]:
-        """Tokens that a row emits with 0, 1 .. drafts."""
-        return [*accumulate(accumulate(self.shares, mul, initial=1.0))]
+    def expected_tokens(self) -> list[list[float]]:
+        """Tokens that a row emits, by level and most depth of its path."""
+        shares = ([self.shares[rung] for rung in rungs] for rungs in self.rungs.of_level)
+        return [[*accumulate(accumulate(one, mul, initial=1.0))] for one in shares]
 
     def untried(self, sizes: Sequence[int]) -> tuple[int, int] | None:
-        """A row bucket and a number of drafts to be measured next, of the smallest such size first
-        and its lengths in turns; sizes that share what is known count once, as the middle one."""
+        """A row bucket and a level to be measured next, the smallest first, but for levels that
+        lose anyway; sizes that share what is known count once, as the middle one."""
         for _, shared in groupby(sizes, int.bit_length):
             alike = list(shared)
             num_rows = alike[len(alike) // 2]
-            num_tries = self.of_size(num_rows).num_tries
-            if (fewest := min(num_tries)) < NUM_TRIES:
-                num_drafts = num_tries.index(fewest)
-                num_tries[num_drafts] += 1
-                return num_rows, num_drafts
+            size = self.of_size(num_rows)
+            for level, num_tries in enumerate(size.num_tries):
+                if num_tries < NUM_TRIES and not self.loses(size, level):
+                    size.num_tries[level] += 1
+                    return num_rows, level
         return None
+
+    def loses(self, size: SizeCosts, level: int) -> bool:
+        """Whether steps without drafts would give more, even if all that it drafts were accepted:
+        it takes no less time than any level below that has been measured."""
+        tried = zip(size.step_s[: level + 1], size.num_tries, strict=False)
+        known = [step_s for step_s, num_tries in tried if num_tries >= NUM_TRIES]
+        most = (1 + self.levels[level].depth) * size.step_s[0]
+        return 0 < most < max(known, default=0.0)
 
 
 def record(costs: Costs, reports: Sequence[Report]) -> None:
@@ -117,56 +132,55 @@ def record(costs: Costs, reports: Sequence[Report]) -> None:
 def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
     """It took as long as on the slowest of these ranks."""
     size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
-    for k in range(key.num_drafts):
-        num, accepted = (
-            sum(one.tried[k] for one in reports),
-            sum(one.accepted[k] for one in reports),
-        )
-        expected = num * costs.shares[k]
-        if k >= size.current:
+    for r in range(costs.rungs.num_told[key.level]):
+        num = sum(report.tried[r] for report in reports)
+        accepted = sum(report.accepted[r] for report in reports)
+        expected = num * costs.shares[r]
+        if r >= costs.rungs.num_told[size.current]:
             num_expected, num_accepted = num_expected + expected, num_accepted + accepted
-        costs.tried[k] = min(MEMORY, costs.tried[k] + num)
-        costs.shares[k] += (accepted - expected) / max(costs.tried[k], num)
+        costs.tried[r] = min(MEMORY, costs.tried[r] + num)
+        costs.shares[r] += (accepted - expected) / max(costs.tried[r], num)
     if num_accepted > OUTLIER * num_expected:
-        size.surprise = key.num_drafts
+        size.surprise = key.level
         costs.tried = [min(PRIOR, num) for num in costs.tried]  # what was told before is old
     if all(report.is_usual for report in reports):
-        size.time(key.num_drafts, max(report.program_s for report in reports))
+        size.time(key.level, max(report.program_s for report in reports))
 
 
 DraftLength = Callable[[Costs, int, Sequence[int]], int]
-"""``(costs, row bucket, number of rows by limit)`` to the drafts of the next step."""
+"""``(costs, row bucket, number of rows by most depth)`` to the level of the next step."""
 
 
 def most_wanted(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
-    """The most that any row may use."""
-    return max(limit for limit, num in enumerate(wanted) if num)
+    """The highest that any row may use."""
+    return usable(costs.levels, max(limit for limit, num in enumerate(wanted) if num))
 
 
 def by_load(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
-    """The length of most tokens per second for this size of batch, as far as is known."""
-    size = costs.of_size(num_rows)
+    """The level of most tokens per second for this size of batch, as far as is known."""
+    size, most = costs.of_size(num_rows), most_wanted(costs, num_rows, wanted)
     if not size.num_left:
-        _choose(size, _worth(size, costs.expected_tokens(), wanted))
-    num_drafts = min(size.chosen, most_wanted(costs, num_rows, wanted))
+        worth = _worth(size, costs.expected_tokens(), wanted)[: most + 1]
+        _choose(size, worth, [costs.loses(size, n) for n in range(most + 1)])
+    level = min(size.chosen, most)
     size.num_left -= 1
     size.num_planned += 1
-    size.num_tries[num_drafts] += 1
-    return num_drafts
+    size.num_tries[level] += 1
+    return level
 
 
-def _choose(size: SizeCosts, worth: Sequence[float]) -> None:
-    """What the next steps have: a length to look at, or the one that promises most."""
-    lengths, surprise = range(len(worth)), size.surprise
-    few = [n for n in lengths if size.num_tries[n] < NUM_TRIES]
-    if surprise is not None and surprise in lengths:
+def _choose(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> None:
+    """What the next steps have: a level to look at, or the one that promises most."""
+    levels, surprise = range(len(worth)), size.surprise
+    few = [n for n in levels if size.num_tries[n] < NUM_TRIES and not loses[n]]
+    if surprise is not None and surprise in levels:
         size.chosen, size.num_left = surprise, 1
     elif few:
         size.chosen, size.num_left = max(few), 1
-    elif (other := _looked_at(size, worth)) is not None:
+    elif (other := _looked_at(size, worth, loses)) is not None:
         size.chosen, size.num_left = other, LOOK_STEPS
     else:
-        used, best = min(size.current, lengths[-1]), worth.index(max(worth))
+        used, best = min(size.current, levels[-1]), worth.index(max(worth))
         if worth[best] > worth[used] * GAIN:
             size.current = best
         is_new = size.num_planned < LOOK_EVERY
@@ -174,25 +188,27 @@ def _choose(size: SizeCosts, worth: Sequence[float]) -> None:
     size.surprise = None
 
 
-def _worth(size: SizeCosts, expected: Sequence[float], wanted: Sequence[int]) -> list[float]:
-    """Tokens of all rows a second with each length that some may use, 0 while its time is
-    unknown."""
+def _worth(
+    size: SizeCosts, expected: Sequence[Sequence[float]], wanted: Sequence[int]
+) -> list[float]:
+    """Tokens of all rows a second with each level, 0 while its time is unknown."""
     limits = [(limit, num) for limit, num in enumerate(wanted) if num]
-    lengths = range(max(limits)[0] + 1)
-    tokens = [sum(num * expected[min(n, limit)] for limit, num in limits) for n in lengths]
-    return [tokens[n] / size.step_s[n] if size.step_s[n] else 0.0 for n in lengths]
+    tokens = (sum(num * one[min(len(one) - 1, limit)] for limit, num in limits) for one in expected)
+    return [
+        num / step_s if step_s else 0.0 for num, step_s in zip(tokens, size.step_s, strict=True)
+    ]
 
 
-def _looked_at(size: SizeCosts, worth: Sequence[float]) -> int | None:
-    """A length to look at now; those that promise least seldom, but one at each time to look."""
-    lengths = range(len(worth))
+def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
+    """A level to look at now; those that promise least seldom, but one at each time to look."""
+    levels = range(len(worth))
     every = LOOK_EVERY // (4 if size.num_planned < EAGER_LOOKS * LOOK_EVERY // 4 else 1)
     num_looks, step = divmod(size.num_planned, every)
     if num_looks == 0 or step >= LOOK_STEPS:
         return None
-    current, best = min(size.current, lengths[-1]), max(worth) or 1.0
+    current, best = min(size.current, levels[-1]), max(worth) or 1.0
     periods = [1 + int(LOSSES * (1 - one / best)) for one in worth]
-    others = [n for n in lengths if n != current]
+    others = [n for n in levels if n != current and not loses[n]]
     due = [n for n in others if num_looks % periods[n] == 0]
     if not due:
         return min(others, key=periods.__getitem__, default=None)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
+from core.levels import Levels, slots_ahead
 from core.request import Request
 from core.stopping import num_budget, stop_ids
 from decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
@@ -28,12 +29,12 @@ class Scheduler:
         self,
         pool: PagePool,
         max_rows: int,
-        max_drafts: int,
+        levels: Levels,
         max_model_len: int,
         eos_ids: tuple[int, ...],
     ) -> None:
         self._pool = pool
-        self._max_drafts = max_drafts
+        self._most_depth, self._num_ahead = levels[-1].depth, slots_ahead(levels)
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -104,7 +105,7 @@ class Scheduler:
     def started(self, identity: Identity, request: Request, is_suspect: bool = False) -> Running:
         """The granted request with its KV and its first token, for ``run``. Raises what ``held``
         raises."""
-        granted, most, asked = self.held(identity), self._max_drafts, request.speculation.max_drafts
+        granted, most, asked = self.held(identity), self._most_depth, request.speculation.max_drafts
         return Running(
             identity,
             granted.row,
@@ -205,9 +206,9 @@ class Scheduler:
 
     def _short(self) -> list[Running]:
         """The sequences that miss pages: few, of those that every step looks at."""
-        ahead, size = 2 * (self._max_drafts + 1), self._pool.page_size
+        size = self._pool.page_size
         running = filter(None, self._runs)
-        short = [s for s in running if s.num_known + ahead > len(s.pages) * size]
+        short = [s for s in running if s.num_known + self._num_ahead > len(s.pages) * size]
         return [s for s in short if len(s.pages) < s.need.num_most_pages]
 
     def _num_growing(self) -> int:
@@ -220,7 +221,7 @@ class Scheduler:
 
     def _num_pages(self, num_tokens: int) -> int:
         """Pages for known tokens and two more steps of drafts."""
-        return self._pool.num_pages_for(num_tokens + 2 * (self._max_drafts + 1))
+        return self._pool.num_pages_for(num_tokens + self._num_ahead)
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from core.answer import SpeculationCounts
 from core.identity import Identity
+from core.levels import Level
 from core.request import Request
 
 NUM_STEPS_ALONE = 8
@@ -52,9 +53,9 @@ class Running:
     free once no step on its way may touch them.
 
     ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
-    read, and ``pages`` grow. A step uses at most ``limit`` drafts of ``max_drafts``.
-    ``num_last_drafts`` are those of the step launched last, and behind it the drafter is at most
-    so far ``behind`` (core.forms). ``steps`` counts those of (drafts, accepted drafts).
+    read, and ``pages`` grow. It accepts at most ``limit`` drafts a step, of ``most_depth``.
+    ``last_depth`` is that of the step launched last, and behind it the drafter is at most so far
+    ``behind`` (core.forms). ``steps`` counts those of (depth, nodes drafted, drafts accepted).
     ``num_alone`` of its next steps it shares with nobody.
     """
 
@@ -66,13 +67,13 @@ class Running:
     request: Request
     stops: frozenset[int]
     limit: int
-    max_drafts: int
+    most_depth: int
     behind: int = 0
     num_alone: int = 0
     num_in_flight: int = 0
-    num_last_drafts: int = 0
+    last_depth: int = 0
     first_accepted: int = 0
-    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+    steps: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     @property
     def num_budget(self) -> int:
@@ -86,9 +87,9 @@ class Running:
     @property
     def num_known_most(self) -> int:
         """The same, at most, once every step on its way is through."""
-        return self.num_known + self.num_in_flight * (self.num_last_drafts + 1)
+        return self.num_known + self.num_in_flight * (self.last_depth + 1)
 
-    def record(self, num_drafted: int, num_accepted: int, num_kept: int) -> None:
+    def record(self, level: Level, num_accepted: int, num_kept: int) -> None:
         """Count one step whose run of ``num_accepted`` drafts plus one token was cut to
         ``num_kept`` tokens: what was cut off does not count as accepted."""
         num_accepted = min(num_accepted, num_kept)
@@ -96,16 +97,17 @@ class Running:
             self.first_accepted = num_accepted
         self.num_output += num_kept
         self.num_alone = max(0, self.num_alone - 1)
-        self.steps[num_drafted, num_accepted] += 1
+        self.steps[min(level.depth, self.limit), level.num_nodes, num_accepted] += 1
 
     @property
     def counts(self) -> SpeculationCounts:
-        steps, places = self.steps.items(), range(self.max_drafts)
+        steps, places = self.steps.items(), range(self.most_depth)
         return SpeculationCounts(
             num_steps=self.steps.total(),
-            num_drafted=sum(drafted * num for (drafted, _), num in steps),
-            num_accepted=sum(accepted * num for (_, accepted), num in steps),
-            accepted_per_position=tuple(sum(n for (_, a), n in steps if a > i) for i in places),
+            num_drafted=sum(drafted * num for (drafted, _, _), num in steps),
+            num_accepted=sum(accepted * num for (_, _, accepted), num in steps),
+            accepted_per_position=tuple(sum(n for (_, _, a), n in steps if a > i) for i in places),
             first_step_accepted=self.first_accepted,
-            drafted_per_position=tuple(sum(n for (d, _), n in steps if d > i) for i in places),
+            drafted_per_position=tuple(sum(n for (d, _, _), n in steps if d > i) for i in places),
+            num_nodes=sum(nodes * num for (drafted, nodes, _), num in steps if drafted),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from core.forms import EAGER
 from core.request import ACCEPTANCES, STRICT
+from decode_node.planning.rungs import Came, Rungs
 from decode_node.planning.states import Running
 
 
@@ -50,11 +51,12 @@ class StepKey:
     """All that decides on a step's program, the same on every rank: so captured collectives are
     replayed by all ranks or by none (NCCL user guide, Using NCCL with CUDA Graphs).
 
-    ``num_rows`` is the bucket, padding included; ``catch_up`` what the drafter adds (core.forms).
+    ``num_rows`` is the bucket, padding included; ``level`` how much is drafted (core.levels),
+    ``catch_up`` what the drafter adds (core.forms).
     """
 
     num_rows: int
-    num_drafts: int
+    level: int
     catch_up: int
     extras: Extras = PLAIN
 
@@ -79,9 +81,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A step that was read: how long its program ran on this rank, how many of the rank's rows
-    tried draft k + 1 (those before it were accepted), and how many of these accepted it. If it is
-    not ``is_usual``, its next one will take less time."""
+    """A step that was read: how long its program ran on this rank, and how many of the rank's rows
+    came to each rung and went on (rungs.py). If it is not ``is_usual``, its next one will take less
+    time."""
 
     key: StepKey
     program_s: float
@@ -92,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """``num_rows_by_limit[k]`` of the rank's rows use at most k drafts, up to n_max, and no row is
+    """``num_rows_by_limit[k]`` of the rank's rows accept at most k drafts a step, and no row is
     further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
     programs can have; those of the keys ``refused`` cannot be made. It ``expects`` work while a
     prompt is being read. ``report`` is of the step read last, None if it was told already."""
@@ -110,7 +112,7 @@ class Proposal:
         return sum(self.num_rows_by_limit)
 
 
-def wishes_of(sequences: Sequence[Running], max_drafts: int) -> tuple[tuple[int, ...], int, Extras]:
+def wishes_of(sequences: Sequence[Running], most_depth: int) -> tuple[tuple[int, ...], int, Extras]:
     """Of a Proposal, what follows from its rows, which may be none."""
     limits = [sequence.limit for sequence in sequences]
     settings = [one.request.sampling for one in sequences]
@@ -120,18 +122,11 @@ def wishes_of(sequences: Sequence[Running], max_drafts: int) -> tuple[tuple[int,
         kinds=kinds_of(one.request.speculation.acceptance for one in sequences),
     )
     behind = max((one.behind for one in sequences), default=0)
-    return tuple(map(limits.count, range(max_drafts + 1))), behind, extras
+    return tuple(map(limits.count, range(most_depth + 1))), behind, extras
 
 
 def report_of(
-    key: StepKey, program_s: float, rows: Sequence[tuple[int, int]], is_usual: bool = True
+    rungs: Rungs, key: StepKey, program_s: float, rows: Sequence[Came], is_usual: bool = True
 ) -> Report:
-    """``rows`` are each row's limit and how many drafts it accepted."""
-    places = range(key.num_drafts)
-    return Report(
-        key,
-        program_s,
-        tried=tuple(sum(limit > k and num >= k for limit, num in rows) for k in places),
-        accepted=tuple(sum(num > k for _, num in rows) for k in places),
-        is_usual=is_usual,
-    )
+    """Of a step that brought its ``rows`` so far."""
+    return Report(key, program_s, *rungs.count(key.level, rows), is_usual)

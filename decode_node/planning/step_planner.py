@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from core.config import TandemConfig
 from core.forms import CAPTURED, EAGER, CatchUp
+from core.levels import Levels
 from decode_node.planning import lengths
 from decode_node.planning.buckets import bucket_for, buckets_of
 from decode_node.planning.forms import Forms, usual_keys
@@ -21,27 +22,27 @@ class StepPlanner:
     def __init__(
         self,
         buckets: tuple[int, ...],
-        max_drafts: int,
+        levels: Levels,
         length: DraftLength,
         catch_up: CatchUp,
         measures: bool = False,
         usual: Iterable[StepKey] = (),
     ) -> None:
         self._buckets, self._length, self._catch_up = buckets, length, catch_up
-        self._costs = Costs.unknown(max_drafts)
-        self._learns = length is lengths.by_load and max_drafts > 0
+        self._levels, self._costs = levels, Costs.unknown(levels)
+        self._learns = length is lengths.by_load and len(levels) > 1
         self.measures = measures and self._learns
         self._forms = Forms(usual)
 
     @classmethod
-    def of(cls, config: TandemConfig, max_drafts: int, catch_up: CatchUp) -> "StepPlanner":
+    def of(cls, config: TandemConfig, levels: Levels, catch_up: CatchUp) -> "StepPlanner":
         """As configured. Raises ValueError for batch sizes that are out of range."""
         decode, asked = config.decode, config.speculation
         buckets = buckets_of(decode.batch_buckets, decode.max_rows, decode.device)
-        least = max_drafts if asked.draft_length == lengths.FIXED else 0
-        usual = usual_keys(buckets, range(least, max_drafts + 1), catch_up)
+        least = len(levels) - 1 if asked.draft_length == lengths.FIXED else 0
+        usual = usual_keys(buckets, levels, catch_up, least)
         length = lengths.LENGTHS[asked.draft_length]
-        return cls(buckets, max_drafts, length, catch_up, asked.measure_at_start, usual)
+        return cls(buckets, levels, length, catch_up, asked.measure_at_start, usual)
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
         forms = {proposal.form for proposal in proposals}
@@ -63,16 +64,17 @@ class StepPlanner:
         """What suits all ranks, of which some have work."""
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
-        num_drafts = self._length(self._costs, num_rows, [*map(sum, columns)])
+        level = self._length(self._costs, num_rows, [*map(sum, columns)])
         behind = max(proposal.behind for proposal in proposals)
+        amount = self._catch_up.amount(self._levels[level].depth, behind)
         extras = extras_of_all(proposal.extras for proposal in proposals if proposal.num_rows)
-        return StepKey(num_rows, num_drafts, self._catch_up.amount(num_drafts, behind), extras)
+        return StepKey(num_rows, level, amount, extras)
 
     def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
         untried = self._costs.untried(self._buckets)
         if untried is None:
             return None
-        num_rows, num_drafts = untried
-        amount = self._catch_up.amount(num_drafts, self._catch_up.start)
-        return StepKey(num_rows, num_drafts, amount)
+        num_rows, level = untried
+        amount = self._catch_up.amount(self._levels[level].depth, self._catch_up.start)
+        return StepKey(num_rows, level, amount)

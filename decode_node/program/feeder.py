@@ -2,11 +2,13 @@
 or gives in a wrong shape, costs this rank the drafts of that step, neither rows nor the epoch."""
 
 import logging
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.levels import Level
 from core.request import REJECTION
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import RowTensors
@@ -17,8 +19,6 @@ from model.network.cache import Caches
 from runtime.engine_loop import is_device_lost
 
 log = logging.getLogger(__name__)
-Fed = tuple[Tensor, Tensor, Tensor | None]
-"""Drafts of which every row has a number."""
 
 
 class Feeder:
@@ -29,41 +29,66 @@ class Feeder:
         self._loaded, self._caches = loaded, caches
         self.num_lost = 0
 
-    def feed(self, key: StepKey, rows: RowTensors) -> tuple[Tensor, ...]:
-        """Inputs of the program, as Drafts has them: tokens [B, N], how many of each row are any
-        [B], and what they were drawn from [B, N, V] where a kind of acceptance asks for that."""
-        tokens_BN, num_B, q_BNV = self._drafts(key, rows)
-        if key.extras.all_greedy or REJECTION not in key.extras.kinds:
-            return tokens_BN, num_B
-        if q_BNV is None:
-            q_BNV = F.one_hot(tokens_BN, self._loaded.config.vocab_size).float()
-        return tokens_BN, num_B, q_BNV
+    def feed(self, key: StepKey, level: Level, rows: RowTensors) -> tuple[Tensor, ...]:
+        """Inputs of the program (``unpacked``), of which every row has a number; q where a kind of
+        acceptance asks for that."""
+        drafts = self._drafts(key, level, rows)
+        assert drafts.num_B is not None
+        inputs = [drafts.tokens_BN, drafts.num_B]
+        if drafts.parents_BN is not None:
+            inputs.append(drafts.parents_BN)
+        if REJECTION in key.extras.kinds and not key.extras.all_greedy:
+            one_hot = partial(F.one_hot, drafts.tokens_BN, self._loaded.config.vocab_size)
+            inputs.append(one_hot().float() if drafts.q_BNV is None else drafts.q_BNV)
+        return (*inputs,)
 
-    def _drafts(self, key: StepKey, rows: RowTensors) -> Fed:
+    def _drafts(self, key: StepKey, level: Level, rows: RowTensors) -> Drafts:
         none_B = torch.zeros_like(rows.state.num_output_B)
-        none_BN = none_B.unsqueeze(1).repeat(1, key.num_drafts)
+        none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
+        none = Drafts(none_BN, none_B, None, none_BN if level.parents is None else None)
         try:
-            if key.num_drafts or key.catch_up:  # it has a part in the step
-                drafts = draft(self._loaded.drafter, self._caches, rows, key)
-                return fitted(drafts, none_BN, self._loaded.config.vocab_size)
+            if level.num_nodes or key.catch_up:  # it has a part in the step
+                drafts = draft(self._loaded.drafter, self._caches, rows, key, level)
+                return fitted(drafts, none, self._loaded.config.vocab_size)
         except Exception as error:
             if self._loaded.drafter.meets_ranks or is_device_lost(error):
                 raise
             self.num_lost += 1
             if self.num_lost.bit_count() == 1:
                 log.exception("a step goes on without drafts, the %d. one", self.num_lost)
-        return none_BN, none_B, None
+        return none
 
 
-def fitted(drafts: Drafts, like_BN: Tensor, vocab_size: int) -> Fed:
-    """Where ``like_BN`` is, every id a token and no row of more drafts than there are. Raises
-    ValueError when something is of another shape."""
-    (num_rows, num_drafts), (tokens_BN, num_B, q_BNV) = like_BN.shape, drafts
+def unpacked(level: Level, inputs: tuple[Tensor, ...]) -> Drafts:
+    """What ``feed`` gave of a step of that level."""
+    tokens_BN, num_B, *more = inputs
+    parents_BN = more.pop(0) if level.parents is None else None
+    return Drafts(tokens_BN, num_B, more[0] if more else None, parents_BN)
+
+
+def fitted(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
+    """Where ``like`` is, every id a token, every parent an earlier node and no row of more drafts
+    than there are. Raises ValueError when something is of another shape."""
+    like_BN, (num_rows, num_drafts) = like.tokens_BN, like.tokens_BN.shape
+    tokens_BN, num_B, q_BNV = drafts.tokens_BN, drafts.num_B, drafts.q_BNV
+    parents_BN = drafts.parents_BN
     num_B = like_BN.new_full((num_rows,), num_drafts) if num_B is None else num_B
-    given = [tuple(one.shape) for one in (tokens_BN, num_B, q_BNV) if one is not None]
-    wanted = [(num_rows, num_drafts), (num_rows,), (num_rows, num_drafts, vocab_size)]
-    if given != wanted[: len(given)]:
+    asked = (tokens_BN, num_B, q_BNV, parents_BN)
+    given = [None if one is None else tuple(one.shape) for one in asked]
+    wanted = [
+        (num_rows, num_drafts),
+        (num_rows,),
+        None if q_BNV is None else (num_rows, num_drafts, vocab_size),
+        None if like.parents_BN is None else (num_rows, num_drafts),
+    ]
+    if given != wanted:
         raise ValueError(f"drafts have the shapes {given} where {wanted} are taken")
-    tokens_BN = tokens_BN.to(like_BN).clamp(0, vocab_size - 1)
-    num_B = num_B.to(like_BN).clamp(0, num_drafts)
-    return tokens_BN, num_B, None if q_BNV is None else q_BNV.to(like_BN.device).float()
+    if parents_BN is not None:
+        latest_N = torch.arange(num_drafts, device=like_BN.device)
+        parents_BN = parents_BN.to(like_BN).clamp(min=0).minimum(latest_N)
+    return Drafts(
+        tokens_BN.to(like_BN).clamp(0, vocab_size - 1),
+        num_B.to(like_BN).clamp(0, num_drafts),
+        None if q_BNV is None else q_BNV.to(like_BN.device).float(),
+        parents_BN,
+    )

@@ -7,6 +7,8 @@ before it is read.
 from dataclasses import dataclass
 
 from core.forms import CatchUp
+from core.levels import slots_ahead
+from decode_node.planning.rungs import Came, Rungs
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
 from decode_node.program.clock import Moment, now, wait
@@ -25,6 +27,7 @@ class InFlight:
 
     sequences: tuple[Running, ...]
     key: StepKey
+    rungs: Rungs
     verdict: Verdict
     logprobs: LogprobRows | None
     began: Moment
@@ -34,23 +37,30 @@ class InFlight:
     def collect(self) -> tuple[list[tuple[int, ...]], Report]:
         """Wait for the step and read it: what it gave each sequence, and what to tell of it."""
         program_s, num = wait(self.began, self.ended), len(self.sequences)
-        tokens = self.verdict.tokens_BN1[:num].tolist()
+        tokens = self.verdict.tokens_BE[:num].tolist()
         accepted = self.verdict.num_accepted_B[:num].tolist()
-        limits = [sequence.limit for sequence in self.sequences]
-        rows = list(zip(limits, accepted, strict=True))
-        report = report_of(self.key, program_s, rows, self.is_usual)
+        rows = self._came(accepted)
+        report = report_of(self.rungs, self.key, program_s, rows, self.is_usual)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
+
+    def _came(self, accepted: list[int]) -> list[Came]:
+        limits, path_BE = [sequence.limit for sequence in self.sequences], self.verdict.path_BE
+        if path_BE is None:
+            return [(limit, range(1, k + 1)) for limit, k in zip(limits, accepted, strict=True)]
+        rows = zip(limits, path_BE.tolist(), accepted, strict=False)
+        return [(limit, path[1 : k + 1]) for limit, path, k in rows]
 
 
 class Launcher:
     """Runs the tensor programs of steps over the rows of a rank, which it owns."""
 
     def __init__(self, parts: RankParts, catch_up: CatchUp) -> None:
-        loaded, max_drafts = parts.loaded, parts.max_drafts
+        loaded, self._levels = parts.loaded, parts.levels
         self._loaded, self._pool, self._catch_up = loaded, parts.pool, catch_up
-        num_pages = parts.pool.num_pages_for(loaded.max_model_len + 2 * (max_drafts + 1))
-        self.rows = Rows(loaded, parts.config.decode.max_rows, max_drafts, num_pages)
-        self.programs = Programs(loaded, parts.caches, self.rows)
+        self._rungs, most_depth = Rungs.of(self._levels), self._levels[-1].depth
+        num_pages = parts.pool.num_pages_for(loaded.max_model_len + slots_ahead(self._levels))
+        self.rows = Rows(loaded, parts.config.decode.max_rows, most_depth, num_pages)
+        self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
 
     def prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:
         """A step of ``sequences`` and padding up to the planned rows; none of them makes it a
@@ -72,30 +82,32 @@ class Launcher:
     def launch(self, step: Prepared) -> InFlight:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
         key, began = step.plan.key, now(self._loaded.device)
+        depth = self._levels[key.level].depth
         self._loaded.dispatch.counts = step.plan.use == SERVE
         result = self.programs.run(step)
         asked = [one.request.sampling.logprobs for one in step.sequences]
         most = max((num for num in asked if num is not None), default=None)
         logprobs = None
         if most is not None:
-            logits_BNV, tokens_BN1 = self.programs.logits(result), result.verdict.tokens_BN1
-            logprobs = download(raw_logprobs(logits_BNV, tokens_BN1, most))
+            logits_BEV, tokens_BE = self.programs.logits(result), result.verdict.tokens_BE
+            logprobs = download(raw_logprobs(logits_BEV, tokens_BE, most))
         verdict = download(result.verdict)
         ended = now(self._loaded.device)
         for sequence in step.sequences:
-            sequence.num_last_drafts = key.num_drafts
-            sequence.behind = self._catch_up.behind(sequence.behind, key.num_drafts, key.catch_up)
-        usual = self._catch_up.amount(key.num_drafts, self._catch_up.start)
-        is_usual = result.is_usual and key.catch_up == usual
-        return InFlight(step.sequences, key, verdict, logprobs, began, ended, is_usual)
+            sequence.last_depth = depth
+            sequence.behind = self._catch_up.behind(sequence.behind, depth, key.catch_up)
+        usual = self._catch_up.amount(depth, self._catch_up.start)
+        is_usual, rest = result.is_usual and key.catch_up == usual, (logprobs, began, ended)
+        return InFlight(step.sequences, key, self._rungs, verdict, *rest, is_usual)
 
     def _num_pages(self, sequences: list[Running], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where these cost
         nothing."""
         if self._loaded.kernels.reads_pages:
             return None
+        num_nodes = self._levels[key.level].num_nodes
         bounds = (
-            min(self._pool.num_pages_for(one.num_known_most + key.num_drafts), len(one.pages))
+            min(self._pool.num_pages_for(one.num_known_most + num_nodes), len(one.pages))
             for one in sequences
         )
         return max(bounds, default=1)

@@ -4,18 +4,19 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from core.errors import EpochEnded
+from core.levels import Levels
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import StepKey, StepPlan
-from decode_node.program.feeder import Feeder
+from decode_node.program.feeder import Feeder, unpacked
 from decode_node.program.rows import Rows
-from decode_node.program.step import decode_step
-from model.drafters.base import Drafts
+from decode_node.program.step import Shape, decode_step
 from model.kernels.repeated import Eager, Repeated
 from model.loaded import LoadedModel
 from model.network.cache import Caches
+from model.network.tree import static_tree
 from model.sampling.acceptance.base import Verdict
 from runtime.engine_loop import is_fatal
 
@@ -37,7 +38,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What verification found, and its ``places`` [B, N1, ..] (Programs.logits); the next step may
+    """What verification found, and its ``places`` [B, E, ..] (Programs.logits); the next step may
     overwrite it, in the order of the device. Others of a step's kind will take less time if it was
     not ``is_usual``."""
 
@@ -54,11 +55,12 @@ class Programs:
     Those that could not be made, and why, the loaded model keeps for later lives.
     """
 
-    def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows) -> None:
+    def __init__(self, loaded: LoadedModel, caches: Caches, rows: Rows, levels: Levels) -> None:
         self._loaded, self._caches, self._rows = loaded, caches, rows
         self.kept: dict[int, tuple[StepKey, Repeated]] = {}
         self.refused: dict[StepKey, str] = loaded.refused
         self._num_failed = Counter[StepKey]()
+        self._shapes = [Shape(level, static_tree(level, loaded.device)) for level in levels]
         self._feeder = Feeder(loaded, caches)
 
     @property
@@ -69,14 +71,14 @@ class Programs:
         told = [form if is_best else f"{form}: {self._loaded.dispatch.why_eager}"]
         told += [f"{len(refused)} programs eager: {refused[-1]}"] if refused else []
         told += [f"{lost} steps without drafts"] if (lost := self._feeder.num_lost) else []
-        return ", ".join(told)
+        return ", ".join([*told, *filter(None, [self._loaded.drafter.trouble])])
 
     def run(self, step: Prepared) -> StepResult:
         """The step, which may make its program."""
         inputs, function = self._inputs(step), self._function(step)
         is_usual = function.is_ready and step.plan.is_settled
-        tokens_BN1, num_accepted_B, places = self._call(step.plan.key, function, inputs, MOST_TRIES)
-        return StepResult(Verdict(tokens_BN1, num_accepted_B), places, is_usual)
+        places, *told = self._call(step.plan.key, function, inputs, MOST_TRIES)
+        return StepResult(Verdict(*told), places, is_usual)
 
     def make(self, step: Prepared) -> None:
         """Get a program ready, on rows that are nobody's."""
@@ -85,7 +87,7 @@ class Programs:
             self._call(step.plan.key, function, inputs, 1)
 
     def logits(self, result: StepResult) -> Tensor:
-        """Raw logits [B, N1, V] of its places."""
+        """Raw logits [B, E, V] of its places."""
         if self._loaded.kernels.keeps_outputs:
             return self._loaded.network.logits(result.places)
         return result.places
@@ -125,15 +127,20 @@ class Programs:
         key = step.plan.key
         if not self._loaded.drafter.is_fed:
             return step.read_B, step.write_B
-        rows = self._rows.select(step.read_B, step.num_pages, key.extras)
-        return step.read_B, step.write_B, *self._feeder.feed(key, rows)
+        rows, level = (
+            self._rows.select(step.read_B, step.num_pages, key.extras),
+            self._shapes[key.level].level,
+        )
+        return step.read_B, step.write_B, *self._feeder.feed(key, level, rows)
 
     def _compute(
         self, key: StepKey, num_pages: int | None, read_B: Tensor, write_B: Tensor, *fed: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self._rows.select(read_B, num_pages, key.extras)
-        drafts = Drafts(*fed) if fed else None
-        output = decode_step(self._loaded, self._caches, rows, key, drafts)
+    ) -> tuple[Tensor, ...]:
+        rows, shape = self._rows.select(read_B, num_pages, key.extras), self._shapes[key.level]
+        drafts = unpacked(shape.level, fed) if fed else None
+        output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
         self._rows.store(write_B, output.state, output.verdict, key.extras)
-        places = output.hidden_BND if self._loaded.kernels.keeps_outputs else output.logits_BNV
-        return output.verdict.tokens_BN1, output.verdict.num_accepted_B, places
+        places = output.hidden_BED if self._loaded.kernels.keeps_outputs else output.logits_BEV
+        verdict = output.verdict
+        told = verdict.tokens_BE, verdict.num_accepted_B, verdict.path_BE
+        return places, *filter(is_tensor, told)

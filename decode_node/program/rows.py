@@ -12,7 +12,7 @@ from core.request import Request, SamplingParams
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import PLAIN, Extras
 from model.checkpoint.tensors import each, select, upload, write
-from model.drafters.base import Own
+from model.drafters.base import Notes, Own
 from model.loaded import LoadedModel
 from model.sampling.acceptance import KIND_NUMBERS
 from model.sampling.acceptance.base import AcceptanceRows, Verdict
@@ -36,13 +36,16 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """Rows between two steps; the first axis of every tensor is the row."""
+    """Rows between two steps; the first axis of every tensor is the row. Once they are selected
+    ``rows_B`` are their places in the drafter's ``memory``, which is that of all."""
 
     state: RowState
     page_table_BP: Tensor
     real_B: Tensor
     sampling: SamplingRows
     acceptance: AcceptanceRows
+    rows_B: Tensor | None = None
+    memory: Notes = None
 
 
 MADE_UP = 512
@@ -60,9 +63,9 @@ class Rows:
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_rows: int, max_drafts: int, num_pages_per_row: int
+        self, loaded: LoadedModel, num_rows: int, most_depth: int, num_pages_per_row: int
     ) -> None:
-        self._loaded, self._max_drafts = loaded, max_drafts
+        self._loaded, self._most_depth = loaded, most_depth
         self._read_padding, self._write_padding = num_rows, num_rows + 1
         self._num_rows, self._num_pages = num_rows + 2, [0] * num_rows
         self._no_pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
@@ -73,15 +76,19 @@ class Rows:
         for i in range(num_rows):
             self._make_up(i)
         self._rules: AdjustRows | None = None
+        num_tokens = loaded.max_model_len + most_depth + 1
+        self._memory = loaded.drafter.memory(2 * num_rows + 2, num_tokens, loaded.device)
 
     def begin(self, sequence: Running, first_token: int, features_F: Tensor | None) -> None:
         """``sequence`` enters with ``first_token``, which is not in the cache yet, and the features
-        of the token before it, None if they were not shipped (zero_hidden). Memory for logit rules
+        of the token before it, None if they were not shipped (zero_hidden). Notes for logit rules
         is taken when the first request, of any rank, has some."""
         row, asked = sequence.row, sequence.request
         request = replace(asked, output_ids=(*asked.output_ids, first_token))
         new = self._row(request, features_F, limit=sequence.limit)
         write(self._table, self._upload([row]), new)
+        token_ids = (*request.prompt_ids, *request.output_ids)
+        self._loaded.drafter.enter(self._memory, row, token_ids)
         self._num_pages[row] = 0
         self.grow(sequence)
         if request.sampling.adjusts_logits:
@@ -124,17 +131,19 @@ class Rows:
             rules = select(self._rules, read_B)
         sampler, all_greedy = self._loaded.kernels, extras.all_greedy
         sampling = replace(rows.sampling, all_greedy=all_greedy, rules=rules, sampler=sampler)
-        return replace(rows, sampling=sampling)
+        return replace(rows, sampling=sampling, memory=self._memory, rows_B=read_B)
 
     def store(
         self, write_B: Tensor, new: RowState, verdict: Verdict, extras: Extras = PLAIN
     ) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)
+        told = verdict.tokens_BE, verdict.num_accepted_B
+        self._loaded.drafter.note(self._memory, write_B, new.num_known_B, *told)
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
             num_B = verdict.num_accepted_B + 1
-            count_emitted(self._rules, write_B, verdict.tokens_BN1, num_B)
+            count_emitted(self._rules, write_B, verdict.tokens_BE, num_B)
 
     def _make_up(self, i: int) -> None:
         """One row of trials; their tokens are far apart, as their experts shall be."""
@@ -165,7 +174,7 @@ class Rows:
                 num_known_B=torch.tensor([len(prompt_ids) + len(output_ids)]),
                 num_output_B=torch.tensor([len(output_ids)]),
                 thinking_B=torch.tensor([is_thinking]),
-                drafter=drafter.begin(token, features_F, is_known, self._max_drafts),
+                drafter=drafter.begin(token, features_F, is_known, self._most_depth),
             ),
             page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),

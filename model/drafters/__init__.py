@@ -3,29 +3,34 @@
 from collections.abc import Callable
 from importlib import import_module
 
-from core.config import AUTO
+from core.config import AUTO, SpeculationConfig
 from model.checkpoint.weights import Checkpoint, has_mtp
 from model.drafters.base import Drafter
 from model.drafters.none import NoDrafter
+from model.drafters.user import UserDrafter
 from model.network.cache import MTP
 from model.network.deepseek import DeepseekV3
 
 NONE = "none"
-Loader = Callable[[Checkpoint, DeepseekV3], Drafter]
+Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
+    "ngram": "model.drafters.ngram:NgramDrafter",
 }
-"""Whose ``load`` makes them of a checkpoint and its loaded main model, whose embedding and head
-they may share."""
+"""Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
+may share, and what is asked of them."""
 
 
-def create_drafter(name: str, checkpoint: Checkpoint, network: DeepseekV3) -> Drafter:
-    """The drafter called ``name``; auto is MTP where the checkpoint has it, else none.
+def create_drafter(
+    asked: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3
+) -> Drafter:
+    """The drafter asked for; auto is MTP where the checkpoint has it, else none.
 
     Raises ValueError for an unknown name or a class that is not there, for MTP on a checkpoint
     without that layer, and for whatever is wrong with the drafter's weights.
     """
     holds_mtp = has_mtp(checkpoint.files, checkpoint.config)
+    name = asked.drafter if asked.num_tokens else NONE
     if name == AUTO:
         name = MTP if holds_mtp else NONE
     if name == NONE:
@@ -35,17 +40,19 @@ def create_drafter(name: str, checkpoint: Checkpoint, network: DeepseekV3) -> Dr
             "speculation.drafter: 'mtp' needs the MTP layer, which this checkpoint lacks; "
             "use 'auto' or 'none'"
         )
-    return _load(CLASSES.get(name, name))(checkpoint, network)
+    return _load(CLASSES.get(name, name))(checkpoint, network, asked)
 
 
 def _load(path: str) -> Loader:
     module, _, name = path.partition(":")
     try:
-        load: Loader = getattr(import_module(module), name).load
+        found = getattr(import_module(module), name)
+        is_plain = Drafter not in found.__mro__ and callable(found.draft)
+        load: Loader = UserDrafter.loader(found) if is_plain else found.load
     except (ImportError, AttributeError, ValueError) as error:
         known = ", ".join((AUTO, *CLASSES, NONE))
         raise ValueError(
             f"speculation.drafter: {path!r} cannot be had ({error}); use {known}, or "
-            "package.module:Class with a class that has load(checkpoint, network)"
+            "package.module:Class with a class that has draft(token_ids, num_drafts)"
         ) from error
     return load

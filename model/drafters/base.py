@@ -1,16 +1,18 @@
 """The drafter seam: how any method proposes tokens for verification.
 
-Shape legend: B rows, N drafts this step, N1 = N + 1 places, F features, D hidden, P pages of a
-row's table, V vocabulary; in prefill T packed tokens, G segments.
+Shape legend: B rows, N drafts this step, E places that a row may emit, F features, D hidden,
+P pages of a row's table, V vocabulary; in prefill T packed tokens, G segments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from core.forms import CatchUp
+from core.levels import Level, Levels, chains
 from model.kernels.base import Kernels
 from model.network.batch import Batch
 from model.network.cache import CacheGroup, Caches
@@ -19,12 +21,15 @@ UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""
 Own = Any
 """Rows of a drafter: a dataclass of tensors whose first axis is the row, or None."""
+Notes = Any
+"""What a drafter keeps of all rows besides, and changes in place; or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """What any drafter may know of B rows. ``num_known_B`` is L, prompt plus emitted tokens, of
     which ``last_B1`` is the last. ``real_B`` is False for rows that only fill the batch up.
+    ``rows_B`` are their places in the drafter's ``memory``.
     ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
     tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
     """
@@ -33,27 +38,31 @@ class View:
     num_known_B: Tensor
     page_table_BP: Tensor
     real_B: Tensor
+    rows_B: Tensor
+    memory: Notes
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class Drafts(NamedTuple):
-    """Tokens [B, N], each row a chain behind its known text; ``num_B`` is how many of a row's are
-    drafts at all, None if all are. ``q_BNV`` are the probabilities that they were drawn from, None
-    for deterministic drafts."""
+    """Tokens [B, N], each row a chain behind its known text or the tree of its level; ``num_B`` is
+    how many of a row's, the first ones, are drafts at all, None if all are. ``q_BNV`` are the
+    probabilities that they were drawn from, None for deterministic drafts. ``parents_BN`` are the
+    nodes that each comes after, where the level leaves it to the step."""
 
     tokens_BN: Tensor
     num_B: Tensor | None = None
     q_BNV: Tensor | None = None
+    parents_BN: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a step gave B rows: ``tokens_BN1[b, : num_B[b]]``, and the features of the tokens before
+    """What a step gave B rows: ``tokens_BE[b, : num_B[b]]``, and the features of the tokens before
     each of them."""
 
-    tokens_BN1: Tensor
+    tokens_BE: Tensor
     num_B: Tensor
-    features_BN1F: Tensor
+    features_BEF: Tensor
 
 
 class NeverBehind:
@@ -62,13 +71,13 @@ class NeverBehind:
 
     start = 0
 
-    def amount(self, num_drafts: int, behind: int) -> int:
+    def amount(self, depth: int, behind: int) -> int:
         return 0
 
-    def behind(self, before: int, num_drafts: int, amount: int) -> int:
+    def behind(self, before: int, depth: int, amount: int) -> int:
         return 0
 
-    def usual(self, num_drafts: int) -> tuple[int, ...]:
+    def usual(self, depth: int) -> tuple[int, ...]:
         return (0,)
 
 
@@ -88,9 +97,13 @@ class Drafter(Protocol):
     name: str
     is_fed: bool = False
     meets_ranks: bool = False
-    max_drafts: int | None = None
     num_features: int = 0
     cache_groups: tuple[CacheGroup, ...] = ()
+
+    @property
+    def trouble(self) -> str:
+        """What a status should tell, if anything."""
+        return ""
 
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
@@ -101,18 +114,42 @@ class Drafter(Protocol):
         ``features_1TF``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
         return
 
-    def catch_up(self, max_drafts: int) -> CatchUp:
-        """How it catches up where a step drafts at most so much."""
+    def levels(self, most_depth: int) -> Levels:
+        """How much it can draft, where ``most_depth`` is asked for at most."""
+        return chains(most_depth)
+
+    def catch_up(self, most_depth: int) -> CatchUp:
+        """How it catches up where its drafts are at most so deep."""
         return NeverBehind()
 
-    def begin(self, token: int, features_F: Tensor, is_known: bool, max_drafts: int) -> Own:
+    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> Own:
         """One row, of a sequence whose first token this is. ``features_F`` are those of the last
         prompt token, zeros if they are not known: then nothing of the prompt's may be written."""
         return None
 
-    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        """Propose ``num_drafts`` tokens a row, maybe none, and catch up with ``amount``. ``own`` is
-        left as it is."""
+    def memory(self, num_rows: int, num_tokens: int, device: torch.device) -> Notes:
+        """Of so many rows, whose texts have at most so many tokens. It must follow from their
+        texts alone, so that rows can move and be begun anew."""
+        return None
+
+    def enter(self, memory: Notes, row: int, token_ids: Sequence[int]) -> None:
+        """A row begins whose text this is."""
+        return
+
+    def note(
+        self,
+        memory: Notes,
+        rows_B: Tensor,
+        num_known_B: Tensor,
+        tokens_BE: Tensor,
+        num_accepted_B: Tensor,
+    ) -> None:
+        """Rows have so many tokens, the last of them the first ``num_accepted_B`` + 1 of these."""
+        return
+
+    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        """Propose as much as ``level`` says, maybe nothing, and catch up with ``amount``. ``own``
+        is left as it is."""
 
     def commit(self, own: Own, emitted: Emitted, amount: int) -> Own:
         """The rows after a step that caught up with ``amount``."""

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.config import SpeculationConfig
+from core.levels import Level
 from core.pages import DUMMY_PAGE
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import Checkpoint, load_mtp
@@ -70,7 +72,9 @@ class MtpDrafter(Drafter):
         self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3) -> "MtpDrafter":
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
+    ) -> "MtpDrafter":
         """With the checkpoint's first MTP layer; see load_weights for what it raises."""
         with torch.device("meta"):
             layer = MtpLayer(checkpoint.config, network.dispatch)
@@ -80,11 +84,11 @@ class MtpDrafter(Drafter):
     def adopt(self, kernels: Kernels) -> None:
         adopt(self._layer, kernels)
 
-    def catch_up(self, max_drafts: int) -> Pending:
-        return Pending(max_drafts)
+    def catch_up(self, most_depth: int) -> Pending:
+        return Pending(most_depth)
 
-    def begin(self, token: int, features_F: Tensor, is_known: bool, max_drafts: int) -> MtpRows:
-        width = Pending(max_drafts).most
+    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> MtpRows:
+        width = Pending(most_depth).most
         tokens_1M = torch.zeros(1, width, dtype=torch.int64)
         tokens_1M[0, 0] = token
         return MtpRows(
@@ -108,10 +112,8 @@ class MtpDrafter(Drafter):
         z_XD = self._combined(batch, features_1TF[0])
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
-    def draft(
-        self, own: MtpRows, view: View, num_drafts: int, amount: int, caches: Caches
-    ) -> Drafts:
-        num_rows, cache = len(own.tokens_BM), caches[MTP][0]
+    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        num_rows, num_drafts, cache = len(own.tokens_BM), level.depth, caches[MTP][0]
         page_size, drafts_BN = cache.shape[1], own.tokens_BM[:, :0]
         if amount == 0:
             return Drafts(drafts_BN)
@@ -143,18 +145,18 @@ class MtpDrafter(Drafter):
         """What was emitted waits for the next pass 1; behind what waits already, if this step had
         none, which has no drafts then."""
         if amount:
-            padding = own.tokens_BM.shape[1] - emitted.tokens_BN1.shape[1]
+            padding = own.tokens_BM.shape[1] - emitted.tokens_BE.shape[1]
             return MtpRows(
-                F.pad(emitted.tokens_BN1, (0, padding)),
-                F.pad(emitted.features_BN1F, (0, 0, 0, padding)),
+                F.pad(emitted.tokens_BE, (0, padding)),
+                F.pad(emitted.features_BEF, (0, 0, 0, padding)),
                 emitted.num_B,
                 torch.zeros_like(own.first_B),
             )
         at_B1 = own.num_pending_B.unsqueeze(1)
-        at_B1D = at_B1.unsqueeze(2).expand_as(emitted.features_BN1F)
+        at_B1D = at_B1.unsqueeze(2).expand_as(emitted.features_BEF)
         return MtpRows(
-            own.tokens_BM.scatter(1, at_B1, emitted.tokens_BN1),
-            own.hidden_BMD.scatter(1, at_B1D, emitted.features_BN1F),
+            own.tokens_BM.scatter(1, at_B1, emitted.tokens_BE),
+            own.hidden_BMD.scatter(1, at_B1D, emitted.features_BEF),
             own.num_pending_B + 1,
             own.first_B,
         )

@@ -26,24 +26,24 @@ class Pending:
     """A row is behind by the tokens that pass 1 has not read; a step catches up with as many as
     pass 1 is wide. Without drafts it waits until no more can be pending (core.forms)."""
 
-    max_drafts: int
+    most_depth: int
     start: int = 1
 
     @property
     def most(self) -> int:
-        return max(self.max_drafts + 1, MOST_PENDING)
+        return max(self.most_depth + 1, MOST_PENDING)
 
-    def amount(self, num_drafts: int, behind: int) -> int:
-        if num_drafts == 0 and behind < self.most:
+    def amount(self, depth: int, behind: int) -> int:
+        if depth == 0 and behind < self.most:
             return 0
-        widths = num_drafts + 1, self.max_drafts + 1, self.most
+        widths = depth + 1, self.most_depth + 1, self.most
         return next(width for width in widths if behind <= width)
 
-    def behind(self, before: int, num_drafts: int, amount: int) -> int:
-        return num_drafts + 1 + (0 if amount else before)
+    def behind(self, before: int, depth: int, amount: int) -> int:
+        return depth + 1 + (0 if amount else before)
 
-    def usual(self, num_drafts: int) -> tuple[int, ...]:
-        return (num_drafts + 1,) if num_drafts else (0, self.most)
+    def usual(self, depth: int) -> tuple[int, ...]:
+        return (depth + 1,) if depth else (0, self.most)
 
 
 @dataclass(frozen=True, slots=True)

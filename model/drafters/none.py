@@ -1,13 +1,16 @@
 """No drafts: plain decoding, and checkpoints without an MTP layer."""
 
+from core.levels import Level, Levels, chains
 from model.drafters.base import Drafter, Drafts, View
 from model.network.cache import Caches
 
 
 class NoDrafter(Drafter):
     name = "none"
-    max_drafts = 0
 
-    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        assert num_drafts == 0, f"no drafter can give {num_drafts} drafts"
+    def levels(self, most_depth: int) -> Levels:
+        return chains(0)
+
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        assert level.num_nodes == 0, f"no drafter can give {level.num_nodes} drafts"
         return Drafts(view.last_B1[:, :0])

@@ -8,7 +8,7 @@ K query width of a head, C latent width, R rotary width, L = C + R, V value widt
 P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts, M outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,13 +135,20 @@ class Kernels(Sampler):
         how.cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
 
     def mla_attend(
-        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        how: Attention,
+        context_lens_BQ: Tensor,
+        bits_BQ: Tensor | None = None,
     ) -> Tensor:
         """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
 
         The first K - R values of queries go through their head's packed [C, K - R], the others are
-        rotated; what was attended to goes through packed [V, C]. Here over a copy of the pages, of
-        shapes that depend on the page table's width alone.
+        rotated; what was attended to goes through packed [V, C]. With ``bits_BQ`` rows are nodes of
+        trees (Batch). Here over a copy of the pages, of shapes that depend on the page table's
+        width alone.
         """
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
@@ -150,12 +157,19 @@ class Kernels(Sampler):
         q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, how.cache.shape[-1])
         context_BSL = gather_pages(how.cache, how.page_table_BP)
         scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * how.scale
-        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1])
+        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], bits_BQ)
         scores_BQHS = scores.unflatten(1, (num_q, -1))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
         p_BXS = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)
         o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
+
+    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+        """In all of ``caches`` put what lies at some physical slots at others. No move of a row
+        writes what a later one reads, and rows share no slots but the dummy page's."""
+        for cache in caches:
+            slots = cache.flatten(0, 1)
+            slots[to_BN] = slots[from_BN]
 
     def mla_prefill(
         self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int

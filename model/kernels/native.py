@@ -3,6 +3,7 @@
 A row's results are the same bits in every batch and with any number of threads.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,19 @@ class Native(Kernels):
         torch.ops.tandem.mla_entry.default(kv_XL, weight_C, eps, *how[:3], slots_X, how.cache)
 
     def mla_attend(
-        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        how: Attention,
+        context_lens_BQ: Tensor,
+        bits_BQ: Tensor | None = None,
     ) -> Tensor:
-        rest = *how[:5], context_lens_BQ, how.scale
+        rest = *how[:5], context_lens_BQ, how.scale, bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
+
+    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+        torch.ops.tandem.move.default(caches, from_BN, to_BN)
 
     def mla_prefill(
         self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int

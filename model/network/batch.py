@@ -37,7 +37,8 @@ class Batch:
     ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
     trace write to the dummy page. ``segments`` selects MLA's prefill form: B is 1, and
     the page table holds the pages of one segment after the other. ``real_BQ`` is False for rows
-    that only fill the batch up, None if there are none.
+    that only fill the batch up, None if there are none. Rows of a tree see, besides, those of the
+    64 slots from context_lens on whose bits ``bits_BQ`` has.
     """
 
     token_ids_BQ: Tensor
@@ -47,6 +48,7 @@ class Batch:
     page_table_BP: Tensor
     segments: Segments | None = None
     real_BQ: Tensor | None = None
+    bits_BQ: Tensor | None = None
 
 
 def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
@@ -55,10 +57,14 @@ def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
     return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
 
 
-def visible_slots(context_lens_BQ: Tensor, num_slots: int) -> Tensor:
+def visible_slots(context_lens_BQ: Tensor, num_slots: int, bits_BQ: Tensor | None = None) -> Tensor:
     """Which of the first ``num_slots`` slots each query row attends to: bool [B, Q, S]."""
     slots_S = torch.arange(num_slots, device=context_lens_BQ.device)
-    return slots_S < context_lens_BQ.unsqueeze(-1)
+    if bits_BQ is None:
+        return slots_S < context_lens_BQ.unsqueeze(-1)
+    behind_BQS = slots_S - context_lens_BQ.unsqueeze(-1)
+    is_set_BQS = (bits_BQ.unsqueeze(-1) >> behind_BQS.clamp(0, 63)) & 1 == 1
+    return (behind_BQS < 0) | (is_set_BQS & (behind_BQS < 64))
 
 
 def physical_slots(

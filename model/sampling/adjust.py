@@ -78,20 +78,29 @@ def set_rules(
     write(rules, upload(torch.tensor([row]), device), upload(new, device))
 
 
-def adjust(logits_BV: Tensor, rules: AdjustRows, num_output_B: Tensor, drafts_BN: Tensor) -> Tensor:
-    """Logits [B, V] of the token after ``num_output_B`` emitted ones and ``drafts_BN``.
+def adjust(
+    logits_BV: Tensor,
+    rules: AdjustRows,
+    num_output_B: Tensor,
+    drafts_BN: Tensor,
+    seen_BN: Tensor | None = None,
+) -> Tensor:
+    """Logits [B, V] of the token after ``num_output_B`` emitted ones and ``drafts_BN``. If but
+    some of them are ``seen_BN``, their number is in ``num_output_B`` already.
 
     Bias, then repetition (prompt and output), frequency and presence (output) penalties, as
     vLLM has them; before ``min_tokens`` what would end the answer is -inf.
     """
-    count_BV = rules.count_BV.scatter_add(1, drafts_BN, torch.ones_like(drafts_BN).int())
+    if seen_BN is None:
+        seen_BN, num_output_B = torch.ones_like(drafts_BN), num_output_B + drafts_BN.shape[1]
+    count_BV = rules.count_BV.scatter_add(1, drafts_BN, seen_BN.int())
     used_BV = count_BV > 0
     logits_BV = logits_BV + rules.bias_BV
     repetition_BV = torch.where(used_BV | rules.in_prompt_BV, rules.repetition_B.unsqueeze(1), 1.0)
     logits_BV = torch.where(logits_BV > 0, logits_BV / repetition_BV, logits_BV * repetition_BV)
     logits_BV = logits_BV - rules.frequency_B.unsqueeze(1) * count_BV
     logits_BV = logits_BV - rules.presence_B.unsqueeze(1) * used_BV
-    too_early_B = num_output_B + drafts_BN.shape[1] < rules.min_tokens_B
+    too_early_B = num_output_B < rules.min_tokens_B
     return logits_BV.masked_fill(rules.ends_BV & too_early_B.unsqueeze(1), float("-inf"))
 
 

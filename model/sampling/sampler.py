@@ -4,14 +4,16 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.request import SamplingParams
 from model.checkpoint.tensors import upload
+from model.network.tree import Tree, on_path
 from model.sampling.adjust import AdjustRows, adjust
 
 TARGET, DRAFT, COIN, RESIDUAL = range(4)
@@ -123,24 +125,40 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Ten
 
 
 def adjusted_places(
-    logits_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
+    logits_BN1V: Tensor,
+    rows: SamplingRows,
+    num_output_B: Tensor,
+    drafts_BN: Tensor,
+    tree: Tree | None = None,
 ) -> Tensor:
-    """``adjusted`` at every place of a chain [B, N+1, V], given the drafts before it."""
+    """``adjusted`` at every place of a chain or node of a tree [B, N+1, V], given the drafts before
+    it."""
     if rows.rules is None:
         return logits_BN1V
-    places = [
-        adjusted(logits_BV, rows, num_output_B, drafts_BN[:, :i])
-        for i, logits_BV in enumerate(logits_BN1V.unbind(1))
+    places = logits_BN1V.unbind(1)
+    if tree is None:
+        many = [adjusted(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
+        return torch.stack(many, 1)
+    seen_BQN, num_BQ = on_path(tree.bits_BQ, drafts_BN.shape[1]), tree.depth_BQ
+    nodes = zip(places, num_BQ.unbind(1), seen_BQN.unbind(1), strict=True)
+    many = [
+        adjust(x, rows.rules, num_output_B + num_B, drafts_BN, seen_BN)
+        for x, num_B, seen_BN in nodes
     ]
-    return torch.stack(places, 1)
+    return torch.stack(many, 1)
 
 
-def draw_places(adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor) -> Tensor:
-    """``draw`` at every place of a chain [B, N+1]."""
+def draw_places(
+    adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, tree: Tree | None = None
+) -> Tensor:
+    """``draw`` at every place of a chain or node of a tree [B, N+1]: its noise is that of its
+    depth."""
     if rows.all_greedy:
         return adjusted_BN1V.argmax(-1)
-    places = enumerate(adjusted_BN1V.unbind(1))
-    return torch.stack([draw(logits_BV, rows, num_output_B + i) for i, logits_BV in places], 1)
+    places = adjusted_BN1V.unbind(1)
+    depths: Iterable[Any] = range(len(places)) if tree is None else tree.depth_BQ.unbind(1)
+    drawn = [draw(x, rows, num_output_B + i) for x, i in zip(places, depths, strict=True)]
+    return torch.stack(drawn, 1)
 
 
 def sample(

@@ -1,20 +1,26 @@
 """Whether each place of a step is inside the thinking part of its answer (text/think.py).
 
-Shape legend: B rows, N drafts, M tokens a step can emit at most.
+Shape legend: B rows, N drafts, Q = N + 1 nodes, M tokens a step can emit at most.
 """
 
 import torch
 from torch import Tensor
 
+from model.network.tree import Tree, on_path
 from text.think import ThinkIds
 
 _NO_TOKEN = -1
 
 
-def thinking_before(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds | None) -> Tensor:
-    """The phase [B, N] of each draft's place; ``thinking_B`` is that of the first."""
+def thinking_before(
+    thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds | None, tree: Tree | None = None
+) -> Tensor:
+    """The phase [B, N] of each draft's place, where it is to come; ``thinking_B`` is that of the
+    first."""
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
+    if tree is not None:
+        return _tree_phases(thinking_B, drafts_BN, think_ids, tree)
     return torch.stack(_phases(thinking_B, drafts_BN[:, :-1], think_ids), 1)
 
 
@@ -27,6 +33,21 @@ def phase_after(
     place_M = torch.arange(tokens_BM.shape[1], device=tokens_BM.device)
     emitted_BM = tokens_BM.masked_fill(place_M >= num_emitted_B.unsqueeze(1), _NO_TOKEN)
     return _phases(thinking_B, emitted_BM, think_ids)[-1]
+
+
+def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tree: Tree) -> Tensor:
+    """Of each draft's parent: whatever of the two came last on its path, or else ``thinking_B``.
+    Later nodes of a path have higher numbers."""
+    begin, end = think_ids
+    bits_BN = tree.bits_BQ.gather(1, tree.parent_BQ[:, 1:])
+    is_on_BNN = on_path(bits_BN, drafts_BN.shape[1])
+    node_N = torch.arange(1, drafts_BN.shape[1] + 1, device=drafts_BN.device)
+    last_begin_BN, last_end_BN = (
+        node_N.where(is_on_BNN & (drafts_BN == token).unsqueeze(1), 0).amax(2)
+        for token in (begin, end)
+    )
+    starts_BN = (last_begin_BN > 0) | thinking_B.unsqueeze(1)
+    return starts_BN & (last_begin_BN >= last_end_BN)
 
 
 def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:

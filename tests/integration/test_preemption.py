@@ -10,6 +10,7 @@ from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from core.identity import Identity
+from core.levels import chains
 from core.request import PREEMPTED
 from decode_node.planning.scheduler import Scheduler
 from decode_node.planning.states import Running, Size
@@ -101,7 +102,7 @@ def run(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Ru
 
 def test_the_youngest_makes_way_and_the_oldest_never() -> None:
     pool = PagePool(11, 4)
-    scheduler = Scheduler(pool, 4, 1, 1000, ())
+    scheduler = Scheduler(pool, 4, chains(1), 1000, ())
     old, young = (run(scheduler, name, 4, 24) for name in ("old", "young"))
     gone = []
     for num_output in range(1, 24):
@@ -116,7 +117,7 @@ def test_the_youngest_makes_way_and_the_oldest_never() -> None:
 
 def test_arriving_sequences_are_not_preempted() -> None:
     pool = PagePool(9, 4)
-    scheduler = Scheduler(pool, 4, 1, 1000, ())
+    scheduler = Scheduler(pool, 4, chains(1), 1000, ())
     runs = run(scheduler, "runs", 4, 16)
     arrives = enter(scheduler, "arrives", 6, 4)
     runs.num_output = 16

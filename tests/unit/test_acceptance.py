@@ -61,7 +61,7 @@ def relaxed(
         relaxed_delta_B=torch.tensor([delta]),
     )
     verdict = verdict_of(kind, known)
-    return verdict.tokens_BN1[0, : int(verdict.num_accepted_B) + 1].tolist()
+    return verdict.tokens_BE[0, : int(verdict.num_accepted_B) + 1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_top_1_and_delta_0_are_strict(kind: str) -> None:
     assert torch.equal(strict.num_accepted_B, other.num_accepted_B)
     assert len(strict.num_accepted_B.unique()) == 4
     told = torch.arange(4) <= strict.num_accepted_B.unsqueeze(1)
-    assert torch.equal(strict.tokens_BN1[told], other.tokens_BN1[told])
+    assert torch.equal(strict.tokens_BE[told], other.tokens_BE[told])
 
 
 def test_phases_are_those_of_the_tokens_so_far() -> None:
@@ -206,6 +206,6 @@ def test_a_step_neither_waits_for_the_host_nor_changes_shapes(num_drafts: int) -
             q_BNV=torch.zeros(4, num_drafts, VOCAB),
         )
         verdict = judge(tuple(KINDS), replace(known, think_ids=THINK))
-        assert verdict.tokens_BN1.shape == (4, num_drafts + 1)
+        assert verdict.tokens_BE.shape == (4, num_drafts + 1)
         assert verdict.num_accepted_B.shape == (4,)
-        assert phase_after(ids_B > 0, verdict.tokens_BN1, ids_B, THINK).shape == (4,)
+        assert phase_after(ids_B > 0, verdict.tokens_BE, ids_B, THINK).shape == (4,)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core.errors import HandoverError, Overloaded
 from core.identity import Identity
+from core.levels import chains
 from core.request import Request, SamplingParams, Speculation
 from decode_node.planning.scheduler import Scheduler
 from decode_node.planning.states import Granted, Running, Size
@@ -70,7 +71,7 @@ class Played:
         assert not any(s.num_in_flight for s in self.preempted[-1:]), "it had more to tell"
         sequences = self.scheduler.runnable()
         for sequence in sequences:
-            sequence.num_last_drafts = sequence.limit
+            sequence.last_depth = sequence.limit
             room = len(sequence.pages) * PAGE_SIZE
             most = len(sequence.request.prompt_ids) + sequence.need.max_output
             assert room >= min(sequence.num_known_most + sequence.limit, most)
@@ -105,7 +106,7 @@ class Life(RuleBasedStateMachine):
     )
     def begin(self, num_pages: int, max_rows: int, luck: int) -> None:
         self.pool = PagePool(num_pages, PAGE_SIZE)
-        scheduler = Scheduler(self.pool, max_rows, MAX_DRAFTS, 200, ())
+        scheduler = Scheduler(self.pool, max_rows, chains(MAX_DRAFTS), 200, ())
         self.played = Played(scheduler)
         self.luck = random.Random(luck)
         self.num_asked = 0
@@ -215,7 +216,7 @@ def test_every_request_comes_to_its_end(
     """Reservations in turn, the preempted at the end of the line: nobody waits for ever, and
     nobody loses what it has emitted."""
     pool = PagePool(num_pages, PAGE_SIZE)
-    played = Played(Scheduler(pool, max_rows, MAX_DRAFTS, 200, ()), num_left)
+    played = Played(Scheduler(pool, max_rows, chains(MAX_DRAFTS), 200, ()), num_left)
     luck = random.Random(seed)
     line = [request(f"r{i}", *shape) for i, shape in enumerate(shapes)]
     refused = set()
@@ -247,7 +248,7 @@ def test_every_request_comes_to_its_end(
 
 
 def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, MAX_DRAFTS, 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
     names = {name: Identity(name) for name in ("runs", "large", "small", "begun")}
     scheduler.ask(names["runs"], Size(4, 0, 4))
     assert scheduler.grant() == [names["runs"]]
@@ -264,7 +265,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode_node.planning.scheduler.MAX_WAITING", 2)
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, MAX_DRAFTS, 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
     for _ in range(2):
         scheduler.ask(Identity("r"), Size(4, 0, 4))
     with pytest.raises(Overloaded):

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
+from core.levels import Level, chains
 from decode_node.planning.lengths import (
     EAGER_LOOKS,
     LOOK_EVERY,
@@ -23,6 +24,7 @@ from decode_node.planning.lengths import (
     most_wanted,
     record,
 )
+from decode_node.planning.rungs import Rungs
 from decode_node.planning.step_plan import (
     PLAIN,
     TRIAL,
@@ -39,13 +41,14 @@ from runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
 BUCKETS = tuple(range(1, 65))
+RUNGS = Rungs.of(chains(3))
 
 
 IDLE = Proposal((0, 0, 0, 0), 1)
 
 
 def local_planner(*, measures: bool = False) -> LocalPlanner:
-    return LocalPlanner(StepPlanner(BUCKETS, 3, by_load, Pending(3), measures))
+    return LocalPlanner(StepPlanner(BUCKETS, chains(3), by_load, Pending(3), measures))
 
 
 class Server:
@@ -77,7 +80,7 @@ class Server:
             assert plan.use == TRIAL
             key = plan.key
             keys.append(key)
-            self.report = report_of(key, self.cost(key.num_rows, key.num_drafts), [])
+            self.report = report_of(RUNGS, key, self.cost(key.num_rows, key.level), [])
         return keys
 
     def run(self, limits: Sequence[int], num_steps: int) -> list[int]:
@@ -87,15 +90,15 @@ class Server:
             plan = self.planner.plan(Proposal(wanted, 1, report=self.report)).key
             assert plan is not None
             key = plan.key
-            n = key.num_drafts
+            n = key.level
             lengths.append(n)
             accepted = []
             for limit in limits:
                 k = 0
                 while k < min(n, limit) and self.random.random() < self.a:
                     k += 1
-                accepted.append((limit, k))
-            self.report = report_of(key, self.step_s(len(limits), n, step), accepted)
+                accepted.append((limit, range(1, k + 1)))
+            self.report = report_of(RUNGS, key, self.step_s(len(limits), n, step), accepted)
         return lengths
 
 
@@ -142,7 +145,7 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     """Then the right number of drafts is planned from the first step on."""
     server = Server(local_planner(measures=True), 0.0, 1.0, 0.2)
     keys = server.idle()
-    assert {(key.num_rows, key.num_drafts) for key in keys} == {
+    assert {(key.num_rows, key.level) for key in keys} == {
         (rows, n) for rows in (1, 3, 6, 12, 24, 48, 64) for n in range(4)
     }
     assert len(keys) == 7 * 4 * NUM_TRIES and {key.extras for key in keys} == {PLAIN}
@@ -158,13 +161,29 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     assert server.idle() == []
 
 
+@pytest.mark.parametrize(("cost", "timed"), [(2.9, {0, 1, 2}), (3.1, {0, 1})])
+def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed: set[int]) -> None:
+    """The second costs no less than the first, and is no deeper."""
+    levels = (*chains(0), Level(4, 2, None), Level(8, 2, None))
+    costs, found = Costs.unknown(levels), set()
+    while (untried := costs.untried([1])) is not None:
+        level = untried[1]
+        found.add(level)
+        tried = (0,) * costs.rungs.num_told[level]
+        step_s = cost if level else 1.0
+        record(costs, [Report(StepKey(1, level, 0), step_s, tried, tried)])
+    assert found == timed
+    lengths = [by_load(costs, 1, (0, 0, 1)) for _ in range(10 * LOOK_EVERY)]
+    assert {*lengths} == (timed if cost < 3 else {0})
+
+
 def test_work_comes_before_what_is_not_measured_yet() -> None:
     planner = local_planner(measures=True)
     assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
     assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepPlan(
         StepKey(2, 3, 4)
     )
-    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 1, 2), TRIAL)
+    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
@@ -224,16 +243,17 @@ def test_limits_of_requests_are_kept() -> None:
     server = Server(local_planner(), 0.9, 1.0, 0.0)
     assert set(server.run([0, 0], 100)) == {0}
     assert set(server.run([1, 0], 100)) <= {0, 1}
-    assert most_wanted(Costs.unknown(3), 3, (1, 1, 1, 0)) == 2
+    assert most_wanted(Costs.unknown(chains(3)), 3, (1, 1, 1, 0)) == 2
 
 
 def test_shares_count_only_rows_that_came_so_far() -> None:
-    costs = Costs.unknown(2)
-    report = report_of(StepKey(4, 2, 3), 1.0, [(2, 2), (2, 0), (1, 1), (0, 0)])
+    costs = Costs.unknown(chains(2))
+    rows = [(2, [1, 2]), (2, []), (1, [1]), (0, [])]
+    report = report_of(Rungs.of(chains(2)), StepKey(4, 2, 3), 1.0, rows)
     for _ in range(2000):
         record(costs, [report])
-    assert costs.expected_tokens()[1] == pytest.approx(1 + 2 / 3, abs=0.02)
-    assert costs.expected_tokens()[2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
+    assert costs.expected_tokens()[1][1] == pytest.approx(1 + 2 / 3, abs=0.02)
+    assert costs.expected_tokens()[2][2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 
 
 @pytest.mark.parametrize("ship_hidden", [True, False])
@@ -274,10 +294,10 @@ def test_a_cold_cache_would_be_noticed(tmp_path: Path) -> None:
     class Lazy(Spy):
         """Skips pass 1 when nothing is drafted."""
 
-        def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches) -> Drafts:
-            if num_drafts == 0:
+        def draft(self, own: Own, view: View, level: Level, amount: int, caches) -> Drafts:
+            if level.depth == 0:
                 return Drafts(view.last_B1[:, :0])
-            return super().draft(own, view, num_drafts, amount, caches)
+            return super().draft(own, view, level, amount, caches)
 
     spy = Lazy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), num_drafts=3, length=IdleFirst(20))

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
+from core.levels import Level, Levels, chains
 from core.request import Request
 from decode_node.planning.step_plan import StepKey
-from decode_node.program.step import decode_step, draft
+from decode_node.program.step import Shape, decode_step, draft
 from model.drafters.base import Drafts, Own, View
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 from model.network.batch import Batch, Segment, pack
 from model.network.cache import MAIN, MTP, Caches
+
+CHAINS = [Shape(level, None) for level in chains(3)]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +70,8 @@ class Spy:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        told = own, view, num_drafts, amount, caches
+    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        told = own, view, level, amount, caches
         drafts = self.inner.draft(*told)  # type: ignore[attr-defined]
         self.drafts.append(drafts.tokens_BN.tolist())
         return drafts
@@ -95,15 +98,18 @@ def test_cached_drafts_equal_drafts_from_scratch(loaded: LoadedModel, num_drafts
 class Scripted(NoDrafter):
     """Drafts that are right for exactly ``pattern[step]`` positions, then wrong."""
 
-    name, max_drafts = "scripted", None
+    name = "scripted"
 
     def __init__(self, answer: list[int], pattern: list[int]) -> None:
         self._answer_T = torch.tensor(answer + [0] * 10)
         self._pattern = torch.tensor(pattern)
         self.num_steps = torch.tensor([0])
 
-    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
-        places_N, done_1 = torch.arange(num_drafts), view.num_known_B - self.num_prompt
+    def levels(self, most_depth: int) -> Levels:
+        return chains(most_depth)
+
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        places_N, done_1 = torch.arange(level.depth), view.num_known_B - self.num_prompt
         right_1N = self._answer_T[done_1.unsqueeze(1) + places_N]
         num_right_1 = self._pattern[self.num_steps % len(self._pattern)]
         self.num_steps += 1
@@ -163,7 +169,7 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
     state = bench.decode._launcher.rows.select(torch.tensor([0]), 3)
     state.state.drafter.first_B[:] = False
     with torch.inference_mode():
-        decode_step(loaded, bench.caches, state, StepKey(1, 1, 2))
+        decode_step(loaded, bench.caches, state, StepKey(1, 1, 2), CHAINS[1])
     after = slots_of(bench, pages, 12)
     assert torch.equal(after[:-1], before[:-1]) and not torch.equal(after[-1], before[-1])
 
@@ -180,13 +186,13 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
             cache[0] = poison
         with torch.inference_mode():
             key = StepKey(1, 3, 4)
-            drafts = draft(loaded.drafter, bench.caches, state, key)
-            output = decode_step(loaded, bench.caches, state, key)
+            drafts = draft(loaded.drafter, bench.caches, state, key, CHAINS[3].level)
+            output = decode_step(loaded, bench.caches, state, key, CHAINS[3])
         own = output.state.drafter
         outputs.append((drafts.tokens_BN.tolist(), output.verdict, own.hidden_BMD))
     for drafts, verdict, hidden in outputs[1:]:
         assert drafts == outputs[0][0]
-        assert torch.equal(verdict.tokens_BN1, outputs[0][1].tokens_BN1)
+        assert torch.equal(verdict.tokens_BE, outputs[0][1].tokens_BE)
         assert torch.equal(hidden, outputs[0][2])
 
 

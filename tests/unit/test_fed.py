@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
+from core.levels import Level
 from core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
 from model.drafters.base import Drafts, View
 from model.drafters.mtp import MtpDrafter
@@ -78,10 +79,10 @@ class Wrong(Again):
     def __init__(self, wrong: Callable[[Tensor, int], Drafts]) -> None:
         self.wrong = wrong
 
-    def draft(self, own: None, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
         if view.real_B.any():
-            return self.wrong(view.last_B1, num_drafts)
-        return super().draft(own, view, num_drafts, amount, caches)
+            return self.wrong(view.last_B1, level.depth)
+        return super().draft(own, view, level, amount, caches)
 
 
 def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
@@ -95,8 +96,8 @@ def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
         (lambda last_B1, n: Drafts(last_B1), "have the shapes"),
         (lambda last_B1, n: Drafts(last_B1.repeat(1, n), last_B1), "have the shapes"),
         (lambda last_B1, n: Drafts(last_B1.repeat(1, n), None, last_B1 / 1), "have the shapes"),
-        (lambda last_B1, n: last_B1.repeat(1, n), "unpack"),
-        (lambda last_B1, n: None, "unpack"),
+        (lambda last_B1, n: last_B1.repeat(1, n), "tokens_BN"),
+        (lambda last_B1, n: None, "tokens_BN"),
     ],
 )
 def test_what_is_no_draft_costs_drafts_only(

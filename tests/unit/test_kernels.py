@@ -18,6 +18,7 @@ from model.checkpoint.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Attention, Kernels, Routing
 from model.network.batch import Batch, Segments
+from model.network.tree import tree_of
 from model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, TYPES, gpu_only, native_only, ours
 
@@ -138,7 +139,42 @@ class Pages:
         kernels = ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
         how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE)
-        return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens)
+        bits_BQ = None if batch.bits_BQ is None else batch.bits_BQ[first:last]
+        return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens, bits_BQ)
+
+    def as_trees(self) -> "Pages":
+        """Its rows as nodes of random trees behind the shortest context of each sequence."""
+        batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
+        generator = torch.Generator().manual_seed(9)
+        parents = [
+            torch.randint(i, (len(batch.context_lens_BQ),), generator=generator)
+            for i in range(1, num_q)
+        ]
+        tree = tree_of(torch.stack(parents, 1), num_q)
+        lens_B1 = (batch.context_lens_BQ.amax(1, keepdim=True) - num_q).clamp(min=0)
+        context_lens_BQ = lens_B1.expand_as(tree.bits_BQ)
+        return replace(
+            self, batch=replace(batch, context_lens_BQ=context_lens_BQ, bits_BQ=tree.bits_BQ)
+        )
+
+    def path(self, b: int, node: int) -> "Pages":
+        """One node of one sequence, its path copied behind the context as a chain would lie."""
+        batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
+        assert batch.bits_BQ is not None
+        bits, context = int(batch.bits_BQ[b, node]), int(batch.context_lens_BQ[b, node])
+        slots = [*range(context), *(context + i for i in range(num_q) if bits >> i & 1)]
+        table, page_size = batch.page_table_BP[b], self.cache.shape[1]
+        cache, all_slots = (
+            self.cache.clone(),
+            (table[:, None] * page_size + torch.arange(page_size)).flatten(),
+        )
+        cache.flatten(0, 1)[all_slots] = float("nan")
+        cache.flatten(0, 1)[all_slots[: len(slots)]] = self.cache.flatten(0, 1)[all_slots[slots]]
+        x = b * num_q + node
+        lens, rows = torch.tensor([[len(slots)]]), slice(x, x + 1)
+        chain = replace(batch, context_lens_BQ=lens, page_table_BP=table[None], bits_BQ=None)
+        cos, sin = (angle[rows] for angle in self.angles)
+        return replace(self, q_XHK=self.q_XHK[rows], angles=(cos, sin), cache=cache, batch=chain)
 
     def wanted(self) -> Tensor:
         """One sequence after the other, over what it may read."""
@@ -166,6 +202,43 @@ def test_latent_attention_reads_pages_in_place(
     # Queries in latent space and what was attended to are rounded on their way.
     error = (got.double() - told.wanted()).abs().max() / told.wanted().abs().max()
     assert error < 3 * ROUNDING[dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_q", [2, 4] if IS_INTERPRETED else [2, 5, 17, 64])
+def test_a_node_of_a_tree_sees_its_context_and_its_path(num_q: int, dtype: torch.dtype) -> None:
+    """On CPUs with the same bits as that path as a chain, on both sides of a split of contexts."""
+    told = Pages.make(6, num_q, dtype)
+    lens_B = told.batch.context_lens_BQ.amax(1)
+    slots_BS = told.batch.page_table_BP.unsqueeze(2) * 16 + torch.arange(16)
+    for length, slots_S in zip(lens_B.tolist(), slots_BS.flatten(1), strict=True):
+        # Short sequences have room for all nodes.
+        free = told.cache.flatten(0, 1)[slots_S[length : length + num_q]]
+        told.cache.flatten(0, 1)[slots_S[length : length + num_q]] = free.nan_to_num(0.5)
+    trees = told.as_trees()
+    got = trees.attend().unflatten(0, (6, num_q))
+    for b in range(6):
+        for node in {0, 1, num_q // 2, num_q - 1}:
+            path = trees.path(b, node)
+            if IS_INTERPRETED:
+                error = (got[b, node].double() - path.wanted()).abs().max()
+                assert error / path.wanted().abs().max() < 3 * ROUNDING[dtype]
+            else:
+                assert torch.equal(got[b, node], path.attend()[0])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_moves_within_rows_in_all_caches(dtype: torch.dtype) -> None:
+    """Each in order, so that a slot that is read and written has been read before."""
+    caches = [draw(6, 8, 24, seed=i, dtype=dtype) for i in range(3)]
+    from_BN = torch.tensor([[11, 13, 14], [25, 26, 4], [40, 41, 42]])
+    to_BN = torch.tensor([[10, 11, 13], [25, 26, 5], [40, 40, 41]])
+    wanted = [cache.clone() for cache in caches]
+    for cache in wanted:
+        for source, target in zip(from_BN.flatten(), to_BN.flatten(), strict=True):
+            cache.flatten(0, 1)[target] = cache.flatten(0, 1)[source].clone()
+    ours().move(caches, from_BN, to_BN)
+    assert all(map(torch.equal, caches, wanted))
 
 
 def test_a_short_context_in_many_parts() -> None:

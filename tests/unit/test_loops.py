@@ -11,12 +11,13 @@ import torch
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
+from core.levels import chains
 from core.request import ERROR, PREEMPTED, Request
 from decode_node.planning.buckets import bucket_for, buckets_of
 from decode_node.planning.states import Granted
 from decode_node.planning.step_plan import Extras, StepKey
 from decode_node.program.launcher import Launcher
-from decode_node.program.step import decode_step
+from decode_node.program.step import Shape, decode_step
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop
 
@@ -230,8 +231,8 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     rows = bench.decode._launcher.rows.select(torch.arange(3), 5, extras)
 
     def program() -> torch.Tensor:
-        output = decode_step(loaded, bench.caches, rows, key)
-        return output.verdict.tokens_BN1
+        output = decode_step(loaded, bench.caches, rows, key, Shape(chains(2)[num_drafts], None))
+        return output.verdict.tokens_BE
 
     with torch.inference_mode():
         plain = program()

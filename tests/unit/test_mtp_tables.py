@@ -15,12 +15,13 @@ import torch
 from core.config import PrefillConfig, TandemConfig
 from core.identity import Identity
 from core.info import PREFILL
+from core.levels import chains
 from core.membership import RankSpec
 from core.request import Request, SamplingParams
 from decode_node.planning.states import Need, Running, Size
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.rows import Rows
-from decode_node.program.step import decode_step, verify_slots
+from decode_node.program.step import Shape, decode_step, verify_slots
 from kv_transfer.pages import PagePool
 from model.drafters.base import View
 from model.drafters.mtp import MtpDrafter
@@ -164,7 +165,8 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         own.hidden_BMD[0, i] = tag(name)
     own.num_pending_B[0] = len(emitted)
     own.first_B[0] = first
-    return network, decode_step(loaded, caches(), chosen, StepKey(1, 2, 3))
+    key, shape = StepKey(1, 2, 3), Shape(chains(2)[2], None)
+    return network, decode_step(loaded, caches(), chosen, key, shape)
 
 
 def check_row(found: Pass, i: int, row: dict) -> None:
@@ -292,7 +294,8 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     first = torch.tensor([True, False, False])
     own = MtpRows(torch.zeros(3, 16), torch.zeros(3, 16, 1), num_emitted, first)
     pages, real = torch.tensor([PAGES] * 3), torch.tensor([True] * 3)
-    view = View(torch.zeros(3, 1), num_known, pages, real, pick=lambda *_: (torch.zeros(3), None))
+    where = torch.zeros(3, 1), num_known, pages, real, num_known, None
+    view = View(*where, pick=lambda *_: (torch.zeros(3), None))
     rows = first_pass(own, view, 3, PAGE_SIZE)
     assert rows.positions_BQ.tolist() == [[4, 5, 6], [5, 6, 7], [6, 7, 8]]
     kept = rows.write_slots_BQ >= PAGE_SIZE

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load, planner_of
+from core.levels import Level, chains
 from core.request import Request
 from decode_node.planning.lengths import most_wanted
 from decode_node.planning.step_plan import Proposal, StepKey, StepPlan
@@ -45,7 +46,7 @@ class BusyGang(LocalPlanner):
     """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
-        super().__init__(StepPlanner(BUCKETS, NUM_DRAFTS, most_wanted, Pending(NUM_DRAFTS)))
+        super().__init__(StepPlanner(BUCKETS, chains(NUM_DRAFTS), most_wanted, Pending(NUM_DRAFTS)))
         self.is_asked = is_busy
 
     def plan(self, proposal: Proposal) -> Plan:
@@ -60,9 +61,9 @@ class Witness(Spy):
         super().__init__(inner)
         self.real: list[list[bool]] = []
 
-    def draft(self, own: Own, view: View, num_drafts: int, amount: int, caches: Caches) -> Drafts:
+    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
         self.real.append(view.real_B.tolist())
-        return super().draft(own, view, num_drafts, amount, caches)
+        return super().draft(own, view, level, amount, caches)
 
 
 def requests() -> list[Request]:

@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 
 from core.forms import CAPTURED, EAGER, RECORDED
+from core.levels import chains
 from core.request import ACCEPTANCES
 from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
 from decode_node.planning.lengths import Costs, by_load, most_wanted, record
@@ -43,7 +44,7 @@ def planned(*proposals: Proposal) -> StepKey | None:
 
 
 def fixed(*usual: StepKey) -> StepPlanner:
-    return StepPlanner(BUCKETS, 3, most_wanted, CATCH_UP, usual=usual)
+    return StepPlanner(BUCKETS, chains(3), most_wanted, CATCH_UP, usual=usual)
 
 
 def test_nobody_launches_if_nobody_has_work() -> None:
@@ -52,7 +53,7 @@ def test_nobody_launches_if_nobody_has_work() -> None:
 
 def test_the_bucket_holds_the_fullest_rank_and_idle_ones_step_along() -> None:
     key = planned(IDLE, rows(3, 1, 0), rows(2))
-    assert key == StepKey(num_rows=4, num_drafts=3, catch_up=4)
+    assert key == StepKey(num_rows=4, level=3, catch_up=4)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
     limit: int, behind: int, amount: int
 ) -> None:
     key = planned(IDLE, rows(limit, behind=behind))
-    assert key is not None and (key.num_drafts, key.catch_up) == (limit, amount)
+    assert key is not None and (key.level, key.catch_up) == (limit, amount)
 
 
 def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
@@ -132,7 +133,7 @@ def test_of_too_many_captured_ones_too() -> None:
 
 
 def test_where_ranks_record_the_first_step_that_wants_a_program_makes_it() -> None:
-    planner = fixed(*usual_keys((1, 2), [3], CATCH_UP))
+    planner = fixed(*usual_keys((1, 2), chains(3), CATCH_UP, 3))
     plans = [planner((rows(3, form=RECORDED),)) for _ in range(3)]
     assert plans == [StepPlan(StepKey(1, 3, 4), number=0)] * 3
     assert planner((rows(3, form=RECORDED), rows(3))) == plans[0], "it is there already"
@@ -193,7 +194,7 @@ def test_after_some_that_could_not_be_made_no_more_are_tried() -> None:
 def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None:
     key = StepKey(4, 2, 3)
     reports = [Report(key, 0.1, (4, 3), (3, 1)), Report(key, 0.3, (2, 0), (0, 0))]
-    together, apart = Costs.unknown(3), Costs.unknown(3)
+    together, apart = Costs.unknown(chains(3)), Costs.unknown(chains(3))
     record(together, [Report(key, 0.3, (6, 3), (3, 1))])
     record(apart, reports)
     assert apart == together
@@ -202,7 +203,7 @@ def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None
 
 def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
     """So planning twice from the same costs gives the same, and the same costs after it."""
-    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
     report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
     proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
@@ -211,7 +212,7 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
 
 
 def test_the_last_step_before_nobody_has_work_is_learnt_of_too() -> None:
-    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
     report = Report(StepKey(1, 3, 4), 0.2, (1, 1, 1), (1, 1, 1))
     assert planner([replace(IDLE, report=report)]) is None
     assert planner._costs.of_size(1).step_s == [0.0, 0.0, 0.0, 0.2]
@@ -222,9 +223,9 @@ def test_ranks_may_report_different_steps() -> None:
     wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
     narrow = Report(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
-    planner = StepPlanner(BUCKETS, 3, by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
     planner(proposals)
-    costs, apart = planner._costs, Costs.unknown(3)
+    costs, apart = planner._costs, Costs.unknown(chains(3))
     record(apart, [wide, wide])
     record(apart, [narrow])
     assert costs.tried == apart.tried and costs.shares == apart.shares

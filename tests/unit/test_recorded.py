@@ -17,6 +17,7 @@ from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
 from core.forms import CAPTURED
+from core.levels import chains
 from core.request import REJECTION, RELAXED, Request, Speculation
 from decode_node.planning.forms import MOST_REFUSED
 from decode_node.planning.lengths import Costs, record
@@ -211,7 +212,7 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
         assert report is not None
         usual.append(report.is_usual)
     assert usual == [False, True, True]
-    costs = Costs.unknown(3)
+    costs = Costs.unknown(chains(3))
     record(costs, [report_at(1.0, is_usual=False)])
     assert costs.of_size(1).step_s == [0.0] * 4 and costs.tried[0] > 1
     record(costs, [report_at(1.0, is_usual=True)])

@@ -186,7 +186,7 @@ def test_a_token_that_p_rules_out_never_passes_however_small_q_is() -> None:
     )
     verdict = rejection.judge(known)
     assert verdict.num_accepted_B.sum() == 0
-    assert (verdict.tokens_BN1[:, 0] != 3).all()
+    assert (verdict.tokens_BE[:, 0] != 3).all()
 
 
 def test_an_empty_residual_falls_back_to_p() -> None:

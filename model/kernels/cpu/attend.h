@@ -120,6 +120,19 @@ void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width,
   }
 }
 
+// The same of what a node of a tree sees behind its context of ``len``: the slots of its bits, in
+// order, so that its keys come in the order of the same path without a tree. Entries behind those
+// are any.
+template <class T>
+void find_path(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t len,
+               uint64_t bits, int64_t most, int64_t begin, int64_t end, const T** entries) {
+  for (int64_t s = len; s < end; s++, bits &= bits - 1) {
+    int64_t slot = std::min(most - 1, len + (bits ? __builtin_ctzll(bits) : 0));
+    if (s >= begin)
+      entries[s - begin] = cache + (page[slot / page_size] * page_size + slot % page_size) * width;
+  }
+}
+
 // Calls f with the least of 2, 4 .. kQueries that is no less than ``num``.
 template <int Q = 2, class F>
 void with_width(int64_t num, F f) {
@@ -127,6 +140,15 @@ void with_width(int64_t num, F f) {
     if (num > Q) return with_width<2 * Q>(num, f);
   f(std::integral_constant<int, Q>{});
 }
+
+// How many entries a row sees: of its context, and of a tree.
+struct Seen {
+  const int64_t *lens, *bits;  // no bits: no tree
+
+  int64_t operator[](int64_t row) const {
+    return lens[row] + (bits ? __builtin_popcountll(bits[row]) : 0);
+  }
+};
 
 // Contexts cut into tasks of kSplit entries; a sequence's follow one another.
 struct Splits {
@@ -136,9 +158,12 @@ struct Splits {
   std::vector<Task> tasks;
   std::vector<int64_t> first_of;  // by sequence, and one more
 
-  Splits(const int64_t* lens, int64_t num_seqs, int64_t num_q, int64_t most) {
+  Splits(Seen seen, int64_t num_seqs, int64_t num_q, int64_t most) {
     for (int64_t b = 0; b < num_seqs; b++) {
-      int64_t longest = std::min(most, *std::max_element(lens + b * num_q, lens + (b + 1) * num_q));
+      int64_t longest = 0;
+      for (int64_t row = b * num_q; row < (b + 1) * num_q; row++)
+        longest = std::max(longest, seen[row]);
+      longest = std::min(most, longest);
       first_of.push_back(tasks.size());
       for (int64_t s = 0; s < longest; s += kSplit)
         tasks.push_back({b, s, std::min(longest, s + kSplit)});
@@ -147,19 +172,24 @@ struct Splits {
   }
 };
 
-// What each task came to for each of ``num`` queries, not divided by ``total`` yet.
+// What each task came to for each of ``num`` queries, not divided by ``total`` yet. They come in
+// groups of ``group`` that see the same entries, each filled up to whole units.
 struct Parts {
-  int64_t num, num_values;
+  int64_t group, filled, num, num_values;
   Space<float> sums, largest, total;
 
-  Parts(int64_t num_tasks, int64_t num_x, int64_t num_values)
-      : num((num_x + kQueries - 1) / kQueries * kQueries),
+  Parts(int64_t num_tasks, int64_t num_x, int64_t group, int64_t num_values)
+      : group(group),
+        filled((group + kQueries - 1) / kQueries * kQueries),
+        num(num_x / group * filled),
         num_values(num_values),
         sums(num_tasks * num * num_values),
         largest(num_tasks * num),
         total(num_tasks * num) {}
 
-  // Query x of the tasks [first, last) together.
+  int64_t place(int64_t x) const { return x / group * filled + x % group; }
+
+  // The query at place x of the tasks [first, last) together.
   template <class T>
   void merge(int64_t first, int64_t last, int64_t x, float* room, T* to) const {
     float most = kNever, weight = 0;
@@ -188,36 +218,43 @@ inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
 
 template <class T>
 void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
-                 int64_t num_values, double scale, Tensor& out) {
+                 const int64_t* bits, int64_t num_values, double scale, Tensor& out) {
   int64_t num_seqs = lens.size(0), num_q = lens.size(1), num_heads = q.size(1), width = q.size(2);
   int64_t page_size = cache.size(1), num_pages = table.size(1), num_x = num_q * num_heads;
   const int64_t *pages = table.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
   const T *queries = q.const_data_ptr<T>(), *entries = cache.const_data_ptr<T>();
-  Splits splits(len, num_seqs, num_q, num_pages * page_size);
+  int64_t most = num_pages * page_size, group = bits ? num_heads : num_x;
+  Seen seen{len, bits};
+  Splits splits(seen, num_seqs, num_q, most);
   int64_t num_tasks = splits.tasks.size(), per_unit = queries_of_a_unit(num_tasks, num_x);
-  int64_t num_units = (num_x - 1) / per_unit + 1;
-  Parts parts(num_tasks, num_x, num_values);
+  int64_t per_group = (group - 1) / per_unit + 1, num_units = num_x / group * per_group;
+  Parts parts(num_tasks, num_x, group, num_values);
   at::parallel_for(0, num_tasks * num_units, 1, [&](int64_t first, int64_t last) {
     alignas(64) float scores[kQueries * kSplit];
     auto rows = space<float>(kQueries * width);
     const T* keys[kSplit];
     for (int64_t unit = first; unit < last; unit++) {
-      int64_t t = unit / num_units, x = unit % num_units * per_unit;
+      int64_t t = unit / num_units, g = unit % num_units / per_group;
+      int64_t x = g * group + unit % per_group * per_unit, last = (g + 1) * group - 1;
       auto [b, begin, end] = splits.tasks[t];
-      int64_t num = end - begin;
-      find(entries, pages + b * num_pages, page_size, width, begin, end, keys);
-      with_width(std::min(per_unit, num_x - x), [&](auto count) {
+      int64_t num = end - begin, first_row = b * num_q + x / num_heads;
+      const int64_t* page = pages + b * num_pages;
+      find(entries, page, page_size, width, begin, bits ? std::min(end, len[first_row]) : end, keys);
+      if (bits)
+        find_path(entries, page, page_size, width, len[first_row], bits[first_row], most, begin, end,
+                  keys);
+      with_width(std::min(per_unit, last + 1 - x), [&](auto count) {
         constexpr int Q = decltype(count)::value;
+        int64_t to = t * parts.num + parts.place(x);
         for (int64_t i = 0; i < Q; i++)
-          unfold(queries + (b * num_x + std::min(x + i, num_x - 1)) * width, &rows[i * width],
-                 width);
+          unfold(queries + (b * num_x + std::min(x + i, last)) * width, &rows[i * width], width);
         score<Q>(rows.get(), keys, num, width, scores);
         for (int64_t i = 0; i < Q; i++) {
-          int64_t row = std::min(x + i, num_x - 1) / num_heads, at = t * parts.num + x + i;
-          int64_t seen = std::clamp<int64_t>(len[b * num_q + row] - begin, 0, num);
-          soften(scores + i * kSplit, num, seen, scale, parts.largest[at], parts.total[at]);
+          int64_t row = b * num_q + std::min(x + i, last) / num_heads;
+          int64_t here = std::clamp<int64_t>(seen[row] - begin, 0, num);
+          soften(scores + i * kSplit, num, here, scale, parts.largest[to + i], parts.total[to + i]);
         }
-        mix<Q>(scores, keys, num, num_values, &parts.sums[(t * parts.num + x) * num_values]);
+        mix<Q>(scores, keys, num, num_values, &parts.sums[to * num_values]);
       });
     }
   });
@@ -225,7 +262,8 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
     auto room = space<float>(num_values);
     for (int64_t unit = first; unit < last; unit++) {
       int64_t b = unit / num_x;
-      parts.merge(splits.first_of[b], splits.first_of[b + 1], unit % num_x, room.get(),
+      int64_t x = parts.place(unit % num_x);
+      parts.merge(splits.first_of[b], splits.first_of[b + 1], x, room.get(),
                   out.mutable_data_ptr<T>() + unit * num_values);
     }
   });
@@ -259,15 +297,17 @@ Tensor mla_value(const Tensor& o, const Tensor& up_v) {
 
 Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const Tensor& cos,
                   const Tensor& sin, bool interleaved, const Tensor& cache, const Tensor& table,
-                  const Tensor& lens, double scale) {
+                  const Tensor& lens, double scale, const c10::optional<Tensor>& bits) {
   int64_t num_heads = q.size(1), width = cache.size(2), num_values = up_v.size(2);
   TORCH_CHECK(cache.is_contiguous() && width % kLanes == 0 && num_values % kLanes == 0);
   Tensor latent = mla_query(q, up_k, cos, sin, interleaved);
   TORCH_CHECK(latent.size(2) == width && latent.size(0) == lens.numel());
   Tensor o = at::empty({q.size(0), num_heads, num_values}, q.options());
+  Tensor tree = bits ? bits->contiguous() : Tensor();
+  const int64_t* bit = bits ? tree.const_data_ptr<int64_t>() : nullptr;
   with_type(q, [&](auto zero) {
-    attend_rows<decltype(zero)>(latent, cache, table.contiguous(), lens.contiguous(), num_values,
-                                scale, o);
+    attend_rows<decltype(zero)>(latent, cache, table.contiguous(), lens.contiguous(), bit,
+                                num_values, scale, o);
   });
   return mla_value(o, up_v);
 }

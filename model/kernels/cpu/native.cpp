@@ -14,7 +14,8 @@ TORCH_LIBRARY(tandem, m) {
       "Tensor slots, Tensor(a!) cache) -> ()");
   m.def(
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
-      "Tensor cache, Tensor table, Tensor lens, float scale) -> Tensor");
+      "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
+  m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
   m.def(
       "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
       "Tensor pages, int[] lengths, int[] contexts, int num_values, float scale) -> Tensor");
@@ -32,6 +33,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("mla_entry", mla_entry);
   m.impl("mla_attend", mla_attend);
+  m.impl("move", move);
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
   m.impl("route", route);

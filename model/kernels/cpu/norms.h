@@ -85,4 +85,20 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
   });
 }
 
+// In every cache entries ``from`` [rows, moves] go to ``to``, a row's moves in order.
+void move(at::TensorList caches, const Tensor& from, const Tensor& to) {
+  Tensor source = from.contiguous(), target = to.contiguous();
+  int64_t num_rows = from.size(0), num = from.size(1);
+  const int64_t *at = source.const_data_ptr<int64_t>(), *put = target.const_data_ptr<int64_t>();
+  at::parallel_for(0, num_rows * caches.size(), 8, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; unit++) {
+      const Tensor& cache = caches[unit / num_rows];
+      int64_t bytes = cache.size(-1) * cache.element_size(), i = unit % num_rows * num;
+      char* entries = static_cast<char*>(cache.data_ptr());
+      for (int64_t last = i + num; i < last; i++)
+        if (at[i] != put[i]) std::memcpy(entries + put[i] * bytes, entries + at[i] * bytes, bytes);
+    }
+  });
+}
+
 }  // namespace

@@ -25,12 +25,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def attend(
-    q_XHC: Tensor, pe_XHR: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int
+    q_XHC: Tensor,
+    pe_XHR: Tensor,
+    how: Attention,
+    context_lens_BQ: Tensor,
+    bits_BQ: Tensor | None,
+    num_processors: int,
 ) -> Tensor:
     """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
     until ``num_processors`` have work, into as many parts whatever they are."""
     num_rows, num_heads, width = q_XHC.shape
     (num_seqs, num_q), num_pe = context_lens_BQ.shape, pe_XHR.shape[2]
+    lens = context_lens_BQ.contiguous()
+    bits = lens if bits_BQ is None else bits_BQ.contiguous()
     is_exact = q_XHC.dtype == torch.float32
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
@@ -39,7 +46,7 @@ def attend(
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend[(num_blocks, num_seqs, num_parts)](
-        *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, context_lens_BQ),
+        *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, lens, bits),
         *(part, lse, how.scale),
         *(*q_XHC.stride()[:2], *pe_XHR.stride()[:2], how.page_table_BP.stride(0), num_q),
         NUM_HEADS=num_heads,
@@ -48,6 +55,7 @@ def attend(
         PAGE_SIZE=how.cache.shape[1],
         NUM_PARTS=num_parts,
         IS_INTERLEAVED=how.is_interleaved,
+        IS_TREE=bits_BQ is not None,
         BLOCK_M=block_m,
         BLOCK_S=16 if is_exact else 32,
         BLOCK_C=triton.next_power_of_2(width),
@@ -81,6 +89,7 @@ def _attend(
     cache,
     table,
     lens,
+    bits,
     part,
     lse,
     scale,
@@ -96,6 +105,7 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    IS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -107,6 +117,9 @@ def _attend(
     head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
     longest = tl.max(len_M, 0)
+    if IS_TREE:
+        bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0)
+        longest += num_q  # a tree has as many slots as nodes
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
@@ -132,7 +145,13 @@ def _attend(
         k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
         score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
         score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee")
-        is_seen_MS = (slot_S[None, :] < len_M[:, None]) & is_slot_S[None, :]
+        is_seen_MS = slot_S[None, :] < len_M[:, None]
+        if IS_TREE:
+            node_MS = slot_S[None, :] - len_M[:, None]
+            is_node_MS = (node_MS >= 0) & (node_MS < 64)
+            bit_MS = (bits_M[:, None] >> tl.where(is_node_MS, node_MS, 0)) & 1
+            is_seen_MS = is_seen_MS | (is_node_MS & (bit_MS == 1))
+        is_seen_MS = is_seen_MS & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
         top_M, sum_M, out_MC = weighed(score_MS, k_SC, top_M, sum_M, out_MC)
 

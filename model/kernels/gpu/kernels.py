@@ -4,7 +4,7 @@ torch's (base.py), which their tests compare them with.
 Shape legend: see base.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from model.kernels.captured import Captured
 from model.kernels.gpu import compiling, norms, prefill, products, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
+from model.kernels.gpu.moves import Places
 from model.kernels.repeated import Function, Repeated
 
 MANY_PAIRS = 32
@@ -47,6 +48,7 @@ class Triton(Kernels):
         self._quantises, self._by_powers = quantises, by_powers
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
+        self._places: Places | None = None
 
     def repeated(self, function: Function) -> Repeated:
         if self._pool is None:
@@ -87,16 +89,27 @@ class Triton(Kernels):
         return norms.rms_norm(x_XD, more_XD, weight_D, eps)
 
     def mla_attend(
-        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        how: Attention,
+        context_lens_BQ: Tensor,
+        bits_BQ: Tensor | None = None,
     ) -> Tensor:
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
         q_HXC = torch.bmm(q_XHK[..., :num_nope].transpose(0, 1), up_k.transpose(1, 2))
         queries = q_HXC.transpose(0, 1), q_XHK[..., num_nope:]
-        o_XHC = attend(*queries, how, context_lens_BQ, self._num_processors)
+        o_XHC = attend(*queries, how, context_lens_BQ, bits_BQ, self._num_processors)
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
         up_v_HCV = up_v.transpose(1, 2)
         torch.bmm(o_XHC.transpose(0, 1), up_v_HCV, out=out_XHV.transpose(0, 1))
         return out_XHV
+
+    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+        if self._places is None or not self._places.hold(caches):
+            self._places = Places(caches)
+        self._places.move(caches, from_BN, to_BN)
 
     def experts(
         self,

@@ -1,6 +1,7 @@
 """The acceptance seam: what verification knows, and what a kind of acceptance makes of it.
 
-Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 places, E places that a row may emit (N1
+unless the drafts are a tree), V vocabulary.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.network.tree import Tree
 from model.sampling.sampler import SamplingRows
 
 
@@ -25,22 +27,30 @@ class AcceptanceRows:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``tokens_BN1[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step."""
+    """``tokens_BE[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step, each at the
+    node ``path_BE`` of a tree; without one at its own place."""
 
-    tokens_BN1: Tensor
+    tokens_BE: Tensor
     num_accepted_B: Tensor
+    path_BE: Tensor | None = None
 
     def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
         """This verdict where ``rows_B`` is True, ``other`` elsewhere."""
+        path_BE, rows_B1 = self.path_BE, rows_B.unsqueeze(1)
+        if path_BE is not None:
+            assert other.path_BE is not None, "all are of one tree"
+            path_BE = torch.where(rows_B1, path_BE, other.path_BE)
         return Verdict(
-            torch.where(rows_B.unsqueeze(1), self.tokens_BN1, other.tokens_BN1),
+            torch.where(rows_B1, self.tokens_BE, other.tokens_BE),
             torch.where(rows_B, self.num_accepted_B, other.num_accepted_B),
+            path_BE,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One verified step of a whole batch; place i comes after drafts < i.
+    """One verified step of a whole batch; place i comes after drafts < i, or is node i of ``tree``,
+    of which the first ``num_B`` drafts of a row are any (None: all).
 
     ``q_BNV`` are the probabilities that the drafts of rows of kind "rejection" were drawn from
     (rows of other kinds may hold anything); None if the drafts are deterministic.
@@ -59,6 +69,8 @@ class Evidence:
     num_output_B: Tensor
     thinking_B: Tensor
     think_ids: tuple[int, int] | None
+    tree: Tree | None = None
+    num_B: Tensor | None = None
 
 
 Picked = tuple[Tensor, Tensor | None]

@@ -19,9 +19,10 @@ from model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, 
 
 def judge(evidence: Evidence) -> Verdict:
     """Accepted drafts, then one token: from the residual norm(max(p - q, 0)) after a rejection,
-    from p after the last draft a row may use. Rows of temperature 0 are strict."""
+    from p after the last draft a row may use. Rows of temperature 0 are strict, and all are whose
+    drafts are a tree: where such rows are, the door refuses this kind."""
     greedy = strict.judge(evidence)
-    if evidence.sampling.all_greedy:
+    if evidence.sampling.all_greedy or evidence.tree is not None:
         return greedy
     p_BN1V = _target_probs(evidence)
     num_accepted_B = _num_accepted(evidence, p_BN1V)

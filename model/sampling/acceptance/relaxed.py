@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance import strict
+from model.sampling.acceptance import paths, strict
 from model.sampling.acceptance.base import Evidence, Kind, Verdict
 from model.sampling.thinking import thinking_before
 
@@ -22,10 +22,12 @@ def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:
     """Accepted drafts as they are, then the target: of the first rejection, or of the place
     after the last draft. What is likely, the ``score`` of log p(x) says: at least that of the best
     token less delta."""
-    drafts_BN, targets_BN1 = evidence.drafts_BN, evidence.targets_BN1
-    thinking_BN = thinking_before(evidence.thinking_B, drafts_BN, evidence.think_ids)
-    is_target_BN = drafts_BN == targets_BN1[:, :-1]
-    passes_BN = is_target_BN | (thinking_BN & _is_likely(score, evidence))
+    drafts_BN, targets_BN1, tree = evidence.drafts_BN, evidence.targets_BN1, evidence.tree
+    thinking_BN = thinking_before(evidence.thinking_B, drafts_BN, evidence.think_ids, tree)
+    log_p_BN, is_likely_BN = _likely(score, evidence)
+    passes_BN = paths.is_target(evidence) | (thinking_BN & is_likely_BN)
+    if tree is not None:
+        return paths.verdict(evidence, passes_BN, log_p_BN)
     num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
     place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
     is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
@@ -33,12 +35,12 @@ def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:
     return Verdict(torch.cat((told_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
 
 
-def _is_likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Tensor:
-    """Whether each draft [B, N] is among the top-N and within delta of the best. Of equally
-    likely tokens the lower id ranks first, as argmax has it; one of probability 0 never passes.
-    """
+def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tensor, Tensor]:
+    """log p of each draft [B, N], and whether it is among the top-N and within delta of the best.
+    Of equally likely tokens the lower id ranks first, as argmax has it; one of probability 0 never
+    passes."""
     drafts_BN1 = evidence.drafts_BN.unsqueeze(2)
-    logits_BNV = evidence.adjusted_BN1V[:, :-1]
+    logits_BNV = paths.before_drafts(evidence)
     draft_BN1 = logits_BNV.gather(2, drafts_BN1)
     id_V = torch.arange(logits_BNV.shape[2], device=logits_BNV.device)
     ahead_BNV = (logits_BNV > draft_BN1) | ((logits_BNV == draft_BN1) & (id_V < drafts_BN1))
@@ -47,7 +49,7 @@ def _is_likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Tensor:
     log_p_BN = draft_BN1.squeeze(2) - total_BN
     log_p_max_BN = logits_BNV.amax(2) - total_BN
     bound_BN = score(log_p_max_BN) - evidence.acceptance.relaxed_delta_B.unsqueeze(1)
-    return is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
+    return log_p_BN, is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 
 RELAXED = Kind(strict.pick, partial(judge, torch.exp))

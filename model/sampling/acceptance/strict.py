@@ -7,14 +7,17 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 
 from torch import Tensor
 
+from model.sampling.acceptance import paths
 from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.sampling.sampler import SamplingRows, draw
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The longest prefix of drafts equal to the targets, plus one target."""
-    matches_BN = (evidence.drafts_BN == evidence.targets_BN1[:, :-1]).long()
-    num_accepted_B = matches_BN.cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+    """The longest path of drafts equal to the targets, plus one target."""
+    passes_BN = paths.is_target(evidence)
+    if evidence.tree is not None:
+        return paths.verdict(evidence, passes_BN)
+    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
     return Verdict(evidence.targets_BN1, num_accepted_B)
 
 

@@ -1,0 +1,69 @@
+"""How much a step drafts: levels, which a drafter states once and plans name by their numbers.
+Plain Python."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MOST_NODES = 63
+"""Drafts of a step: a mask of 64 bits says which of them each sees (model/network/tree.py)."""
+
+
+MOST_LEVELS = 4
+"""Of trees, beside none: all sizes of batches by all levels have to fit the programs that are kept
+(decode_node/planning/forms.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A tree of drafts, whose shape is static: nodes 1 .. ``num_nodes``, parents before children.
+    Node 0 is the last known token. ``parents`` are those of nodes 1 .., None where each step
+    decides on them; then, too, no node lies deeper than ``depth``."""
+
+    num_nodes: int
+    depth: int
+    parents: tuple[int, ...] | None
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == (*range(self.num_nodes),)
+
+    def nodes_within(self, depth: int) -> frozenset[int] | None:
+        """Those that lie no deeper, None if that is not known."""
+        return None if self.parents is None else frozenset(_within(self.parents, depth))
+
+
+Levels = tuple[Level, ...]
+"""The first drafts nothing, and each is a prefix of the next: it has its first nodes."""
+
+
+def chains(depth: int) -> Levels:
+    """Of 0, 1 .. ``depth`` drafts, one behind the other."""
+    return tuple(Level(n, n, (*range(n),)) for n in range(depth + 1))
+
+
+def grown(num_nodes: int, depth: int) -> Levels:
+    """Of trees that each step decides on: nothing, then sizes that double up to ``num_nodes``."""
+    sizes = {max(1, num_nodes >> i) for i in range(MOST_LEVELS)}
+    return chains(0) + tuple(Level(num, min(num, depth), None) for num in sorted(sizes))
+
+
+def usable(levels: Levels, depth: int) -> int:
+    """The highest that is of use where no path may go deeper: the first that goes as deep, and all
+    that go no deeper."""
+    return max(
+        n for n, level in enumerate(levels) if level.depth <= depth or levels[n - 1].depth < depth
+    )
+
+
+def slots_ahead(levels: Levels) -> int:
+    """Cache slots that two steps may need beyond the known tokens: one emits a path, the next
+    writes a whole tree behind it."""
+    return levels[-1].depth + levels[-1].num_nodes + 2
+
+
+def _within(parents: Sequence[int], depth: int) -> Iterator[int]:
+    depths = [0]
+    for node, parent in enumerate(parents, start=1):
+        depths.append(depths[parent] + 1)
+        if depths[node] <= depth:
+            yield node

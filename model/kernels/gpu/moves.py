@@ -1,0 +1,51 @@
+"""Entries of accepted drafts put in order, in the caches of all layers by one launch.
+
+Shape legend: B rows, N moves of each, L layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Places:
+    """Addresses of some caches on their device, which are written down once: a captured graph
+    cannot bring them."""
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        self._addresses = [cache.data_ptr() for cache in caches]
+        self._places_L = torch.tensor(self._addresses, device=caches[0].device)
+
+    def hold(self, caches: Sequence[Tensor]) -> bool:
+        """Whether these are the ones."""
+        return [cache.data_ptr() for cache in caches] == self._addresses
+
+    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+        (num_rows, num_moves), width = from_BN.shape, caches[0].shape[-1]
+        _move[(num_rows, len(caches))](
+            *(self._places_L, caches[0], from_BN.contiguous(), to_BN.contiguous()),
+            NUM_MOVES=num_moves,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+        )
+
+
+@triton.jit
+def _move(
+    places_L,
+    like,
+    from_BN,
+    to_BN,
+    NUM_MOVES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, cache = tl.program_id(0), tl.load(places_L + tl.program_id(1)).to(like.dtype)
+    i = tl.arange(0, BLOCK)
+    for move in range(NUM_MOVES):
+        at = tl.load(from_BN + row * NUM_MOVES + move) * WIDTH + i
+        to = tl.load(to_BN + row * NUM_MOVES + move) * WIDTH + i
+        tl.store(cache + to, tl.load(cache + at, mask=i < WIDTH), mask=i < WIDTH)

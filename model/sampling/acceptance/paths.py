@@ -1,0 +1,65 @@
+"""The verdict over trees: of the paths on which every draft passes, the deepest.
+
+Shape legend: B rows, N drafts of this step, Q = N + 1 nodes, E places of the deepest path.
+"""
+
+import torch
+from torch import Tensor
+
+from model.network.tree import on_path
+from model.sampling.acceptance.base import Evidence, Verdict
+
+
+def is_target(evidence: Evidence) -> Tensor:
+    """Whether each draft [B, N] is what the main model chose at the node before it."""
+    if evidence.tree is None:
+        return evidence.drafts_BN == evidence.targets_BN1[:, :-1]
+    return evidence.drafts_BN == evidence.targets_BN1.gather(1, evidence.tree.parent_BQ[:, 1:])
+
+
+def before_drafts(evidence: Evidence) -> Tensor:
+    """Adjusted logits [B, N, V] of the node before each draft."""
+    if evidence.tree is None:
+        return evidence.adjusted_BN1V[:, :-1]
+    parents_BN1 = evidence.tree.parent_BQ[:, 1:].unsqueeze(2)
+    vocab_size = evidence.adjusted_BN1V.shape[2]
+    return evidence.adjusted_BN1V.gather(1, parents_BN1.expand(-1, -1, vocab_size))
+
+
+def verdict(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None = None) -> Verdict:
+    """Of equally deep paths the one of the greatest sum of scores, of these the earliest node's.
+    Its drafts are emitted as they are, then the target at its end."""
+    tree, drafts_BN, targets_BQ = evidence.tree, evidence.drafts_BN, evidence.targets_BN1
+    assert tree is not None, "a chain has one path"
+    num_nodes = drafts_BN.shape[1]
+    end_B1, depth_B1 = _end(evidence, passes_BN, score_BN)
+    node_Q = torch.arange(num_nodes + 1, device=drafts_BN.device)
+    is_on_BQ = (tree.bits_BQ.gather(1, end_B1) >> node_Q) & 1 == 1
+    at_BQ = tree.depth_BQ.where(is_on_BQ, tree.depth + 1)
+    path_BE = torch.zeros_like(end_B1).repeat(1, tree.depth + 2)
+    path_BE = path_BE.scatter(1, at_BQ, node_Q.expand_as(at_BQ))[:, :-1]
+    told_BE = targets_BQ.gather(1, path_BE)
+    next_BE = drafts_BN.gather(1, (path_BE[:, 1:] - 1).clamp(min=0))
+    is_draft_BE = torch.arange(tree.depth, device=drafts_BN.device) < depth_B1
+    told_BE = torch.cat((next_BE.where(is_draft_BE, told_BE[:, :-1]), told_BE[:, -1:]), 1)
+    return Verdict(told_BE, depth_B1.squeeze(1), path_BE)
+
+
+def _end(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last node of the path, and its depth: [B, 1] each."""
+    tree, num_nodes = evidence.tree, passes_BN.shape[1]
+    assert tree is not None
+    node_N = torch.arange(1, num_nodes + 1, device=passes_BN.device)
+    limit_B1 = evidence.acceptance.limit_B.clamp(max=tree.depth).unsqueeze(1)
+    passes_BN = passes_BN & (tree.depth_BQ[:, 1:] <= limit_B1)
+    if evidence.num_B is not None:
+        passes_BN = passes_BN & (node_N <= evidence.num_B.unsqueeze(1))
+    open_B1 = (passes_BN.long() << node_N).sum(1, keepdim=True) + 1
+    depth_BQ = tree.depth_BQ.where(tree.bits_BQ & ~open_B1 == 0, -1)
+    depth_B1 = depth_BQ.amax(1, keepdim=True)
+    best_BQ = (depth_BQ == depth_B1).float()
+    if score_BN is not None:
+        score_B1N = score_BN.unsqueeze(1)
+        total_BQ = score_B1N.where(on_path(tree.bits_BQ, num_nodes), 0.0).sum(2)
+        best_BQ = total_BQ.where(best_BQ > 0, float("-inf"))
+    return best_BQ.argmax(1, keepdim=True), depth_B1

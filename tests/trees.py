@@ -1,0 +1,100 @@
+"""Drafters of trees, for tests: scripted ones, and MTP's chain hidden in a tree of another shape in
+each row and step."""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from core.levels import Level, Levels, chains
+from model.drafters.base import Drafts, View
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_rows import MtpRows
+from model.drafters.none import NoDrafter
+from model.network.cache import Caches
+
+Parents = tuple[int, ...]
+
+
+def shapes(num_nodes: int) -> list[Parents]:
+    """Of every tree of so many drafts, the parents of nodes 1 .."""
+    return list(product(*(range(node) for node in range(1, num_nodes + 1))))
+
+
+def path_to(parents: Parents, node: int) -> list[int]:
+    """The nodes down to this one, without node 0."""
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node - 1]
+    return path[::-1]
+
+
+def level_of(parents: Parents, is_dynamic: bool = False) -> Level:
+    depth = max((len(path_to(parents, node)) for node in range(len(parents) + 1)), default=0)
+    return Level(len(parents), depth, None if is_dynamic else parents)
+
+
+class ScriptedTree(NoDrafter):
+    """The right tokens on the path to each of ``ends`` in turns, wrong ones elsewhere; of one row,
+    whose ``answer`` comes behind ``num_prompt`` tokens."""
+
+    name = "scripted tree"
+
+    def __init__(
+        self, answer: list[int], num_prompt: int, parents: Parents, ends: list[int], *, fed: bool
+    ) -> None:
+        self.is_fed, self._num_prompt = fed, num_prompt  # type: ignore[misc]
+        self._level = level_of(parents, fed)
+        self._answer_T = torch.tensor(answer + [0] * 20)
+        self._parents_1N = torch.tensor([parents])
+        nodes = range(1, len(parents) + 1)
+        self._depth_N = torch.tensor([len(path_to(parents, node)) for node in nodes])
+        on = [[node in path_to(parents, end) for node in nodes] for end in ends]
+        self._on_EN, self.num_steps = torch.tensor(on), torch.tensor([0])
+
+    def levels(self, most_depth: int) -> Levels:
+        return (*chains(0), self._level)
+
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        at_BN = (view.num_known_B - self._num_prompt - 1).unsqueeze(1) + self._depth_N
+        right_BN = self._answer_T[at_BN.clamp(min=0)]
+        is_on_BN = self._on_EN[self.num_steps % len(self._on_EN)].expand_as(right_BN)
+        self.num_steps += 1
+        tokens_BN = right_BN.where(is_on_BN, (right_BN + 1) % 90)
+        parents_BN = self._parents_1N.expand_as(tokens_BN) if level.parents is None else None
+        return Drafts(tokens_BN, parents_BN=parents_BN)
+
+
+class HiddenChain(MtpDrafter):
+    """MTP's drafts at some nodes of a tree whose other nodes are any tokens at any places; twins of
+    the right ones among them."""
+
+    name = "hidden chain"
+    num_nodes, num_chain = 9, 3
+
+    def levels(self, most_depth: int) -> Levels:
+        whole = Level(self.num_nodes, self.num_nodes, None)
+        return (*chains(0), Level(4, 4, None), whole)
+
+    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        if not level.num_nodes:
+            return super().draft(own, view, level, amount, caches)
+        chain_BC = super().draft(own, view, chains(self.num_chain)[-1], amount, caches).tokens_BN
+        tokens_BN, parents_BN = hidden(chain_BC, view.num_known_B, self.num_nodes)
+        num = level.num_nodes
+        return Drafts(tokens_BN[:, :num].contiguous(), parents_BN=parents_BN[:, :num].contiguous())
+
+
+def hidden(chain_BC: Tensor, seed_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Tokens and parents [B, N] of a tree that has the chain at nodes which the seeds choose."""
+    num_rows, num_chain = chain_BC.shape
+    node_N = torch.arange(1, num_nodes + 1)
+    mixed_BN = (seed_B.unsqueeze(1) * 7919 + node_N * 104729) % 10007
+    at_BC = mixed_BN.argsort(1)[:, :num_chain].sort(1).values
+    any_BN = chain_BC.gather(1, mixed_BN % num_chain)
+    tokens_BN = torch.where(mixed_BN % 3 == 0, any_BN, mixed_BN % 90)
+    tokens_BN = tokens_BN.scatter(1, at_BC, chain_BC)
+    before_BC = torch.cat((torch.zeros(num_rows, 1, dtype=torch.int64), at_BC[:, :-1] + 1), 1)
+    parents_BN = (mixed_BN // 7) % node_N
+    return tokens_BN, parents_BN.scatter(1, at_BC, before_BC)

@@ -1,0 +1,126 @@
+"""n-gram drafts are those that others find, and answers those without drafts."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from benchmarks.driven.engines import load
+from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
+from core.request import Request
+from model.drafters.ngram import NgramDrafter, continued
+from model.loaded import LoadedModel
+from tests.unit.test_trees import answers, everything
+
+TABLE = Path(__file__).parents[1] / "data" / "ngram_pool.json"
+
+
+def drafts_of(text: list[int], size: int, num: int, *, oldest: bool) -> list[int]:
+    """Beside a row of another length; what lies behind a text is none of it."""
+    text_BT = torch.tensor([text + text[:7] + [0] * (7 - len(text[:7])), [0] * (len(text) + 7)])
+    known_B = torch.tensor([len(text), 3])
+    tokens_BN, num_B = continued(text_BT, known_B, size, num, oldest=oldest)
+    return tokens_BN[0, : int(num_B[0])].tolist()
+
+
+def texts(num: int, seed: int) -> list[tuple[list[int], int, int]]:
+    """Over small alphabets, with a size of n-grams and a number of drafts."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(num):
+        vocab_size = draw.choice((2, 3, 5, 9))
+        text = [draw.randrange(vocab_size) for _ in range(draw.randint(1, 60))]
+        found.append((text, draw.randint(1, 4), draw.randint(1, 6)))
+    return found
+
+
+def test_the_oldest_place_is_that_of_prompt_lookup() -> None:
+    for text, size, num in texts(1000, seed=1):
+        theirs = PromptLookupCandidateGenerator(None, num, size, max_length=1000)
+        ids, _ = theirs.get_candidates(torch.tensor([text]))
+        assert drafts_of(text, size, num, oldest=True) == ids[0, len(text) :].tolist()
+
+
+def test_the_newest_place_is_the_last_one_of_the_longest_n_gram_with_a_whole_rest() -> None:
+    for text, size, num in texts(1000, seed=2):
+        expected: list[int] = []
+        for length in range(size, 0, -1):
+            ends = [
+                i
+                for i in range(length, len(text))
+                if text[i - length : i] == text[len(text) - length :]
+            ]
+            if ends:
+                whole = [i for i in ends if i + num <= len(text)]
+                at = max(whole or ends)
+                expected = text[at : at + num]
+                break
+        assert drafts_of(text, size, num, oldest=False) == expected
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load(TINY_MODEL, "speculation.drafter=ngram")
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    """What rows may ask for, of texts that repeat themselves."""
+    prompts = held_out(6, 100, 140, seed=3)
+    plain = zip(everything(), prompts, strict=True)
+    return [replace(one, prompt_ids=tuple(ids)) for one, ids in plain]
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_answers_are_those_without_drafts(
+    loaded: LoadedModel, asked: list[Request], loop: str
+) -> None:
+    expected, _ = answers(loaded, asked, num_drafts=0)
+    told, bench = answers(loaded, asked, loop=loop, num_drafts=4)
+    assert told == expected
+    counts = [one.counts for one in bench.updates() if one.counts is not None]
+    assert sum(one.num_accepted for one in counts) > 20
+
+
+def test_a_row_that_goes_on_elsewhere_drafts_as_before(
+    loaded: LoadedModel, asked: list[Request]
+) -> None:
+    """Its memory follows from prompt and answer: from there on the steps are the same."""
+    [whole], bench = answers(loaded, asked[:1])
+    steps = [len(frame.updates[0].token_ids) for frame in bench.frames]
+    assert max(steps) > 2
+    num_steps = len(steps) // 2
+    half = [whole[0], *(token for token, _ in whole[1 : 1 + sum(steps[:num_steps])])]
+    resumed = replace(asked[0], output_ids=tuple(half[:-1]))
+    [rest], bench = answers(loaded, [resumed])
+    assert rest == [half[-1], *whole[len(half) :]]
+    assert [len(frame.updates[0].token_ids) for frame in bench.frames] == steps[num_steps:]
+
+
+def test_a_history_that_misses_the_prompt_would_be_noticed(
+    loaded: LoadedModel, asked: list[Request]
+) -> None:
+    class Forgetful(NgramDrafter):
+        def enter(self, memory: torch.Tensor, row: int, token_ids: object) -> None:
+            return
+
+    accepted = []
+    for drafter in (loaded.drafter, Forgetful(3, oldest=False)):
+        _, bench = answers(replace(loaded, drafter=drafter), asked[:1])
+        [counts] = [one.counts for one in bench.updates() if one.counts is not None]
+        accepted.append(counts.num_accepted)
+    assert accepted[1] < accepted[0]
+
+
+def test_a_table_of_another_pool() -> None:
+    """Outputs of TensorRT-LLM's pool on whole texts, where it is told to use the oldest match; its
+    newest one may be a short rest at the end of the text, and of equal rests the first."""
+    table = json.loads(TABLE.read_text())
+    assert len(table["cases"]) == 400
+    for text, size, num, drafts in table["cases"]:
+        assert drafts_of(text, size, num, oldest=True) == drafts

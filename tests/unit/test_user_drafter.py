@@ -1,0 +1,133 @@
+"""A drafter of one's own: a few lines of Python, and whatever it does wrong costs drafts alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.driven.engines import Bench, load
+from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
+from core.levels import MOST_LEVELS, MOST_NODES, chains, grown
+from core.request import Request
+from model.drafters.user import MOST_FAILURES, UserClass, UserDrafter, checked
+from model.loaded import LoadedModel
+from tests import user_drafters
+from tests.unit.test_trees import answers, everything
+
+
+@pytest.fixture(scope="module")
+def plain() -> LoadedModel:
+    return load(TINY_MODEL, "speculation.drafter=none")
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    prompts = held_out(6, 60, 90, seed=3)
+    return [
+        replace(one, prompt_ids=tuple(ids)) for one, ids in zip(everything(), prompts, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LoadedModel, asked: list[Request]) -> list:
+    return answers(plain, asked, num_drafts=0)[0]
+
+
+def with_user(plain: LoadedModel, theirs: UserClass, **more: Any) -> LoadedModel:
+    options = {"num_nodes": None, "vocab_size": plain.config.vocab_size, "bound_s": 30.0} | more
+    return replace(plain, drafter=UserDrafter(theirs, **options))
+
+
+def accepted(bench: Bench) -> int:
+    return sum(one.counts.num_accepted for one in bench.updates() if one.counts is not None)
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize(("name", "num_nodes"), [("Repeats", None), ("Branches", 12)])
+def test_answers_are_those_without_drafts(
+    asked: list[Request], expected: list, loop: str, name: str, num_nodes: int | None
+) -> None:
+    """Chains and trees, by the path of the class."""
+    sets = [f"speculation.drafter=tests.user_drafters:{name}", f"speculation.num_nodes={num_nodes}"]
+    loaded = load(TINY_MODEL, *(one.replace("None", "null") for one in sets))
+    told, bench = answers(loaded, asked, loop=loop)
+    assert told == expected and loaded.drafter.trouble == ""
+    assert accepted(bench) > 40
+
+
+def test_its_text_is_its_own(plain: LoadedModel, asked: list[Request], expected: list) -> None:
+    told, bench = answers(with_user(plain, user_drafters.Vandal()), asked)
+    _, kind = answers(with_user(plain, user_drafters.Repeats()), asked)
+    assert told == expected and accepted(bench) == accepted(kind) > 0
+
+
+def test_lies_cost_the_drafts_of_their_rows(
+    plain: LoadedModel, asked: list[Request], expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no other, though it is asked again and again."""
+    monkeypatch.setattr("model.drafters.user.MOST_FAILURES", 10**6)
+    hostile = user_drafters.Hostile()
+    loaded = with_user(plain, hostile)
+    told, bench = answers(loaded, asked)
+    assert told == expected and accepted(bench) > 20
+    assert isinstance(loaded.drafter, UserDrafter)
+    assert loaded.drafter.num_failures == hostile.num_calls // 3
+    assert loaded.drafter.trouble in bench.decode.programs.form
+
+
+def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
+    plain: LoadedModel, asked: list[Request], expected: list
+) -> None:
+    """Nor is it called while it hangs, and what it says late is not heard."""
+    theirs = user_drafters.Hangs()
+    loaded = with_user(plain, theirs, bound_s=0.01)
+    told, bench = answers(loaded, asked)
+    assert told == expected and theirs.num_calls == 1 and accepted(bench) == 0
+    assert bench.decode.programs.form.endswith(
+        "Hangs failed 3 times, it is off: TimeoutError('it has not come back within 0.01 s')"
+    )
+    theirs.let_go.set()
+    told, bench = answers(loaded, asked)
+    assert told == expected and accepted(bench) == 0
+
+
+def test_one_that_fails_again_and_again_is_called_no_more(
+    plain: LoadedModel, asked: list[Request], expected: list, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = with_user(plain, user_drafters.Broken())
+    told, _ = answers(loaded, asked)
+    assert told == expected
+    assert caplog.text.count("it is off: RuntimeError('no idea')") == 1
+    assert isinstance(loaded.drafter, UserDrafter)
+    assert loaded.drafter.num_failures == MOST_FAILURES * len(asked)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([1.5], "ints"),
+        ([True], "ints"),
+        ([1, 2, 3, 4], "use at most 3"),
+        (([1, 2], [0]), "2 tokens, 1 parents"),
+        ([-1], "-1 is no token id; use 0 to 9"),
+        ([10], "10 is no token id"),
+        (([1, 2], [0, 2]), "2 is no earlier node"),
+        (([1, 2], [0, -1]), "-1 is no earlier node"),
+        (([1, 2], [0, 0]), "set speculation.num_nodes"),
+    ],
+)
+def test_what_is_wrong_is_said(given: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        checked(given, chains(3)[3], 10)
+    assert checked([1, 2], chains(3)[3], 10) == ([1, 2], [0, 1])
+    assert checked(([1, 2], [0, 0]), grown(8, 3)[-1], 10) == ([1, 2], [0, 0])
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 9, MOST_NODES])
+def test_trees_have_few_levels_each_a_part_of_the_next(num_nodes: int) -> None:
+    nothing, *levels = grown(num_nodes, 4)
+    assert nothing == chains(0)[0] and len(levels) <= MOST_LEVELS
+    sizes = [level.num_nodes for level in levels]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == num_nodes and sizes[0] >= 1
+    assert all(level.depth == min(4, level.num_nodes) for level in levels)
