@@ -195,7 +195,8 @@ def test_trials_leave_no_trace(tmp_path: Path, loop: str) -> None:
     before = [cache.clone() for cache in measured.all_caches()]
     while measured.decode.has_work():
         measured.decode.step()
-    assert measured.decode.num_steps >= 4 * 3 * NUM_TRIES
+    num_sizes, num_levels = 3, 2  # what costs too much beyond these is not timed
+    assert measured.decode.num_steps >= num_sizes * num_levels * NUM_TRIES
     for cache, clean in zip(measured.all_caches(), before, strict=True):
         assert not torch.equal(cache[0], clean[0]) and torch.equal(cache[1:], clean[1:])
     asked = [greedy(f"r{i}", prompt(5 + i), 20, ignore_eos=True) for i in range(3)]
