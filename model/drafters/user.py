@@ -105,13 +105,15 @@ class UserDrafter(ReadsTexts):
             return {}
         found: list[Found] = []
         errors: list[BaseException] = []
-        if self._thread is None or not self._thread.is_alive():
+        is_late = self._thread is not None and self._thread.is_alive()
+        if not is_late:
             told = [[*one] for one in texts.values()], level, found, errors
             # Nobody waits for its end: a process can end while it hangs.
             self._thread = Thread(target=self._of_all, args=told, daemon=True)
             self._thread.start()
             self._thread.join(self._bound_s)
-        if self._thread.is_alive():
+            is_late = self._thread.is_alive()
+        if is_late:
             self._fail(TimeoutError(f"it has not come back within {self._bound_s} s"))
             return {}
         self._num_in_row = self._num_in_row if errors else 0

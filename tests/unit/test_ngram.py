@@ -102,9 +102,9 @@ def test_a_row_that_goes_on_elsewhere_drafts_as_before(
     assert [len(frame.updates[0].token_ids) for frame in bench.frames] == steps[num_steps:]
 
 
-def test_a_history_that_misses_the_prompt_would_be_noticed(
-    loaded: LoadedModel, asked: list[Request]
-) -> None:
+def test_the_prompt_is_in_the_memory(loaded: LoadedModel, asked: list[Request]) -> None:
+    """Without it fewer drafts are right."""
+
     class Forgetful(NgramDrafter):
         def enter(self, memory: torch.Tensor, row: int, token_ids: object) -> None:
             return
