@@ -1,6 +1,6 @@
 """Accepted length of a checkpoint: tokens per verify step in greedy continuation.
 
-    python -m benchmarks.accepted_length [--path DIR] [--num-prompts 100] [--json]
+    python -m benchmarks.accepted_length [--path DIR] [--num-prompts 100] [--set KEY=VALUE] [--json]
 
 Prompts are pieces of files that training never saw. Runs both engines in one process; the
 hand-over changes nothing here but whether the first hidden state was shipped.
@@ -92,9 +92,10 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
-    loaded = load(args.path, f"decode.num_threads={args.num_threads}")
+    loaded = load(args.path, f"decode.num_threads={args.num_threads}", *args.sets)
     torch.manual_seed(0)
     asked = requests(args.path, args.num_prompts, args.max_tokens)
     rows = [measure(loaded, asked, n, ship_hidden=True) for n in (1, 2, 3)]

@@ -31,10 +31,12 @@ from benchmarks.accepted_length import TINY, requests
 from benchmarks.driven.engines import Bench, Held, load
 from core.levels import Level
 from core.request import Request
+from decode_node.planning.step_planner import StepPlanner
 from model.drafters.base import Drafter, Drafts, Own, View
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 from model.network.cache import Caches
+from runtime.lockstep import LocalPlanner
 
 MAX_DRAFTS = 3
 PAGE_SIZE = 64
@@ -132,7 +134,10 @@ def changed(
     """The lengths in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
     bench = Arm(BY_LOAD, loaded, batch_size, num_pages).bench
-    planner: Any = bench.decode._planner
+    planner = bench.decode._planner
+    assert isinstance(planner, LocalPlanner)
+    decide = planner._decide
+    assert isinstance(decide, StepPlanner)
     wrong.shift_1.fill_(1)
     lengths = []
     for step in range(NUM_BEFORE + NUM_AFTER):
@@ -141,10 +146,10 @@ def changed(
         while len(bench.decode.scheduler.sequences) < batch_size:
             bench.start(next(asked))
         bench.decode.step()
-        lengths.append(planner._decide._costs.of_size(batch_size).current)
-    costs, after = planner._decide._costs, statistics.mode(lengths[-200:])
+        lengths.append(decide._costs.of_size(batch_size).current)
+    costs, after = decide._costs, statistics.mode(lengths[-200:])
     times = zip(costs.expected_tokens(), costs.of_size(batch_size).step_s, strict=True)
-    worth = [num / step_s for num, step_s in times]
+    worth = [by_depth[-1] / step_s for by_depth, step_s in times]
     good = [n >= ALIKE * max(worth) for n in worth]
     found = (step for step, n in enumerate(lengths[NUM_BEFORE:]) if good[n])
     return lengths[NUM_BEFORE - 1], after, next(found, NUM_AFTER)

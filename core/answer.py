@@ -37,8 +37,8 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
     """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
-    ``drafted_per_position[i]`` the steps that had that draft. ``num_nodes`` counts drafts where
-    those of a step are a tree, of which ``num_drafted`` is the depth.
+    ``drafted_per_position[i]`` the steps that had that draft. ``num_nodes`` counts all drafts that
+    were verified: of a tree more than its depth, which is in ``num_drafted``.
 
     Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
     node is not in it.

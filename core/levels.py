@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 MOST_NODES = 63
 """Drafts of a step: a mask of 64 bits says which of them each sees (model/network/tree.py)."""
-
-
 MOST_LEVELS = 4
 """Of trees, beside none: all sizes of batches by all levels have to fit the programs that are kept
 (decode_node/planning/forms.py)."""

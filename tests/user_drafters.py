@@ -76,3 +76,16 @@ class Hangs:
 class Broken:
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> list[int]:
         raise RuntimeError("no idea")
+
+
+class Undrafting:
+    """No drafter at all."""
+
+
+class WithArguments(Repeats):
+    def __init__(self, something: object) -> None:
+        self.something = something
+
+
+def some_function(token_ids: Sequence[int], num_drafts: int) -> list[int]:
+    return []

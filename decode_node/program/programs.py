@@ -127,10 +127,8 @@ class Programs:
         key = step.plan.key
         if not self._loaded.drafter.is_fed:
             return step.read_B, step.write_B
-        rows, level = (
-            self._rows.select(step.read_B, step.num_pages, key.extras),
-            self._shapes[key.level].level,
-        )
+        level = self._shapes[key.level].level
+        rows = self._rows.select(step.read_B, step.num_pages, key.extras)
         return step.read_B, step.write_B, *self._feeder.feed(key, level, rows)
 
     def _compute(

@@ -81,7 +81,7 @@ class Rows:
 
     def begin(self, sequence: Running, first_token: int, features_F: Tensor | None) -> None:
         """``sequence`` enters with ``first_token``, which is not in the cache yet, and the features
-        of the token before it, None if they were not shipped (zero_hidden). Notes for logit rules
+        of the token before it, None if they were not shipped (zero_hidden). Memory for logit rules
         is taken when the first request, of any rank, has some."""
         row, asked = sequence.row, sequence.request
         request = replace(asked, output_ids=(*asked.output_ids, first_token))

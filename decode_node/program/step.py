@@ -61,7 +61,8 @@ def decode_step(
     verdict = judge(key.extras.kinds, evidence(loaded, rows, drafts, logits_BNV, tree))
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
-        hidden_BND, logits_BNV = at(hidden_BND, verdict.path_BE), at(logits_BNV, verdict.path_BE)
+        hidden_BND = along(hidden_BND, verdict.path_BE)
+        logits_BNV = along(logits_BNV, verdict.path_BE)
     after = commit(loaded, rows.state, key, verdict, hidden_BND)
     return StepOutput(verdict, hidden_BND, logits_BNV, after)
 
@@ -161,8 +162,8 @@ def move_path(
     loaded.kernels.move(caches, from_BE, to_BE)
 
 
-def at(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
-    """The places of a path."""
+def along(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
+    """What stands at the nodes of each row's path: [B, E, X]."""
     return x_BNX.gather(1, path_BE.unsqueeze(2).expand(-1, -1, x_BNX.shape[2]))
 
 

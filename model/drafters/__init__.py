@@ -27,7 +27,8 @@ def create_drafter(
     """The drafter asked for; auto is MTP where the checkpoint has it, else none.
 
     Raises ValueError for an unknown name or a class that is not there, for MTP on a checkpoint
-    without that layer, and for whatever is wrong with the drafter's weights.
+    without that layer, for trees of who drafts chains, and for whatever is wrong with the drafter's
+    weights.
     """
     holds_mtp = has_mtp(checkpoint.files, checkpoint.config)
     name = asked.drafter if asked.num_tokens else NONE
@@ -40,19 +41,26 @@ def create_drafter(
             "speculation.drafter: 'mtp' needs the MTP layer, which this checkpoint lacks; "
             "use 'auto' or 'none'"
         )
-    return _load(CLASSES.get(name, name))(checkpoint, network, asked)
+    drafter = _load(CLASSES.get(name, name))(checkpoint, network, asked)
+    if asked.num_nodes is not None and drafter.levels(asked.num_tokens)[-1].is_chain:
+        raise ValueError(
+            f"speculation.num_nodes={asked.num_nodes}: {drafter.name} drafts chains of "
+            "speculation.num_tokens; leave it null"
+        )
+    return drafter
 
 
 def _load(path: str) -> Loader:
+    """Whatever a module of strangers raises is told."""
     module, _, name = path.partition(":")
     try:
         found = getattr(import_module(module), name)
         is_plain = Drafter not in found.__mro__ and callable(found.draft)
         load: Loader = UserDrafter.loader(found) if is_plain else found.load
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         known = ", ".join((AUTO, *CLASSES, NONE))
         raise ValueError(
-            f"speculation.drafter: {path!r} cannot be had ({error}); use {known}, or "
+            f"speculation.drafter: {path!r} cannot be had ({error!r}); use {known}, or "
             "package.module:Class with a class that has draft(token_ids, num_drafts)"
         ) from error
     return load

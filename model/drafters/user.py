@@ -1,6 +1,6 @@
 """Drafts of anybody's class: plain Python, token ids in, drafts out, whatever it does wrong.
 
-Shape legend: B rows, R rows of the memory, T tokens of a row's text, N drafts.
+Shape legend: B rows, N drafts.
 """
 
 import logging
@@ -53,14 +53,22 @@ class UserDrafter(ReadsTexts):
         self._last_error = ""
 
     @classmethod
-    def loader(cls, theirs: Callable[[], UserClass]) -> Any:
-        """What makes it of their class."""
+    def loader(
+        cls, theirs: Callable[[], UserClass]
+    ) -> Callable[[Checkpoint, DeepseekV3, SpeculationConfig], "UserDrafter"]:
+        """What makes it of their class. Raises ValueError if that cannot be made."""
 
         def load(
             checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
         ) -> UserDrafter:
-            vocab_size = checkpoint.config.vocab_size
-            return cls(theirs(), asked.num_nodes, vocab_size, asked.drafter_s)
+            try:
+                made = theirs()
+            except Exception as error:
+                raise ValueError(
+                    f"speculation.drafter={asked.drafter!r} cannot be made without arguments: "
+                    f"{error!r}"
+                ) from error
+            return cls(made, asked.num_nodes, checkpoint.config.vocab_size, asked.drafter_s)
 
         return load
 
@@ -83,7 +91,7 @@ class UserDrafter(ReadsTexts):
     def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
         found = self._found(self._real_texts(view), level)
         tokens_BN = torch.zeros(len(view.real_B), level.num_nodes, dtype=torch.int64)
-        parents_BN, num_B = tokens_BN.clone(), tokens_BN[:, 0].clone()
+        parents_BN, num_B = tokens_BN.clone(), tokens_BN.new_zeros(len(tokens_BN))
         for b, (tokens, parents) in found.items():
             num_B[b] = num = len(tokens)
             tokens_BN[b, :num], parents_BN[b, :num] = torch.tensor([tokens, parents]).long()

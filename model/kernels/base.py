@@ -56,7 +56,8 @@ class Routing(NamedTuple):
 class Attention(NamedTuple):
     """What all forms of a layer's attention have in common in one pass: angles of its rows, whether
     pairs of what is rotated are interleaved, the cache [pages, page size, L] and the factor of
-    scores. The table is [B, P], or [1, P] of one segment's pages after the other's."""
+    scores. The table is [B, P], or [1, P] of one segment's pages after the other's. With
+    ``bits_BQ`` rows of sequences are nodes of trees (Batch)."""
 
     cos: Tensor
     sin: Tensor
@@ -64,6 +65,7 @@ class Attention(NamedTuple):
     cache: Tensor
     page_table_BP: Tensor
     scale: float
+    bits_BQ: Tensor | None = None
 
 
 class Kernels(Sampler):
@@ -135,20 +137,13 @@ class Kernels(Sampler):
         how.cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
 
     def mla_attend(
-        self,
-        q_XHK: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
-        how: Attention,
-        context_lens_BQ: Tensor,
-        bits_BQ: Tensor | None = None,
+        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
     ) -> Tensor:
         """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
 
         The first K - R values of queries go through their head's packed [C, K - R], the others are
-        rotated; what was attended to goes through packed [V, C]. With ``bits_BQ`` rows are nodes of
-        trees (Batch). Here over a copy of the pages, of shapes that depend on the page table's
-        width alone.
+        rotated; what was attended to goes through packed [V, C]. Here over a copy of the pages, of
+        shapes that depend on the page table's width alone.
         """
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
@@ -157,7 +152,7 @@ class Kernels(Sampler):
         q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, how.cache.shape[-1])
         context_BSL = gather_pages(how.cache, how.page_table_BP)
         scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * how.scale
-        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], bits_BQ)
+        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], how.bits_BQ)
         scores_BQHS = scores.unflatten(1, (num_q, -1))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
         p_BXS = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)

@@ -61,15 +61,9 @@ class Native(Kernels):
         torch.ops.tandem.mla_entry.default(kv_XL, weight_C, eps, *how[:3], slots_X, how.cache)
 
     def mla_attend(
-        self,
-        q_XHK: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
-        how: Attention,
-        context_lens_BQ: Tensor,
-        bits_BQ: Tensor | None = None,
+        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
     ) -> Tensor:
-        rest = *how[:5], context_lens_BQ, how.scale, bits_BQ
+        rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:

@@ -65,7 +65,7 @@ class MLA(Part):
         how = self._how(batch, cache, angles)
         if batch.segments is None:
             ups = self._up_k, self._up_v
-            out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ, batch.bits_BQ)
+            out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ)
         else:
             num_values = config.v_head_dim
             out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, num_values)
@@ -82,4 +82,4 @@ class MLA(Part):
     def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
         config = self.config
         rest = batch.page_table_BP, config.softmax_scale
-        return Attention(*angles, config.rope_interleave, cache, *rest)
+        return Attention(*angles, config.rope_interleave, cache, *rest, batch.bits_BQ)

@@ -114,8 +114,9 @@ def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch
     assert told.seconds() == 5 + compiling.LONGEST_S
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
-def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
+def test_attention(compiled: list[str], num_heads: int, num_q: int, is_tree: bool) -> None:
     num_rows, cache, angles = 8 * num_q, zeros(4, 64, 576), zeros(8 * num_q, 32).float()
     q, up_k, up_v = (
         zeros(num_rows, num_heads, 192),
@@ -123,9 +124,16 @@ def test_attention(compiled: list[str], num_heads: int, num_q: int) -> None:
         zeros(num_heads, 128, 512),
     )
     table, lens = torch.zeros(8, 9, dtype=torch.int64), torch.zeros(8, num_q, dtype=torch.int64)
-    how = Attention(angles, angles, True, cache, table, 0.1)
+    how = Attention(angles, angles, True, cache, table, 0.1, lens if is_tree else None)
     assert Triton(132).mla_attend(q, up_k, up_v, how, lens).shape == (num_rows, num_heads, 128)
     assert compiled == ["_attend", "_merge"]
+
+
+@pytest.mark.parametrize("num_moves", [1, 4, 63])
+def test_moves(compiled: list[str], num_moves: int) -> None:
+    caches, slots = [zeros(4, 64, 576), zeros(4, 64, 576)], torch.zeros(8, num_moves).long()
+    Triton(132).move(caches, slots, slots)
+    assert compiled == ["_move"]
 
 
 @pytest.mark.parametrize("dim", [2048, 7168])

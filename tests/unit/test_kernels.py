@@ -138,9 +138,9 @@ class Pages:
         cos, sin = (angle[rows] for angle in self.angles)
         kernels = ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
-        how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE)
         bits_BQ = None if batch.bits_BQ is None else batch.bits_BQ[first:last]
-        return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens, bits_BQ)
+        how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE, bits_BQ)
+        return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens)
 
     def as_trees(self) -> "Pages":
         """Its rows as nodes of random trees behind the shortest context of each sequence."""

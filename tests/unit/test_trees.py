@@ -21,6 +21,7 @@ from model.network.cache import MAIN
 from model.network.tree import tree_of
 from model.sampling.acceptance import paths
 from model.sampling.acceptance.base import AcceptanceRows, Evidence
+from model.sampling.thinking import thinking_before
 from tests.small import write_small
 from tests.trees import HiddenChain, Parents, ScriptedTree, level_of, path_to, shapes
 from tests.unit.test_drafts import prompt
@@ -178,6 +179,22 @@ def test_relaxed_rows_take_the_deepest_path(loaded: LoadedModel) -> None:
         bench.decode.step()
     emitted = [len(frame.updates[0].token_ids) for frame in bench.frames]
     assert emitted[:-1] == [4] * (len(emitted) - 1), "nodes 2, 3, 5"
+
+
+def test_a_node_thinks_as_its_path_says() -> None:
+    """Over random trees and texts: the phase before each draft is that of its path as a chain."""
+    draw = random.Random(5)
+    for parents in random_shapes(30, 16):
+        tokens = [draw.choice((1, 6, 7)) for _ in parents]
+        level, told = level_of(parents), torch.tensor([tokens, tokens])
+        tree = tree_of(torch.tensor([parents, parents]), level.depth)
+        starts_B = torch.tensor([False, True])
+        phases_BN = thinking_before(starts_B, told, (6, 7), tree)
+        for node in range(1, len(parents) + 1):
+            chain = torch.tensor([[tokens[one - 1] for one in path_to(parents, node)]] * 2)
+            assert torch.equal(
+                phases_BN[:, node - 1], thinking_before(starts_B, chain, (6, 7))[:, -1]
+            )
 
 
 def test_rows_of_all_kinds_share_a_tree(loaded: LoadedModel) -> None:

@@ -1,6 +1,7 @@
 """A drafter of one's own: a few lines of Python, and whatever it does wrong costs drafts alone."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from core.levels import MOST_LEVELS, MOST_NODES, chains, grown
 from core.request import Request
+from decode_node.planning.buckets import buckets_of
+from decode_node.planning.forms import MAX_KEPT, usual_keys
+from model.drafters.mtp_rows import Pending
 from model.drafters.user import MOST_FAILURES, UserClass, UserDrafter, checked
 from model.loaded import LoadedModel
 from tests import user_drafters
@@ -49,8 +53,9 @@ def test_answers_are_those_without_drafts(
     asked: list[Request], expected: list, loop: str, name: str, num_nodes: int | None
 ) -> None:
     """Chains and trees, by the path of the class."""
-    sets = [f"speculation.drafter=tests.user_drafters:{name}", f"speculation.num_nodes={num_nodes}"]
-    loaded = load(TINY_MODEL, *(one.replace("None", "null") for one in sets))
+    drafter = f"speculation.drafter=tests.user_drafters:{name}"
+    trees = f"speculation.num_nodes={num_nodes or 'null'}"
+    loaded = load(TINY_MODEL, drafter, trees, "speculation.drafter_s=60")
     told, bench = answers(loaded, asked, loop=loop)
     assert told == expected and loaded.drafter.trouble == ""
     assert accepted(bench) > 40
@@ -122,6 +127,42 @@ def test_what_is_wrong_is_said(given: Any, told: str) -> None:
         checked(given, chains(3)[3], 10)
     assert checked([1, 2], chains(3)[3], 10) == ([1, 2], [0, 1])
     assert checked(([1, 2], [0, 0]), grown(8, 3)[-1], 10) == ([1, 2], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("NoClass", "has no attribute 'NoClass'"),
+        ("Undrafting", "has no attribute 'draft'"),
+        ("some_function", "__mro__"),
+        ("WithArguments", "cannot be made without arguments: TypeError"),
+    ],
+)
+def test_a_class_that_cannot_be_had_is_refused_with_what_it_said(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"speculation\.drafter.*{name}.*{told}"):
+        load(TINY_MODEL, f"speculation.drafter=tests.user_drafters:{name}")
+
+
+def test_a_module_that_raises_is_refused_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_as_it_is_imported.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be had .ZeroDivisionError.*use auto"):
+        load(TINY_MODEL, "speculation.drafter=raises_as_it_is_imported:Drafter")
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_trees_of_who_drafts_chains_are_refused(drafter: str) -> None:
+    sets = f"speculation.drafter={drafter}", "speculation.num_nodes=12"
+    with pytest.raises(ValueError, match=rf"num_nodes=12: {drafter} drafts chains .*leave it null"):
+        load(TINY_MODEL, *sets)
+
+
+@pytest.mark.parametrize("most_rows", [16, 64, 256])
+def test_programs_of_all_sizes_and_levels_of_trees_are_kept_on_devices(most_rows: int) -> None:
+    sizes = buckets_of(None, most_rows, "cuda")
+    assert len(usual_keys(sizes, grown(MOST_NODES, 8), Pending(8))) <= MAX_KEPT
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 9, MOST_NODES])

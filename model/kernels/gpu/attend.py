@@ -25,19 +25,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def attend(
-    q_XHC: Tensor,
-    pe_XHR: Tensor,
-    how: Attention,
-    context_lens_BQ: Tensor,
-    bits_BQ: Tensor | None,
-    num_processors: int,
+    q_XHC: Tensor, pe_XHR: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int
 ) -> Tensor:
     """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
     until ``num_processors`` have work, into as many parts whatever they are."""
     num_rows, num_heads, width = q_XHC.shape
     (num_seqs, num_q), num_pe = context_lens_BQ.shape, pe_XHR.shape[2]
     lens = context_lens_BQ.contiguous()
-    bits = lens if bits_BQ is None else bits_BQ.contiguous()
+    bits = lens if how.bits_BQ is None else how.bits_BQ.contiguous()
     is_exact = q_XHC.dtype == torch.float32
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
@@ -55,7 +50,7 @@ def attend(
         PAGE_SIZE=how.cache.shape[1],
         NUM_PARTS=num_parts,
         IS_INTERLEAVED=how.is_interleaved,
-        IS_TREE=bits_BQ is not None,
+        IS_TREE=how.bits_BQ is not None,
         BLOCK_M=block_m,
         BLOCK_S=16 if is_exact else 32,
         BLOCK_C=triton.next_power_of_2(width),

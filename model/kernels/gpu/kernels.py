@@ -89,18 +89,12 @@ class Triton(Kernels):
         return norms.rms_norm(x_XD, more_XD, weight_D, eps)
 
     def mla_attend(
-        self,
-        q_XHK: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
-        how: Attention,
-        context_lens_BQ: Tensor,
-        bits_BQ: Tensor | None = None,
+        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
     ) -> Tensor:
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
         q_HXC = torch.bmm(q_XHK[..., :num_nope].transpose(0, 1), up_k.transpose(1, 2))
         queries = q_HXC.transpose(0, 1), q_XHK[..., num_nope:]
-        o_XHC = attend(*queries, how, context_lens_BQ, bits_BQ, self._num_processors)
+        o_XHC = attend(*queries, how, context_lens_BQ, self._num_processors)
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
         up_v_HCV = up_v.transpose(1, 2)
         torch.bmm(o_XHC.transpose(0, 1), up_v_HCV, out=out_XHV.transpose(0, 1))
