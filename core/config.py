@@ -56,7 +56,7 @@ class CheckpointConfig(Section):
 
 class SpeculationConfig(Section):
     num_tokens: int = Field(default=3, ge=0, le=8)
-    """most drafts per step; 0 turns drafting off"""
+    """most drafts per step, one behind the other; 0 turns drafting off"""
     first_step: Literal["ship_hidden", "zero_hidden"] = "ship_hidden"
     """whether the hand-over carries the hidden state that the first draft needs"""
     draft_length: Literal["by_load", "fixed"] = "by_load"

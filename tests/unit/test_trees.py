@@ -103,9 +103,10 @@ def test_every_path_of_a_tree(loaded: LoadedModel, parents: Parents, is_fed: boo
     assert all(map(torch.equal, caches, plain))
 
 
-def everything() -> list[Request]:
+def everything(prompts: Sequence[list[int]] | None = None) -> list[Request]:
     """Strict rows that ask for all that there is."""
-    asked = [greedy(f"r{i}", list(range(5 + i, 25)), 50, ignore_eos=True) for i in range(6)]
+    prompts = prompts or [list(range(5 + i, 25)) for i in range(6)]
+    asked = [greedy(f"r{i}", ids, 50, ignore_eos=True) for i, ids in enumerate(prompts)]
     hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
     ruled = replace(asked[0].sampling, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=45)
     asked[1] = replace(asked[1], sampling=replace(hot, logprobs=0))
