@@ -61,8 +61,7 @@ def decode_step(
     verdict = judge(key.extras.kinds, evidence(loaded, rows, drafts, logits_BNV, tree))
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
-        hidden_BND = along(hidden_BND, verdict.path_BE)
-        logits_BNV = along(logits_BNV, verdict.path_BE)
+        hidden_BND, logits_BNV = (along(x, verdict.path_BE) for x in (hidden_BND, logits_BNV))
     after = commit(loaded, rows.state, key, verdict, hidden_BND)
     return StepOutput(verdict, hidden_BND, logits_BNV, after)
 

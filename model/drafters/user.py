@@ -44,8 +44,7 @@ class UserDrafter(ReadsTexts):
     def __init__(
         self, theirs: UserClass, num_nodes: int | None, vocab_size: int, bound_s: float
     ) -> None:
-        self.name = type(theirs).__name__
-        self._theirs, self._num_nodes = theirs, num_nodes
+        self.name, self._theirs, self._num_nodes = type(theirs).__name__, theirs, num_nodes
         self._vocab_size, self._bound_s = vocab_size, bound_s
         self._texts: dict[int, list[int]] = {}
         self._thread: Thread | None = None
@@ -73,9 +72,8 @@ class UserDrafter(ReadsTexts):
         return load
 
     def levels(self, most_depth: int) -> Levels:
-        if self._num_nodes is None:
-            return chains(most_depth)
-        return grown(self._num_nodes, most_depth)
+        num_nodes = self._num_nodes
+        return chains(most_depth) if num_nodes is None else grown(num_nodes, most_depth)
 
     @property
     def trouble(self) -> str:
@@ -124,17 +122,14 @@ class UserDrafter(ReadsTexts):
         if is_late:
             self._fail(TimeoutError(f"it has not come back within {self._bound_s} s"))
             return {}
-        self._num_in_row = self._num_in_row if errors else 0
         if errors:
             self._fail(errors[0], len(errors))
+        else:
+            self._num_in_row = 0
         return dict(zip(texts, found, strict=True))
 
     def _of_all(
-        self,
-        texts: list[list[int]],
-        level: Level,
-        found: list[Found],
-        errors: list[BaseException],
+        self, texts: list[list[int]], level: Level, found: list[Found], errors: list[BaseException]
     ) -> None:
         """On the thread; what it appends to is looked at once that has ended."""
         for text in texts:
@@ -146,9 +141,8 @@ class UserDrafter(ReadsTexts):
                 found.append(([], []))
 
     def _fail(self, error: BaseException, num: int = 1) -> None:
-        self.num_failures += num
+        self.num_failures, self._last_error = self.num_failures + num, repr(error)
         self._num_in_row += 1
-        self._last_error = repr(error)
         if self._num_in_row == MOST_FAILURES:
             log.error("%s", self.trouble)
 
