@@ -1,36 +1,49 @@
-"""Accepted length of a checkpoint: tokens per verify step in greedy continuation.
+"""Accepted length of a checkpoint: tokens per verify step in continuations of held-out text.
 
-    python -m benchmarks.accepted_length [--path DIR] [--num-prompts 100] [--set KEY=VALUE] [--json]
+    python -m benchmarks.accepted_length [--path DIR] [--num-prompts 100] [--num-tokens 1 2 3]
+        [--temperature 0.8] [--true-context] [--set KEY=VALUE] [--json]
 
 Prompts are pieces of files that training never saw. Runs both engines in one process; the
-hand-over changes nothing here but whether the first hidden state was shipped.
+hand-over changes nothing here but whether the first hidden state was shipped. With
+``--true-context`` each step stands alone, behind the text as it was written.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.driven.engines import Bench, load
-from core.request import Request, SamplingParams, SequenceUpdate
+from core.answer import SpeculationCounts
+from core.request import Request, SamplingParams
 from model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
 TINY = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
 BATCH = 16
+PLACES, LEAST = 8, 32
+"""Of each prompt, behind which a step stands alone, and tokens before the first of them."""
 
 
-def requests(path: Path, num_prompts: int, max_tokens: int) -> list[Request]:
+def requests(
+    path: Path, num_prompts: int, max_tokens: int, temperature: float = 0.0
+) -> list[Request]:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     prompts = held_out_prompts(tokenizer, num_prompts, min_len=64, max_len=512, seed=7)
-    sampling = SamplingParams(seed=0, max_tokens=max_tokens, ignore_eos=True)
-    return [Request(f"r{i}", tuple(ids), sampling=sampling) for i, ids in enumerate(prompts)]
+    return [
+        Request(
+            f"r{i}",
+            tuple(ids),
+            sampling=SamplingParams(temperature, seed=i, max_tokens=max_tokens, ignore_eos=True),
+        )
+        for i, ids in enumerate(prompts)
+    ]
 
 
 def batches(items: list[Request], size: int) -> Iterator[list[Request]]:
@@ -38,10 +51,28 @@ def batches(items: list[Request], size: int) -> Iterator[list[Request]]:
         yield items[start : start + size]
 
 
+def pieces(asked: list[Request]) -> tuple[list[Request], dict[str, int]]:
+    """Each prompt cut at PLACES even places, and the token that comes there, by id."""
+    cut, firsts = [], {}
+    for one in asked:
+        step = (len(one.prompt_ids) - 1 - LEAST) // PLACES
+        for end in (LEAST + i * step for i in range(PLACES)):
+            name = f"{one.request_id}-{end}"
+            cut.append(replace(one, request_id=name, prompt_ids=one.prompt_ids[:end]))
+            firsts[name] = one.prompt_ids[end]
+    return cut, firsts
+
+
 def measure(
-    loaded: LoadedModel, asked: list[Request], num_drafts: int, *, ship_hidden: bool
+    loaded: LoadedModel,
+    asked: list[Request],
+    num_drafts: int,
+    *,
+    ship_hidden: bool = True,
+    true_context: bool = False,
 ) -> dict[str, object]:
     """Means over all requests; acceptance per position is of drafts proposed."""
+    asked, firsts = pieces(asked) if true_context else (asked, {})
     bench = Bench(
         loaded,
         num_drafts=num_drafts,
@@ -49,35 +80,45 @@ def measure(
         num_pages=600,
         page_size=64,
         ship_hidden=ship_hidden,
+        firsts=firsts,
     )
-    ends: list[SequenceUpdate] = []
+    counts: list[SpeculationCounts] = []
+    num_emitted = 0
     title = f"n = {num_drafts}, {'ship' if ship_hidden else 'zero'}_hidden"
     for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
-        bench.generate(*batch)
-        ends += [update for update in bench.updates() if update.counts is not None]
+        num_first = len(bench.start_all(*batch))
+        bench.frames.clear()
+        bench.decode.step()
+        while bench.decode.has_work() and not true_context:
+            bench.decode.step()
+        num_emitted += sum(len(update.token_ids) for update in bench.updates())
+        if true_context:
+            counts += [bench.sequence(one.request_id).counts for one in batch]
+            assert all(bench.drop(one.request_id) for one in batch) and num_first == len(batch)
+        counts += [end.counts for end in bench.updates() if end.counts is not None]
     bench.check_empty()
-    counts = [end.counts for end in ends if end.counts is not None]
     num_steps = sum(c.num_steps for c in counts)
-    num_emitted = sum(r.sampling.max_tokens - 1 for r in asked)
-    per_position = [sum(c.accepted_per_position[i] for c in counts) for i in range(num_drafts)]
+    per_position = [sum(sum(c.accepted_per_position[i : i + 1]) for c in counts) for i in range(8)]
     return {
         "num_drafts": num_drafts,
         "first_step": "ship_hidden" if ship_hidden else "zero_hidden",
         "accepted_length": num_emitted / num_steps,
-        "accepted_per_position": [accepted / num_steps for accepted in per_position],
+        "num_nodes": sum(c.num_nodes for c in counts) / num_steps,
+        "accepted_per_position": [accepted / num_steps for accepted in per_position[:num_drafts]],
         "first_step_accepted": sum(c.first_step_accepted for c in counts) / len(counts),
     }
 
 
-def show(rows: list[dict[str, object]]) -> Table:
-    table = Table(title="greedy continuation of held-out files")
-    for column in ("n", "first step", "accepted length", "per position", "first-step accepted"):
+def show(rows: list[dict[str, object]], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("n", "nodes", "first step", "accepted length", "per position", "first-step"):
         table.add_column(column)
     for row in rows:
         positions = row["accepted_per_position"]
         assert isinstance(positions, list)
         table.add_row(
             str(row["num_drafts"]),
+            f"{row['num_nodes']:.1f}",
             str(row["first_step"]),
             f"{row['accepted_length']:.2f}",
             " ".join(f"{p:.2f}" for p in positions),
@@ -91,19 +132,25 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--num-prompts", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-tokens", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--true-context", action="store_true", help="steps behind written text")
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
-    loaded = load(args.path, f"decode.num_threads={args.num_threads}", *args.sets)
-    torch.manual_seed(0)
-    asked = requests(args.path, args.num_prompts, args.max_tokens)
-    rows = [measure(loaded, asked, n, ship_hidden=True) for n in (1, 2, 3)]
-    rows.append(measure(loaded, asked, 3, ship_hidden=False))
+    threads = f"decode.num_threads={args.num_threads}"
+    asked = requests(args.path, args.num_prompts, args.max_tokens, args.temperature)
+    rows = []
+    for n in args.num_tokens:
+        loaded = load(args.path, threads, *args.sets, f"speculation.num_tokens={n}")
+        rows.append(measure(loaded, asked, n, true_context=args.true_context))
+    if loaded.drafter.num_features and not args.true_context:
+        rows.append(measure(loaded, asked, n, ship_hidden=False))
     if args.json:
         print(json.dumps(rows))
     else:
-        Console().print(show(rows))
+        Console().print(show(rows, "continuation of held-out files"))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ class SpeculationConfig(Section):
     """mtp, ngram, none, auto (mtp if the checkpoint has MTP layers), or package.module:Class"""
     num_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
+    top_k: int = Field(default=4, ge=1, le=MOST_NODES)
+    """of trees of mtp: how many nodes of each depth are drafted on from, and tokens after each"""
     drafter_s: float = Field(default=0.02, gt=0, le=60)
     """of a class of one's own: how long a step waits for its drafts"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)

@@ -15,11 +15,18 @@ MOST_LEVELS = 4
 class Level:
     """A tree of drafts, whose shape is static: nodes 1 .. ``num_nodes``, parents before children.
     Node 0 is the last known token. ``parents`` are those of nodes 1 .., None where each step
-    decides on them; then, too, no node lies deeper than ``depth``."""
+    decides on them; then, too, no node lies deeper than ``depth``. Who drafts it writes to
+    ``num_used`` slots of its own caches, from the last known token's on."""
 
     num_nodes: int
     depth: int
     parents: tuple[int, ...] | None
+    num_used: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """That drafting or verifying writes, from the last token's on."""
+        return max(self.num_nodes + 1, self.num_used)
 
     @property
     def is_chain(self) -> bool:
@@ -39,10 +46,12 @@ def chains(depth: int) -> Levels:
     return tuple(Level(n, n, (*range(n),)) for n in range(depth + 1))
 
 
-def grown(num_nodes: int, depth: int) -> Levels:
-    """Of trees that each step decides on: nothing, then sizes that double up to ``num_nodes``."""
-    sizes = {max(1, num_nodes >> i) for i in range(MOST_LEVELS)}
-    return chains(0) + tuple(Level(num, min(num, depth), None) for num in sorted(sizes))
+def grown(num_nodes: int, depth: int, width: int = 0) -> Levels:
+    """Of trees that each step decides on: nothing, then sizes that double up to ``num_nodes``. To
+    find them ``width`` nodes of each depth but the last go into caches."""
+    sizes = sorted({max(1, num_nodes >> i) for i in range(MOST_LEVELS)})
+    bounds = ((num, min(num, depth)) for num in sizes)
+    return chains(0) + tuple(Level(*one, None, width * (one[1] - 1)) for one in bounds)
 
 
 def usable(levels: Levels, depth: int) -> int:
@@ -56,7 +65,7 @@ def usable(levels: Levels, depth: int) -> int:
 def slots_ahead(levels: Levels) -> int:
     """Cache slots that two steps may need beyond the known tokens: one emits a path, the next
     writes a whole tree behind it."""
-    return levels[-1].depth + levels[-1].num_nodes + 2
+    return levels[-1].depth + max(level.num_slots for level in levels) + 1
 
 
 def _within(parents: Sequence[int], depth: int) -> Iterator[int]:

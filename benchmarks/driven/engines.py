@@ -1,7 +1,7 @@
 """Both engines over one pool, driven by hand: what they compute, without hand-over or Ray."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -57,7 +57,8 @@ def planner_of(loaded: LoadedModel, most_depth: int, length: DraftLength) -> Ste
 
 @dataclass
 class Bench:
-    """``copy`` moves a prompt's pages to the decode sequence's, as a hand-over would."""
+    """``copy`` moves a prompt's pages to the decode sequence's, as a hand-over would. ``firsts``
+    are tokens by request that stand for what prompts gave."""
 
     loaded: LoadedModel
     num_drafts: int = 3
@@ -72,6 +73,7 @@ class Bench:
     buckets: tuple[int, ...] | None = None
     planner: Planner[Proposal, StepPlan] | None = None
     length: DraftLength | None = None
+    firsts: dict[str, int] = field(default_factory=dict)
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
@@ -132,10 +134,11 @@ class Bench:
             for done in self.progress[num_seen:]:
                 if done.first_token is not None:
                     identity = done.sequence.identity
+                    first = self.firsts.get(identity.request_id, done.first_token)
                     self._copy(done.sequence.pages, pages[identity], done.sequence.num_done)
                     self.prefill.scheduler.drop(identity)
-                    reason = self._activate(done)
-                    started[identity.request_id] = done.first_token, reason
+                    reason = self._activate(replace(done, first_token=first))
+                    started[identity.request_id] = first, reason
             num_seen = len(self.progress)
         assert len(started) == len(requests)
         return started

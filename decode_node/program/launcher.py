@@ -105,9 +105,9 @@ class Launcher:
         nothing."""
         if self._loaded.kernels.reads_pages:
             return None
-        num_nodes = self._levels[key.level].num_nodes
+        more = self._levels[key.level].num_slots - 1
         bounds = (
-            min(self._pool.num_pages_for(one.num_known_most + num_nodes), len(one.pages))
+            min(self._pool.num_pages_for(one.num_known_most + more), len(one.pages))
             for one in sequences
         )
         return max(bounds, default=1)

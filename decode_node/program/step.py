@@ -22,6 +22,7 @@ from model.network.deepseek import DeepseekV3
 from model.network.tree import Tree, tree_of
 from model.sampling.acceptance import judge, pick_draft
 from model.sampling.acceptance.base import Evidence, Verdict
+from model.sampling.ranking import rank
 from model.sampling.sampler import adjusted_places, draw_places
 from model.sampling.thinking import phase_after
 
@@ -112,6 +113,7 @@ def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, leve
         pick=lambda logits_BV, drafts_BN: pick_draft(
             kinds, kind_B, logits_BV, rows.sampling, num_output_B, drafts_BN
         ),
+        rank=lambda logits_BQV, *drafted: rank(logits_BQV, rows.sampling, num_output_B, *drafted),
     )
     return drafter.draft(state.drafter, view, level, key.catch_up, caches)
 

@@ -17,6 +17,7 @@ CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
     "ngram": "model.drafters.ngram:NgramDrafter",
 }
+TREES = CLASSES | {MTP: "model.drafters.mtp_tree:MtpTreeDrafter"}
 """Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
 may share, and what is asked of them."""
 
@@ -41,7 +42,8 @@ def create_drafter(
             "speculation.drafter: 'mtp' needs the MTP layer, which this checkpoint lacks; "
             "use 'auto' or 'none'"
         )
-    drafter = _load(CLASSES.get(name, name))(checkpoint, network, asked)
+    classes = CLASSES if asked.num_nodes is None else TREES
+    drafter = _load(classes.get(name, name))(checkpoint, network, asked)
     if asked.num_nodes is not None and drafter.levels(asked.num_tokens)[-1].is_chain:
         raise ValueError(
             f"speculation.num_nodes={asked.num_nodes}: {drafter.name} drafts chains of "

@@ -5,6 +5,7 @@ T packed tokens, G segments.
 """
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -72,9 +73,7 @@ class MtpDrafter(Drafter):
         self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
 
     @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
-    ) -> "MtpDrafter":
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
         """With the checkpoint's first MTP layer; see load_weights for what it raises."""
         with torch.device("meta"):
             layer = MtpLayer(checkpoint.config, network.dispatch)
@@ -113,19 +112,10 @@ class MtpDrafter(Drafter):
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
     def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        num_rows, num_drafts, cache = len(own.tokens_BM), level.depth, caches[MTP][0]
-        page_size, drafts_BN = cache.shape[1], own.tokens_BM[:, :0]
-        if amount == 0:
+        num_drafts, page_size = level.depth, caches[MTP][0].shape[1]
+        drafts_BN, head_BD = own.tokens_BM[:, :0], self._first(own, view, level, amount, caches)
+        if head_BD is None:
             return Drafts(drafts_BN)
-        batch = first_pass(own, view, amount, page_size)
-        z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
-        cos, sin = self._angles(batch)
-        self._layer.write(z_XD, batch, cache, (cos, sin))
-        if num_drafts == 0:
-            return Drafts(drafts_BN)
-        at_B = torch.arange(num_rows, device=z_XD.device) * amount + (own.num_pending_B - 1)
-        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
-        head_BD = self._layer.predict(z_XD[at_B], *at_head)
         later = iter(self._later(view, num_drafts - 1, page_size) if num_drafts > 1 else ())
         drawn_from: list[Tensor] = []
         for i in range(num_drafts):
@@ -160,6 +150,24 @@ class MtpDrafter(Drafter):
             own.num_pending_B + 1,
             own.first_B,
         )
+
+    def _first(
+        self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches
+    ) -> Tensor | None:
+        """Pass 1: the hidden state that predicts the first draft, None if there is to be none."""
+        if amount == 0:
+            return None
+        cache = caches[MTP][0]
+        batch = first_pass(own, view, amount, cache.shape[1])
+        z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
+        cos, sin = self._angles(batch)
+        self._layer.write(z_XD, batch, cache, (cos, sin))
+        if level.depth == 0:
+            return None
+        at_B = torch.arange(len(own.tokens_BM), device=z_XD.device) * amount
+        at_B = at_B + (own.num_pending_B - 1)
+        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
+        return self._layer.predict(z_XD[at_B], *at_head)
 
     def _combined(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
         embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())

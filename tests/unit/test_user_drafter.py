@@ -149,7 +149,7 @@ def test_a_module_that_raises_is_refused_with_what_it_said(
         load(TINY_MODEL, "speculation.drafter=raises_as_it_is_imported:Drafter")
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize("drafter", ["ngram"])
 def test_trees_of_who_drafts_chains_are_refused(drafter: str) -> None:
     sets = f"speculation.drafter={drafter}", "speculation.num_nodes=12"
     with pytest.raises(ValueError, match=rf"num_nodes=12: {drafter} drafts chains .*leave it null"):

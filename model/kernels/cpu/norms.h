@@ -69,6 +69,7 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
                const Tensor& sin, bool interleaved, const Tensor& slots, Tensor cache) {
   int64_t num_latent = weight.size(0), num_pe = kv.size(1) - num_latent, width = cache.size(-1);
   TORCH_CHECK(cache.is_contiguous() && kv.stride(1) == 1 && num_latent + num_pe == width);
+  TORCH_CHECK(slots.is_contiguous() && cos.is_contiguous() && sin.is_contiguous());
   with_type(kv, [&](auto zero) {
     using T = decltype(zero);
     at::parallel_for(0, kv.size(0), kRowChunk, [&](int64_t begin, int64_t end) {

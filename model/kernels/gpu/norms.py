@@ -34,6 +34,7 @@ def rms_norm(
 
 def mla_entry(kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor) -> None:
     """See Kernels.mla_entry."""
+    assert slots_X.is_contiguous(), "places are read one behind the other"
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
     _entry[(len(kv_XL),)](

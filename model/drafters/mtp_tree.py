@@ -1,0 +1,95 @@
+"""Trees of the MTP layer over its own output: the likeliest nodes of a beam (as EAGLE-2, arXiv
+2406.16858, finds them).
+
+Shape legend: B rows, K nodes of a beam, M = K * (passes after the first), D hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from core.config import SpeculationConfig
+from core.levels import MOST_NODES, Level, Levels, grown
+from model.checkpoint.weights import Checkpoint
+from model.drafters.base import Drafts, View
+from model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_rows import MtpRows
+from model.kernels.base import Angles
+from model.network.batch import Batch, physical_slots
+from model.network.cache import MTP, Caches
+from model.network.deepseek import DeepseekV3
+
+
+class MtpTreeDrafter(MtpDrafter):
+    """Pass 1 is that of a chain. Each later one has ``top_k`` rows of a sequence, at slots of their
+    own behind the known ones: each sees those and its own path."""
+
+    _num_nodes: int
+    _top_k: int
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+        """As a chain's; raises ValueError, too, where beams do not make such trees."""
+        drafter = super().load(checkpoint, network, asked)
+        assert asked.num_nodes is not None, "or chains are drafted"
+        top_k, num_later = asked.top_k, asked.num_tokens - 1
+        most = top_k + num_later * top_k**2
+        if asked.num_nodes > most:
+            raise ValueError(
+                f"speculation.num_nodes={asked.num_nodes}: {top_k} tokens after each of {top_k} "
+                f"nodes, {asked.num_tokens} deep, are no more than {most}; raise speculation.top_k "
+                "or speculation.num_tokens"
+            )
+        if top_k * num_later > MOST_NODES:
+            raise ValueError(
+                f"speculation.top_k={top_k}: use at most {MOST_NODES // num_later} with "
+                f"speculation.num_tokens={asked.num_tokens}"
+            )
+        drafter._num_nodes, drafter._top_k = asked.num_nodes, top_k
+        return drafter
+
+    def levels(self, most_depth: int) -> Levels:
+        return grown(self._num_nodes, most_depth, self._top_k)
+
+    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        head_BD = self._first(own, view, level, amount, caches)
+        if head_BD is None:
+            return Drafts(own.tokens_BM[:, :0])
+        beam = root(head_BD)
+        found: list[Candidates] = []
+        for batch, angles in self._beams(view, level, caches):
+            found.append(self._followed(beam, view))
+            beam = narrowed(beam, found)
+            batch = replace(
+                batch,
+                token_ids_BQ=beam.drafts_BM[:, -self._top_k :],
+                # Bit 0 is the last known token's, which is not among these slots.
+                bits_BQ=beam.nodes.bits_BQ >> 1,
+            )
+            hidden_XD = self.forward(batch, beam.hidden_BKD.flatten(0, 1), caches, angles)
+            beam = beam._replace(hidden_BKD=hidden_XD.view_as(beam.hidden_BKD))
+        return chosen([*found, self._followed(beam, view)], level.num_nodes)
+
+    def _followed(self, beam: Beam, view: View) -> Candidates:
+        logits_BKV = self._network.logits(beam.hidden_BKD)
+        return followed(beam, *view.rank(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k))
+
+    def _beams(self, view: View, level: Level, caches: Caches) -> Iterator[tuple[Batch, Angles]]:
+        """All passes after the first, but for their tokens and paths."""
+        num_passes, known_B1 = level.depth - 1, view.num_known_B.unsqueeze(1)
+        if num_passes == 0:
+            return
+        index_M = torch.arange(num_passes * self._top_k, device=known_B1.device)
+        positions_BM = known_B1 + index_M // self._top_k
+        page_size = caches[MTP][0].shape[1]
+        places_BM = physical_slots(view.page_table_BP, known_B1 - 1 + index_M, None, page_size)
+        context_BK = (known_B1 - 1).expand(-1, self._top_k)
+        real_BK = view.real_B.unsqueeze(1).expand_as(context_BK)
+        passes = positions_BM.chunk(num_passes, 1), places_BM.chunk(num_passes, 1)
+        for at, places in zip(*passes, strict=True):
+            angles = self._network.rope.at(at.flatten())
+            own = at, at, places.contiguous(), context_BK, view.page_table_BP
+            yield Batch(*own, real_BQ=real_BK), angles
