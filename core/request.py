@@ -19,8 +19,8 @@ PREEMPTED = "preempted"
 see this reason."""
 
 STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
-REJECTION, REJECTION_GREEDY = "rejection", "rejection_greedy"
-ACCEPTANCES = (STRICT, RELAXED, REJECTION, RELAXED_LOG_PROBS, REJECTION_GREEDY)
+REJECTION, REJECTION_GREEDY, TYPICAL = "rejection", "rejection_greedy", "typical"
+ACCEPTANCES = (STRICT, RELAXED, REJECTION, RELAXED_LOG_PROBS, REJECTION_GREEDY, TYPICAL)
 """The kinds of acceptance, spelled and in order as on the wire, but for case and prefix."""
 
 
@@ -73,13 +73,16 @@ class Speculation:
 
     ``acceptance`` names the rule that drafts are judged by. The relaxed ones accept, while the
     model thinks, a draft among the ``relaxed_top_n`` likeliest tokens that is at most
-    ``relaxed_delta`` less likely than the best.
+    ``relaxed_delta`` less likely than the best. Typical acceptance takes a draft more probable than
+    ``typical_epsilon``, or than ``typical_alpha`` * exp(-entropy).
     """
 
     max_drafts: int | None = None
     acceptance: str = STRICT
     relaxed_top_n: int = 1
     relaxed_delta: float = 0.0
+    typical_epsilon: float = 0.09
+    typical_alpha: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)

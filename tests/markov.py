@@ -56,8 +56,7 @@ def evidence(
         acceptance=AcceptanceRows(
             kind_B=torch.zeros_like(limit_B) if kind_B is None else kind_B,
             limit_B=limit_B,
-            relaxed_top_n_B=torch.ones_like(limit_B),
-            relaxed_delta_B=torch.zeros(limit_B.shape),
+            bounds_B2=torch.tensor([[1.0, 0.0]]).expand(len(limit_B), -1),
         ),
         num_output_B=num_output_B,
         thinking_B=torch.zeros_like(limit_B, dtype=torch.bool),

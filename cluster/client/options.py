@@ -61,6 +61,10 @@ class GenerateOptions(TypedDict, total=False):
     """Of the relaxed kinds: a draft passes among so many of the likeliest tokens [0 is 1]."""
     relaxed_delta: float
     """And only if at most this much less likely than the best [0]."""
+    typical_epsilon: float
+    """Of typical: a draft passes that is more probable than this [0 is 0.09]."""
+    typical_alpha: float
+    """Or than this times exp(-entropy) [0 is 0.3]."""
     request_id: str | None
     """Names the request in ``abort`` and logs; None makes one up [None]."""
     resume_token_ids: Sequence[int]

@@ -33,11 +33,14 @@ class Asked:
     temperature: Annotated[float, Option(help="0 takes the likeliest token every time.")] = 0.0
     seed: Annotated[int | None, Option(help="Makes a sampled answer repeatable.")] = None
     acceptance: Annotated[
-        Literal["strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy"],
+        Literal[
+            "strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy", "typical"
+        ],
         Option(
             help="When a drafted token is accepted. strict: the same answer as without drafts. "
             "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
-            "rejection: sampled answers of the same distribution, though not the same answer."
+            "rejection: sampled answers of the same distribution, though not the same answer. "
+            "typical: faster, but lossy; above temperature 0 only."
         ),
     ] = "strict"
     relaxed_top_n: Annotated[
@@ -49,6 +52,12 @@ class Asked:
     ] = 0
     relaxed_delta: Annotated[
         float, Option(help="relaxed: and at most this much less probable than the likeliest.")
+    ] = 0.0
+    typical_epsilon: Annotated[
+        float, Option(help="typical: accept drafts more probable than this; 0 is 0.09.")
+    ] = 0.0
+    typical_alpha: Annotated[
+        float, Option(help="typical: or than this times exp(-entropy); 0 is 0.3.")
     ] = 0.0
     as_json: Json = False
     config: ConfigFile = None

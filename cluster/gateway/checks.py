@@ -16,6 +16,7 @@ from core.request import (
     REJECTION_GREEDY,
     RELAXED,
     RELAXED_LOG_PROBS,
+    TYPICAL,
     Request,
     Unchecked,
 )
@@ -33,6 +34,8 @@ _DEFAULT = Unchecked()
 _RANGE = "{low} to {high}"
 _ABOVE_0 = "use a number above 0 and up to {high}"
 _ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
+_ONLY_TYPICAL = "means something with ACCEPTANCE_TYPICAL alone; leave it 0, or use that"
+_ONLY_SAMPLED = "ACCEPTANCE_TYPICAL is for sampled requests; use more, or ACCEPTANCE_STRICT"
 _ONLY_GREEDY = (
     "ACCEPTANCE_RELAXED is for greedy requests; use 0, or ACCEPTANCE_STRICT or _REJECTION"
 )
@@ -74,7 +77,12 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
         ),
         "speculation.relaxed_top_n": Bounds(0, 0, _ONLY_RELAXED),
         "speculation.relaxed_delta": Bounds(0, 0, _ONLY_RELAXED),
+        "speculation.typical_epsilon": Bounds(0, 0, _ONLY_TYPICAL),
+        "speculation.typical_alpha": Bounds(0, 0, _ONLY_TYPICAL),
     }
+    if asked.speculation.acceptance == TYPICAL:
+        names = "speculation.typical_epsilon", "speculation.typical_alpha"
+        return table | dict.fromkeys(names, Bounds(ABOVE_0, 1, _ABOVE_0))
     if (most_delta := MAX_DELTA.get(asked.speculation.acceptance)) is None:
         return table
     return table | {
@@ -103,6 +111,8 @@ def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Reque
             bound.check(field, value)
     _check_lists(asked, token)
     _check_acceptance(asked.speculation.acceptance, model)
+    if asked.speculation.acceptance == TYPICAL and asked.sampling.temperature == 0:
+        refuse("sampling.temperature", 0, _ONLY_SAMPLED)
     if request.output_ids and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
         refuse("sampling.n", request.sampling.n, remedy)

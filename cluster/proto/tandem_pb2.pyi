@@ -14,11 +14,13 @@ class Acceptance(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACCEPTANCE_REJECTION: _ClassVar[Acceptance]
     ACCEPTANCE_RELAXED_LOG_PROBS: _ClassVar[Acceptance]
     ACCEPTANCE_REJECTION_GREEDY: _ClassVar[Acceptance]
+    ACCEPTANCE_TYPICAL: _ClassVar[Acceptance]
 ACCEPTANCE_STRICT: Acceptance
 ACCEPTANCE_RELAXED: Acceptance
 ACCEPTANCE_REJECTION: Acceptance
 ACCEPTANCE_RELAXED_LOG_PROBS: Acceptance
 ACCEPTANCE_REJECTION_GREEDY: Acceptance
+ACCEPTANCE_TYPICAL: Acceptance
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -86,16 +88,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("max_drafts", "acceptance", "relaxed_top_n", "relaxed_delta")
+    __slots__ = ("max_drafts", "acceptance", "relaxed_top_n", "relaxed_delta", "typical_epsilon", "typical_alpha")
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     RELAXED_TOP_N_FIELD_NUMBER: _ClassVar[int]
     RELAXED_DELTA_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_ALPHA_FIELD_NUMBER: _ClassVar[int]
     max_drafts: int
     acceptance: Acceptance
     relaxed_top_n: int
     relaxed_delta: float
-    def __init__(self, max_drafts: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., relaxed_top_n: _Optional[int] = ..., relaxed_delta: _Optional[float] = ...) -> None: ...
+    typical_epsilon: float
+    typical_alpha: float
+    def __init__(self, max_drafts: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., relaxed_top_n: _Optional[int] = ..., relaxed_delta: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_alpha: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("delta", "finished")

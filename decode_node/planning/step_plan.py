@@ -25,7 +25,7 @@ class Extras:
 
 
 PLAIN, SAMPLED = Extras(), Extras(all_greedy=False)
-MOST_EXTRAS = 40
+MOST_EXTRAS = 48
 """There are so many: programs of one size and length are no more than these times amounts."""
 
 

@@ -14,7 +14,7 @@ from decode_node.planning.step_plan import PLAIN, Extras
 from model.checkpoint.tensors import each, select, upload, write
 from model.drafters.base import Notes, Own
 from model.loaded import LoadedModel
-from model.sampling.acceptance import KIND_NUMBERS
+from model.sampling.acceptance import KIND_NUMBERS, KINDS
 from model.sampling.acceptance.base import AcceptanceRows, Verdict
 from model.sampling.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.sampling.sampler import SamplingRows
@@ -164,6 +164,7 @@ class Rows:
         """A row that has just emitted the last of the output ids, on the device."""
         speculation, drafter = request.speculation, self._loaded.drafter
         prompt_ids, output_ids = request.prompt_ids, request.output_ids
+        bounds = [getattr(speculation, name) for name in KINDS[speculation.acceptance].bounds]
         is_thinking = thinking_at_start(prompt_ids, output_ids, self._loaded.think_ids)
         is_known, token = features_F is not None, output_ids[-1]
         features_F = torch.zeros(drafter.num_features) if features_F is None else features_F
@@ -182,8 +183,7 @@ class Rows:
             acceptance=AcceptanceRows(
                 kind_B=torch.tensor([KIND_NUMBERS[speculation.acceptance]]),
                 limit_B=torch.tensor([limit]),
-                relaxed_top_n_B=torch.tensor([speculation.relaxed_top_n]),
-                relaxed_delta_B=torch.tensor([speculation.relaxed_delta], dtype=torch.float32),
+                bounds_B2=torch.tensor([bounds], dtype=torch.float32),
             ),
         )
         return upload(row, self._loaded.device)

@@ -57,8 +57,7 @@ def relaxed(
     )
     known = judged_by(
         replace(known, thinking_B=torch.tensor([thinking]), think_ids=THINK),
-        relaxed_top_n_B=torch.tensor([top_n]),
-        relaxed_delta_B=torch.tensor([delta]),
+        bounds_B2=torch.tensor([[top_n, delta]]),
     )
     verdict = verdict_of(kind, known)
     return verdict.tokens_BE[0, : int(verdict.num_accepted_B) + 1].tolist()

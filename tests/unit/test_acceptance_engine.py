@@ -14,6 +14,7 @@ from core.request import (
     REJECTION_GREEDY,
     RELAXED,
     RELAXED_LOG_PROBS,
+    TYPICAL,
     Request,
     SamplingParams,
     Speculation,
@@ -88,20 +89,20 @@ def accepted(bench: Bench) -> int:
 
 
 def test_mixed_kinds_in_one_batch_leave_strict_rows_alone(loaded: LoadedModel) -> None:
-    kinds = ("strict", RELAXED, RELAXED_LOG_PROBS, REJECTION, REJECTION_GREEDY)
-    prompts = [(7 + i, 3, 50, 60 - i) for i in range(5)]
-    plain = answers(Bench(loaded, max_rows=5), [ask(f"r{i}", p, 30) for i, p in enumerate(prompts)])
+    kinds = ("strict", RELAXED, RELAXED_LOG_PROBS, REJECTION, REJECTION_GREEDY, TYPICAL)
+    prompts = [(7 + i, 3, 50, 60 - i) for i in range(6)]
+    plain = answers(Bench(loaded, max_rows=6), [ask(f"r{i}", p, 30) for i, p in enumerate(prompts)])
     mixed_up = itertools.permutations(zip(prompts, kinds, strict=True))
-    for number, rows in enumerate(itertools.islice(mixed_up, 0, 120, 40)):
+    for number, rows in enumerate(itertools.islice(mixed_up, 0, 720, 240)):
         requests = []
         for i, (prompt, kind) in enumerate(rows):
             loose = {"relaxed_top_n": 9, "relaxed_delta": 0.9} if kind.startswith("rel") else {}
             request = ask(f"r{number}{i}", prompt, 30, acceptance=kind, **loose)
-            if kind.startswith("rej"):
+            if kind.startswith("rej") or kind == TYPICAL:
                 hot = replace(request.sampling, temperature=0.8, seed=number)
                 request = replace(request, sampling=hot)
             requests.append(request)
-        given = answers(Bench(loaded, max_rows=5), requests)
+        given = answers(Bench(loaded, max_rows=6), requests)
         for (prompt, kind), tokens in zip(rows, given, strict=True):
             if kind == "strict":
                 assert tokens == plain[prompts.index(prompt)]

@@ -90,14 +90,14 @@ def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
 
 def test_extras_are_few_whatever_rows_ask_for() -> None:
     """So a size and a length has no more programs than these times what is caught up with."""
-    mixtures = [set(kinds) for n in range(1, 6) for kinds in combinations(ACCEPTANCES, n)]
+    mixtures = [set(kinds) for n in range(1, 7) for kinds in combinations(ACCEPTANCES, n)]
     found = {
         extras_of_all([Extras(is_greedy, has_rules, kinds_of(kinds))])
         for kinds in mixtures
         for is_greedy in (True, False)
         for has_rules in (True, False)
     }
-    assert len(mixtures) == 31 and len(found) == MOST_EXTRAS
+    assert len(mixtures) == 63 and len(found) == MOST_EXTRAS
     assert all(kinds <= {*kinds_of(kinds)} for kinds in mixtures)
     for n in range(4):
         amounts = {CATCH_UP.amount(n, behind) for behind in range(1, CATCH_UP.most + 1)}

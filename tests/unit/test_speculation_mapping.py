@@ -8,7 +8,14 @@ import pytest
 
 from cluster.client.options import GenerateOptions, build_request
 from cluster.proto import tandem_pb2 as pb
-from core.request import REJECTION, REJECTION_GREEDY, RELAXED, RELAXED_LOG_PROBS, Speculation
+from core.request import (
+    REJECTION,
+    REJECTION_GREEDY,
+    RELAXED,
+    RELAXED_LOG_PROBS,
+    TYPICAL,
+    Speculation,
+)
 from tests.unit.test_request_mapping import THINKER, Bytes, make, mapped, to_request
 
 
@@ -19,6 +26,9 @@ def test_the_clients_options_arrive() -> None:
         "relaxed_delta": 0.6,
         "max_drafts": 2,
     }
+    typical: GenerateOptions = {"acceptance": "typical", "typical_alpha": 0.5, "temperature": 0.7}
+    request = to_request(build_request("ab", typical), THINKER, Bytes())
+    assert request.speculation == Speculation(None, TYPICAL, typical_alpha=0.5)
     request = to_request(build_request("ab", relaxed), THINKER, Bytes())
     assert request.speculation == Speculation(2, RELAXED_LOG_PROBS, 10, 0.6)
     assert mapped(build_request("ab", {})).speculation == Speculation()
@@ -69,6 +79,14 @@ def test_rejection_takes_any_temperature_relaxed_only_0() -> None:
             to_request(message, THINKER, Bytes())
 
 
+def test_typical_takes_any_model_and_any_temperature_but_0() -> None:
+    speculation = pb.Speculation(acceptance=pb.ACCEPTANCE_TYPICAL, typical_epsilon=0.5)
+    message = make(sampling=pb.Sampling(temperature=0.7), speculation=speculation)
+    assert mapped(message).speculation == Speculation(None, TYPICAL, typical_epsilon=0.5)
+    with pytest.raises(ValueError, match=r"^sampling\.temperature=0: ACCEPTANCE_TYPICAL .* use"):
+        mapped(make(speculation=speculation))
+
+
 @pytest.mark.parametrize("kind", [pb.ACCEPTANCE_RELAXED, pb.ACCEPTANCE_RELAXED_LOG_PROBS])
 def test_relaxed_acceptance_needs_a_model_that_thinks(kind: int) -> None:
     message = make(speculation=pb.Speculation(acceptance=kind))
@@ -91,10 +109,18 @@ def test_relaxed_acceptance_needs_a_model_that_thinks(kind: int) -> None:
         (1, "relaxed_delta", 1.1),
         (1, "relaxed_delta", math.nan),
         (3, "relaxed_delta", 100.5),
+        (0, "typical_epsilon", 0.5),
+        (1, "typical_alpha", 0.5),
+        (5, "typical_epsilon", 1.5),
+        (5, "typical_alpha", -0.1),
+        (5, "typical_alpha", math.nan),
+        (5, "relaxed_top_n", 2),
     ],
 )
 def test_a_relaxed_bound_out_of_place_is_refused(acceptance: int, field: str, value: Any) -> None:
-    message = make(speculation=pb.Speculation(acceptance=acceptance, **{field: value}))
+    speculation = pb.Speculation(acceptance=acceptance, **{field: value})
+    warm = pb.Sampling(temperature=0.7) if acceptance == pb.ACCEPTANCE_TYPICAL else None
+    message = make(sampling=warm, speculation=speculation)
     with pytest.raises(ValueError, match=rf"^speculation\.{field}=.* use "):
         to_request(message, THINKER, Bytes())
 

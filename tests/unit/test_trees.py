@@ -265,7 +265,7 @@ def verdict_of(parents: Parents, tokens: list[int], targets: list[int]) -> list[
         adjusted_BN1V=nothing,
         targets_BN1=torch.tensor([targets]),
         sampling=sampling_rows(SamplingParams(), torch.zeros_like(limit_B)),
-        acceptance=AcceptanceRows(limit_B * 0, limit_B, limit_B, limit_B.float()),
+        acceptance=AcceptanceRows(limit_B * 0, limit_B, torch.ones(1, 2)),
         num_output_B=limit_B,
         thinking_B=limit_B > 0,
         think_ids=None,

@@ -13,6 +13,7 @@ from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.sampling.acceptance.rejection import REJECTION, REJECTION_GREEDY
 from model.sampling.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
 from model.sampling.acceptance.strict import STRICT
+from model.sampling.acceptance.typical import TYPICAL
 from model.sampling.sampler import SamplingRows, adjusted
 
 KINDS: dict[str, Kind] = {
@@ -21,6 +22,7 @@ KINDS: dict[str, Kind] = {
     request.RELAXED_LOG_PROBS: RELAXED_LOG_PROBS,
     request.REJECTION: REJECTION,
     request.REJECTION_GREEDY: REJECTION_GREEDY,
+    request.TYPICAL: TYPICAL,
 }
 KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 """What stands for a kind in ``kind_B``; strict is 0."""

@@ -17,12 +17,11 @@ from model.sampling.sampler import SamplingRows
 @dataclass(frozen=True, slots=True)
 class AcceptanceRows:
     """How B rows want their drafts judged: the number of the kind (KIND_NUMBERS), the most drafts
-    a row uses, and what relaxed kinds allow."""
+    a row uses, and what its kind allows (Kind.bounds)."""
 
     kind_B: Tensor
     limit_B: Tensor
-    relaxed_top_n_B: Tensor
-    relaxed_delta_B: Tensor
+    bounds_B2: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,9 @@ Pick = Callable[[Tensor, SamplingRows, Tensor], Picked]
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How drafts are picked and how they are judged: the two belong together. Both work on all
-    rows of a batch, with static shapes and without waiting for the host."""
+    rows of a batch, with static shapes and without waiting for the host. Of what a request says
+    (core.request.Speculation) it reads two ``bounds``."""
 
     pick: Pick
     judge: Callable[[Evidence], Verdict]
+    bounds: tuple[str, str] = ("relaxed_top_n", "relaxed_delta")

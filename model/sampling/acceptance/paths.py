@@ -1,4 +1,4 @@
-"""The verdict over trees: of the paths on which every draft passes, the deepest.
+"""The verdict of drafts that pass one by one: of the paths of such drafts the deepest.
 
 Shape legend: B rows, N drafts of this step, Q = N + 1 nodes, E places of the deepest path.
 """
@@ -24,6 +24,19 @@ def before_drafts(evidence: Evidence) -> Tensor:
     parents_BN1 = evidence.tree.parent_BQ[:, 1:].unsqueeze(2)
     vocab_size = evidence.adjusted_BN1V.shape[2]
     return evidence.adjusted_BN1V.gather(1, parents_BN1.expand(-1, -1, vocab_size))
+
+
+def told(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor) -> Verdict:
+    """Accepted drafts as they are, then the target: of the first rejection, or of the place after
+    the last draft."""
+    drafts_BN, targets_BN1 = evidence.drafts_BN, evidence.targets_BN1
+    if evidence.tree is not None:
+        return verdict(evidence, passes_BN, score_BN)
+    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+    place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
+    is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
+    told_BN = torch.where(is_draft_BN, drafts_BN, targets_BN1[:, :-1])
+    return Verdict(torch.cat((told_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
 
 
 def verdict(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None = None) -> Verdict:

@@ -22,17 +22,12 @@ def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:
     """Accepted drafts as they are, then the target: of the first rejection, or of the place
     after the last draft. What is likely, the ``score`` of log p(x) says: at least that of the best
     token less delta."""
-    drafts_BN, targets_BN1, tree = evidence.drafts_BN, evidence.targets_BN1, evidence.tree
-    thinking_BN = thinking_before(evidence.thinking_B, drafts_BN, evidence.think_ids, tree)
+    thinking_BN = thinking_before(
+        evidence.thinking_B, evidence.drafts_BN, evidence.think_ids, evidence.tree
+    )
     log_p_BN, is_likely_BN = _likely(score, evidence)
     passes_BN = paths.is_target(evidence) | (thinking_BN & is_likely_BN)
-    if tree is not None:
-        return paths.verdict(evidence, passes_BN, log_p_BN)
-    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
-    place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
-    is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
-    told_BN = torch.where(is_draft_BN, drafts_BN, targets_BN1[:, :-1])
-    return Verdict(torch.cat((told_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
+    return paths.told(evidence, passes_BN, log_p_BN)
 
 
 def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tensor, Tensor]:
@@ -44,11 +39,12 @@ def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tens
     draft_BN1 = logits_BNV.gather(2, drafts_BN1)
     id_V = torch.arange(logits_BNV.shape[2], device=logits_BNV.device)
     ahead_BNV = (logits_BNV > draft_BN1) | ((logits_BNV == draft_BN1) & (id_V < drafts_BN1))
-    is_top_BN = ahead_BNV.sum(2) < evidence.acceptance.relaxed_top_n_B.unsqueeze(1)
+    top_n_B1, delta_B1 = evidence.acceptance.bounds_B2.split(1, 1)
+    is_top_BN = ahead_BNV.sum(2) < top_n_B1
     total_BN = logits_BNV.logsumexp(2)
     log_p_BN = draft_BN1.squeeze(2) - total_BN
     log_p_max_BN = logits_BNV.amax(2) - total_BN
-    bound_BN = score(log_p_max_BN) - evidence.acceptance.relaxed_delta_B.unsqueeze(1)
+    bound_BN = score(log_p_max_BN) - delta_B1
     return log_p_BN, is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 

@@ -1,0 +1,40 @@
+"""Typical acceptance (Medusa, arXiv 2401.10774): a draft passes that is likely where much is open.
+
+Lossy, for sampled requests: p(x) > min(epsilon, alpha * exp(-H)), where p is what the request draws
+from behind the drafts before x, and H its entropy. What it draws itself passes too: that loses
+nothing more.
+Shape legend: B rows, N drafts of this step, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from model.sampling.acceptance import paths, strict
+from model.sampling.acceptance.base import Evidence, Kind, Verdict
+
+_TINY = 1e-5
+"""Of the authors' entropy: added to p before its logarithm is taken."""
+
+
+def judge(evidence: Evidence) -> Verdict:
+    if evidence.sampling.all_greedy or not evidence.drafts_BN.shape[1]:
+        return strict.judge(evidence)
+    p_BNV = torch.stack([_probs(evidence, x) for x in paths.before_drafts(evidence).unbind(1)], 1)
+    p_BN = p_BNV.gather(2, evidence.drafts_BN.unsqueeze(2)).squeeze(2)
+    passes_BN = paths.is_target(evidence) | (p_BN > threshold(p_BNV, evidence.acceptance.bounds_B2))
+    return paths.told(evidence, passes_BN, p_BN.log())
+
+
+def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
+    """What p of a draft has to be above, [B, N]."""
+    entropy_BN = -(p_BNV * (p_BNV + _TINY).log()).sum(2)
+    epsilon_B1, alpha_B1 = bounds_B2.split(1, 1)
+    return epsilon_B1.minimum(alpha_B1 * (-entropy_BN).exp())
+
+
+def _probs(evidence: Evidence, logits_BV: Tensor) -> Tensor:
+    rows = evidence.sampling
+    return rows.sampler.filtered_log_probs(logits_BV, rows).exp()
+
+
+TYPICAL = Kind(strict.pick, judge, bounds=("typical_epsilon", "typical_alpha"))
