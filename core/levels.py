@@ -1,7 +1,7 @@
 """How much a step drafts: levels, which a drafter states once and plans name by their numbers.
 Plain Python."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_NODES = 63
@@ -34,7 +34,10 @@ class Level:
 
     def nodes_within(self, depth: int) -> frozenset[int] | None:
         """Those that lie no deeper, None if that is not known."""
-        return None if self.parents is None else frozenset(_within(self.parents, depth))
+        if self.parents is None:
+            return None
+        depths = _depths(self.parents)[1:]
+        return frozenset(node for node, its in enumerate(depths, start=1) if its <= depth)
 
 
 Levels = tuple[Level, ...]
@@ -49,9 +52,14 @@ def chains(depth: int) -> Levels:
 def grown(num_nodes: int, depth: int, width: int = 0) -> Levels:
     """Of trees that each step decides on: nothing, then sizes that double up to ``num_nodes``. To
     find them ``width`` nodes of each depth but the last go into caches."""
-    sizes = sorted({max(1, num_nodes >> i) for i in range(MOST_LEVELS)})
-    bounds = ((num, min(num, depth)) for num in sizes)
+    bounds = ((num, min(num, depth)) for num in _sizes(num_nodes))
     return chains(0) + tuple(Level(*one, None, width * (one[1] - 1)) for one in bounds)
+
+
+def prefixes(parents: tuple[int, ...]) -> Levels:
+    """Of a tree that is known: nothing, then so many of its first nodes, doubling."""
+    many = (parents[:num] for num in _sizes(len(parents)))
+    return chains(0) + tuple(Level(len(some), max(_depths(some)), some) for some in many)
 
 
 def usable(levels: Levels, depth: int) -> int:
@@ -68,9 +76,13 @@ def slots_ahead(levels: Levels) -> int:
     return levels[-1].depth + max(level.num_slots for level in levels) + 1
 
 
-def _within(parents: Sequence[int], depth: int) -> Iterator[int]:
+def _sizes(num_nodes: int) -> list[int]:
+    return sorted({max(1, num_nodes >> i) for i in range(MOST_LEVELS)})
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Of all nodes, node 0 first."""
     depths = [0]
-    for node, parent in enumerate(parents, start=1):
+    for parent in parents:
         depths.append(depths[parent] + 1)
-        if depths[node] <= depth:
-            yield node
+    return depths

@@ -31,7 +31,7 @@ HOUSES = {
     "core": 1_060,
     "decode_node": 1_650,
     "kv_transfer": 1_420,
-    "model": 2_500,
+    "model": 2_700,
     "model/kernels": 1_790,
     "prefill_node": 475,
     "runtime": 1_015,

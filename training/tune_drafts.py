@@ -7,15 +7,17 @@ model writes itself, so every second step trains on its greedy continuations of 
 import argparse
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DeepseekV3ForCausalLM
 
-from training.corpus import BOS_ID, EOS_ID
+from benchmarks.driven.engines import Bench, greedy, load
+from training.corpus import BOS_ID
 from training.evaluate import DEPTH, evaluate, held_out_windows, load_network
 from training.export import export
 from training.model import Network
@@ -30,27 +32,26 @@ SOFT_SHARE = 0.7
 WARMUP_STEPS = 20
 
 
-@torch.no_grad()
 def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int) -> Tensor:
-    """Greedy continuations [num, LENGTH + 1] of training text by the main model."""
-    model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.pad_token_id = EOS_ID
+    """Greedy continuations [num, LENGTH + 1] of training text by the main model, written by our own
+    engines."""
+    threads = f"decode.num_threads={torch.get_num_threads()}"
+    loaded = load(folder, "model.dtype=float32", threads)
+    bench = Bench(loaded, max_rows=batch, num_pages=batch * 6, page_size=64)
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    texts = []
     for _ in tqdm(range(num // batch), desc="continuations"):
         prompts = sample(stream, batch, PROMPT_LENGTH - 1, generator)
         prompts[:, 0] = BOS_ID
-        new = LENGTH + 1 - PROMPT_LENGTH
-        parts.append(
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=False,
-                max_new_tokens=new,
-                min_new_tokens=new,
-            )
-        )
-    return torch.cat(parts)
+        num_new = LENGTH + 1 - PROMPT_LENGTH
+        asked = [
+            greedy(f"r{i}", ids, num_new, ignore_eos=True) for i, ids in enumerate(prompts.tolist())
+        ]
+        answers = bench.generate(*asked)
+        texts += [
+            [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(asked, answers, strict=True)
+        ]
+    return torch.tensor(texts)
 
 
 def draft_losses(network: Network, windows: Tensor) -> Tensor:
@@ -67,11 +68,16 @@ def draft_losses(network: Network, windows: Tensor) -> Tensor:
     values = []
     for depth, logits in enumerate(drafts, 1):
         rows = slice(depth, depth + logits.shape[1])
-        choice = logits.gather(-1, best[:, rows]).squeeze(-1)
-        soft = (teacher[:, rows] * logits).sum(-1)
-        goal = SOFT_SHARE * soft + (1 - SOFT_SHARE) * choice
-        values.append((logits.logsumexp(-1) - goal).mean())
+        values.append(draft_loss(logits, teacher[:, rows], best[:, rows]))
     return torch.stack(values)
+
+
+def draft_loss(logits: Tensor, teacher: Tensor, best: Tensor) -> Tensor:
+    """Mean over all places of the cross-entropy to the main model's distribution and choice
+    [.., 1] at the same places."""
+    choice = logits.gather(-1, best).squeeze(-1)
+    goal = SOFT_SHARE * (teacher * logits).sum(-1) + (1 - SOFT_SHARE) * choice
+    return (logits.logsumexp(-1) - goal).mean()
 
 
 def draft_optimizers(network: Network, muon_lr: float, adam_lr: float) -> list:
@@ -87,9 +93,15 @@ def draft_optimizers(network: Network, muon_lr: float, adam_lr: float) -> list:
     return [Muon(matrices, muon_lr), adam]
 
 
-def tune(network: Network, own: Tensor, stream: Tensor, arguments: argparse.Namespace) -> list:
-    """Trains the MTP layer for --max-minutes; returns one record per ten steps."""
-    optimizers = draft_optimizers(network, arguments.muon_lr, arguments.adam_lr)
+def tune(
+    losses: Callable[[Tensor], Tensor],
+    optimizers: list,
+    own: Tensor,
+    stream: Tensor,
+    arguments: argparse.Namespace,
+) -> list:
+    """Trains what the optimisers hold for --max-minutes by the ``losses`` of windows; returns one
+    record per ten steps."""
     peaks = [group["lr"] for o in optimizers for group in o.param_groups]
     generator = torch.Generator().manual_seed(arguments.seed)
     history: list[dict] = []
@@ -104,9 +116,9 @@ def tune(network: Network, own: Tensor, stream: Tensor, arguments: argparse.Name
                 windows = sample(stream, *CORPUS_BATCH, generator)
             else:
                 windows = own[torch.randint(len(own), (OWN_BATCH,), generator=generator)]
-            values = draft_losses(network, windows)
+            values = losses(windows)
             values.mean().backward()
-            torch.nn.utils.clip_grad_norm_(network.mtp.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_([w for g in groups for w in g["params"]], 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -114,8 +126,8 @@ def tune(network: Network, own: Tensor, stream: Tensor, arguments: argparse.Name
             done = (time.monotonic() - started) / 60 / arguments.max_minutes
             bar.update(min(100 * done, 100) - bar.n)
             if step % 10 == 0:
-                history.append({"step": step, "mtp": values.tolist()})
-                bar.set_postfix(step=step, mtp=values.tolist())
+                history.append({"step": step, "drafts": values.tolist()})
+                bar.set_postfix(step=step, losses=[round(x, 3) for x in values.tolist()])
     return history
 
 
@@ -127,7 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--state", type=Path, required=True, help="folder of the record, outside git")
     add("--max-minutes", type=float, default=14, help="length of the schedule in minutes")
     add("--continuations", type=int, default=1024, help="number of greedy continuations")
-    add("--batch", type=int, default=256, help="continuations generated at a time")
+    add("--batch", type=int, default=32, help="continuations generated at a time")
     add("--muon-lr", type=float, default=3e-3, help="peak rate of the matrices")
     add("--adam-lr", type=float, default=1e-3, help="peak rate of norms and router")
     add("--threads", type=int, default=2, help="CPU threads")
@@ -147,7 +159,9 @@ def main() -> None:
     print("before", evaluate(network, held_out), flush=True)
     stream = token_stream(tokenizer)
     own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
-    history = tune(network, own, stream, arguments)
+    optimizers = draft_optimizers(network, arguments.muon_lr, arguments.adam_lr)
+    losses = partial(draft_losses, network)
+    history = tune(losses, optimizers, own, stream, arguments)
     print("after", evaluate(network, held_out), flush=True)
     export(network, tokenizer, folder)
     arguments.state.mkdir(parents=True, exist_ok=True)

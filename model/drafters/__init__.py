@@ -15,6 +15,7 @@ NONE = "none"
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
+    "medusa": "model.drafters.medusa:MedusaDrafter",
     "ngram": "model.drafters.ngram:NgramDrafter",
 }
 TREES = CLASSES | {MTP: "model.drafters.mtp_tree:MtpTreeDrafter"}

@@ -1,0 +1,111 @@
+"""Medusa (arXiv 2401.10774; spec §8): heads on the main model's last hidden state, each of which
+predicts one token further. Chains, or a static tree over the likeliest tokens of each head.
+
+Shape legend: B rows, E places that a row may emit, H heads, K ranks, N drafts, F = D hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from core.config import SpeculationConfig
+from core.levels import Level, Levels, chains, prefixes
+from model.checkpoint.weights import Checkpoint
+from model.drafters.base import Drafter, Drafts, Emitted, View
+from model.drafters.choices import Choice, parents_of, read_choices
+from model.drafters.medusa_heads import MedusaHead, read_heads
+from model.kernels.base import Kernels
+from model.network.cache import Caches
+from model.network.deepseek import DeepseekV3
+from model.network.layers import adopt
+from model.network.tree import Tree
+
+CHOICES = "choices.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaRows:
+    """The hidden state of the token before the last known one."""
+
+    hidden_BD: Tensor
+
+
+class MedusaDrafter(Drafter):
+    """Draft 1 is of head 1: the main model's own has given the last known token already."""
+
+    name = "medusa"
+
+    def __init__(
+        self, heads: list[MedusaHead], choices: Sequence[Choice], size: int, device: torch.device
+    ) -> None:
+        self.heads, self._choices, self._device = nn.ModuleList(heads), choices, device
+        self.num_features = size
+        self._ranks: dict[Level, tuple[int, Tensor]] = {}
+        """How many of each head are looked at, and where among [H, K] the drafts of a level are."""
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
+    ) -> "MedusaDrafter":
+        """Raises ValueError for a folder without heads of this model and choices that are none."""
+        if asked.path is None:
+            raise ValueError("speculation.path: is null; name the folder of Medusa's heads")
+        heads = read_heads(asked.path, checkpoint, network.lm_head)
+        choices: Sequence[Choice] = [(0,) * depth for depth in range(1, len(heads) + 1)]
+        if asked.num_nodes is not None:
+            choices = read_choices(asked.choices or asked.path / CHOICES)[: asked.num_nodes]
+        if deep := next((path for path in choices if len(path) > len(heads)), None):
+            raise ValueError(f"speculation.choices: {[*deep]} where there are {len(heads)} heads")
+        used = heads if checkpoint.drafts else []
+        return cls(used, choices, checkpoint.config.hidden_size, checkpoint.device)
+
+    def adopt(self, kernels: Kernels) -> None:
+        adopt(self.heads, kernels)
+
+    def levels(self, most_depth: int) -> Levels:
+        choices = [path for path in self._choices if len(path) <= most_depth]
+        parents = parents_of(choices)
+        is_chain = parents == (*range(len(choices)),)
+        levels = chains(len(choices)) if is_chain else prefixes(parents)
+        num_ranks = 1 + max((path[-1] for path in choices), default=0)
+        places = [(len(path) - 1) * num_ranks + path[-1] for path in choices]
+        places_N = torch.tensor(places, dtype=torch.int64, device=self._device)
+        self._ranks |= {one: (num_ranks, places_N[: one.num_nodes]) for one in levels}
+        return levels
+
+    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> MedusaRows:
+        return MedusaRows(features_F.unsqueeze(0))
+
+    def draft(
+        self, own: MedusaRows, view: View, level: Level, amount: int, caches: Caches
+    ) -> Drafts:
+        none_B0 = view.last_B1[:, :0]
+        if level.num_nodes == 0:
+            return Drafts(none_B0)
+        logits_BHV = torch.stack([head(own.hidden_BD) for head in self.heads[: level.depth]], 1)
+        num_ranks, places_N = self._ranks[level]
+        if num_ranks == 1:
+            return picked(logits_BHV, view)
+        depth_BH = torch.arange(level.depth, device=none_B0.device).expand(len(none_B0), -1)
+        nodes = Tree(depth_BH, depth_BH, torch.ones_like(depth_BH), level.depth)
+        tokens_BHK, _ = view.rank(logits_BHV, none_B0, nodes, num_ranks)
+        return Drafts(tokens_BHK.flatten(1).index_select(1, places_N))
+
+    def commit(self, own: MedusaRows, emitted: Emitted, amount: int) -> MedusaRows:
+        last_B11 = (emitted.num_B - 1).view(-1, 1, 1)
+        at_B1F = last_B11.expand(-1, -1, emitted.features_BEF.shape[2])
+        return MedusaRows(emitted.features_BEF.gather(1, at_B1F).squeeze(1))
+
+
+def picked(logits_BNV: Tensor, view: View) -> Drafts:
+    """A chain of one token of each."""
+    drafts_BN = view.last_B1[:, :0]
+    drawn_from = []
+    for logits_BV in logits_BNV.unbind(1):
+        next_B, q_BV = view.pick(logits_BV, drafts_BN)
+        drafts_BN = torch.cat((drafts_BN, next_B.unsqueeze(1)), 1)
+        drawn_from.append(q_BV)
+    q = [q_BV for q_BV in drawn_from if q_BV is not None]
+    return Drafts(drafts_BN, q_BNV=torch.stack(q, 1) if q else None)

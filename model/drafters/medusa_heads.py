@@ -1,0 +1,121 @@
+"""Medusa's heads (arXiv 2401.10774): what is in their files, and what they compute.
+
+Shape legend: B rows, D hidden, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from model.checkpoint.weights import Checkpoint
+from model.network.layers import Linear
+
+FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
+_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks x + silu(W x + b), then a matrix of its own, or else the ``shared`` one."""
+
+    def __init__(self, blocks: list[tuple[Tensor, Tensor]], own: Tensor | None, shared: Linear):
+        super().__init__()
+        self.blocks = nn.ModuleList(linear(weight) for weight, _ in blocks)
+        self._biases = [bias for _, bias in blocks]
+        self.head = None if own is None else linear(own)
+        self._shared = (shared,)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """Raw fp32 logits [B, V]."""
+        for block, bias_D in zip(self.blocks, self._biases, strict=True):
+            x_BD = x_BD + F.silu(block(x_BD) + bias_D)
+        head = self._shared[0] if self.head is None else self.head
+        logits_BV: Tensor = head(x_BD, in_fp32=True)
+        return logits_BV
+
+
+def linear(weight: Tensor) -> Linear:
+    """As if it had been loaded."""
+    with torch.device("meta"):
+        made = Linear(weight.shape[1], weight.shape[0])
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:
+    """All heads of a folder, in the checkpoint's dtype and on its device.
+
+    Raises ValueError naming file, tensor and remedy where they are not there, or not of this model.
+    """
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(FILES)}")
+    tensors = named(_read(file))
+    size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
+    taken = _Taken(file, tensors, checkpoint)
+    heads: list[MedusaHead] = []
+    while any(name.startswith(f"{len(heads)}.") for name in tensors):
+        i = len(heads)
+        blocks: list[tuple[Tensor, Tensor]] = []
+        while f"{i}.{len(blocks)}.linear.weight" in tensors:
+            prefix = f"{i}.{len(blocks)}.linear"
+            weight, bias = taken(f"{prefix}.weight", size, size), taken(f"{prefix}.bias", size)
+            blocks.append((weight, bias))
+        own = f"{i}.{len(blocks)}.weight"
+        head = taken(own, vocab, size) if own in tensors else None
+        heads.append(MedusaHead(blocks, head, shared))
+    if tensors or not heads:
+        some = ", ".join(sorted(tensors)[:3]) or "nothing"
+        raise ValueError(f"{file}: these are no Medusa heads: it has {some}")
+    return heads
+
+
+class _Taken:
+    """Takes tensors away, checked and converted."""
+
+    def __init__(self, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+        self._file, self._tensors, self._checkpoint = file, tensors, checkpoint
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        if name not in self._tensors:
+            raise ValueError(f"{self._file}: tensor {name} is missing; download it again")
+        tensor = self._tensors.pop(name)
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{self._file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; "
+                "use heads that were trained for it"
+            )
+        return tensor.to(self._checkpoint.device, self._checkpoint.dtype)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Weights alone: nothing in a file is run, whatever torch may advise."""
+    try:
+        if file.suffix == ".pt":
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
+        return load_file(file)
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(f"{file}: cannot be read ({kind}); download it again") from error
+
+
+def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the authors' names, also those of vLLM's copies."""
+    return dict(zip(_names(tensors), tensors.values(), strict=True))
+
+
+def _names(tensors: dict[str, Tensor]) -> Iterator[str]:
+    blocks = [match for match in map(_BLOCK.fullmatch, tensors) if match]
+    num_layers = 1 + max((int(match[2]) for match in blocks), default=-1)
+    for name in tensors:
+        if match := _BLOCK.fullmatch(name):
+            yield f"{match[1]}.{match[2]}.linear.{match[3]}"
+        elif match := _HEAD.fullmatch(name):
+            yield f"{match[1]}.{num_layers}.weight"
+        else:
+            yield name

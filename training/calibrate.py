@@ -1,0 +1,116 @@
+"""Which tree of drafts is worth most with Medusa's heads: python -m training.calibrate.
+
+Measures, behind held-out text, how often each of the likeliest tokens of each head is the main
+model's own choice at that place, and writes the best tree of 63 drafts (or fewer) as
+``choices.json`` beside the heads: its first n paths are the best tree of n. The value of a path is
+the product of its shares (Medusa, arXiv 2401.10774, appendix on sparse trees).
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.driven.engines import load
+from core.levels import MOST_NODES
+from model.drafters.choices import Choice
+from model.drafters.medusa import CHOICES, MedusaDrafter
+from model.loaded import LoadedModel
+from model.network.batch import Segment, pack
+from training.evaluate import held_out_windows
+
+MOST_RANKS = 10
+PAGE_SIZE = 64
+
+
+def best_tree(shares: list[list[float]], num_nodes: int) -> list[Choice]:
+    """Paths in the order of their values, each behind its prefix: no other tree of as many has a
+    greater sum, as no path is worth more than its prefix. ``shares[d][r]`` is how often rank r of
+    head d is right."""
+    heap: list[tuple[float, Choice]] = []
+    found: list[Choice] = []
+
+    def offer(value: float, path: Choice) -> None:
+        if len(path) < len(shares):
+            for rank, share in enumerate(shares[len(path)]):
+                heappush(heap, (-value * share, (*path, rank)))
+
+    offer(1.0, ())
+    while heap and len(found) < num_nodes:
+        value, path = heappop(heap)
+        found.append(path)
+        offer(-value, path)
+    return found
+
+
+def value_of(shares: list[list[float]], paths: list[Choice]) -> Iterator[float]:
+    """Of each path, by the model that ranks are right independently of what is before them."""
+    for path in paths:
+        value = 1.0
+        for depth, rank in enumerate(path):
+            value *= shares[depth][rank]
+        yield value
+
+
+@torch.inference_mode()
+def rank_shares(loaded: LoadedModel, windows: Tensor) -> list[list[float]]:
+    """Of each head and rank the share of places at which it is the main model's likeliest token."""
+    drafter, network = loaded.drafter, loaded.network
+    assert isinstance(drafter, MedusaDrafter), "speculation.drafter=medusa is loaded"
+    num_pages = -(-windows.shape[1] // PAGE_SIZE)
+    caches = loaded.allocate(num_pages + 1, PAGE_SIZE)
+    right, num = torch.zeros(len(drafter.heads), MOST_RANKS), 0
+    for window in tqdm(windows.tolist(), desc="held-out text"):
+        segment = Segment(window, 0, list(range(1, num_pages + 1)))
+        [hidden_TD] = network(pack([segment], PAGE_SIZE, loaded.device), caches)
+        best_T = network.logits(hidden_TD).argmax(1)
+        num += len(best_T) - len(right)
+        for depth, head in enumerate(drafter.heads):
+            tokens_TK = head(hidden_TD).topk(MOST_RANKS).indices
+            ahead = depth + 1
+            is_right_TK = tokens_TK[:-ahead] == best_T[ahead:].unsqueeze(1)
+            right[depth] += is_right_TK[: len(best_T) - len(right)].sum(0)
+    return [[value / num for value in row] for row in right.tolist()]
+
+
+def show(shares: list[list[float]], paths: list[Choice]) -> Table:
+    values = list(value_of(shares, paths))
+    table = Table(title="share of places at which a head's k-th likeliest token is right")
+    for column in ("head", *map(str, range(1, MOST_RANKS + 1))):
+        table.add_column(column)
+    for depth, row in enumerate(shares, start=1):
+        table.add_row(str(depth), *(f"{share:.3f}" for share in row))
+    sums = ", ".join(f"{n} nodes {1 + sum(values[:n]):.2f}" for n in (3, 7, 15, 31, len(paths)))
+    table.caption = f"expected tokens a step: {sums}"
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    here = Path(__file__).parent
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=here / "tiny-v3", help="folder of the main model")
+    add("--heads", type=Path, default=here / "tiny-v3-medusa", help="folder of the heads")
+    add("--num-nodes", type=int, default=MOST_NODES)
+    add("--windows", type=int, default=100, help="pieces of held-out text")
+    add("--length", type=int, default=512, help="tokens of each")
+    args = parser.parse_args()
+    sets = "speculation.drafter=medusa", f"speculation.path={args.heads}", "decode.num_threads=2"
+    loaded = load(args.checkpoint, *sets)
+    tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    shares = rank_shares(loaded, held_out_windows(tokenizer, args.length, args.windows))
+    paths = best_tree(shares, args.num_nodes)
+    Console().print(show(shares, paths))
+    (args.heads / CHOICES).write_text(json.dumps(paths) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

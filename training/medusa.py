@@ -1,0 +1,125 @@
+"""MEDUSA-1 (arXiv 2401.10774): trains heads that draft, on the last hidden states of a finished
+checkpoint, which stays as it is: python -m training.medusa.
+
+Head i predicts the token i + 2 places behind, h + silu(W h + b) through a matrix of its own. As
+for the MTP layer the goal is what the main model itself says there, half of the time on its own
+greedy continuations.
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from training.evaluate import held_out_windows, load_network
+from training.model import Network
+from training.train import keep_freed_memory, token_stream
+from training.tune_drafts import LENGTH, continuations, draft_loss, tune
+
+DECAY = 0.8
+"""Of a head's weight in the loss, from one to the next."""
+
+
+class Heads(nn.Module):
+    """Logits of each of H from hidden states [.., D]. They begin as the main model's own head."""
+
+    def __init__(self, network: Network, num_heads: int) -> None:
+        super().__init__()
+        dim = network.config.hidden_size
+        self.weight_HDD = nn.Parameter(torch.zeros(num_heads, dim, dim))
+        self.bias_HD = nn.Parameter(torch.zeros(num_heads, dim))
+        self.head_HVD = nn.Parameter(network.lm_head.weight.detach().repeat(num_heads, 1, 1))
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:
+        parts = zip(self.weight_HDD, self.bias_HD, self.head_HVD, strict=True)
+        return [
+            F.linear(hidden + F.silu(F.linear(hidden, weight, bias)), head)
+            for weight, bias, head in parts
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the authors' names, bf16."""
+        parts = zip(self.weight_HDD, self.bias_HD, self.head_HVD, strict=True)
+        names = "{}.0.linear.weight", "{}.0.linear.bias", "{}.1.weight"
+        return {
+            name.format(i): tensor.detach().bfloat16().contiguous()
+            for i, part in enumerate(parts)
+            for name, tensor in zip(names, part, strict=True)
+        }
+
+
+def head_losses(network: Network, heads: Heads, windows: Tensor) -> Tensor:
+    """Of every head, in nats per token, each weighted by DECAY once more than the one before."""
+    with torch.no_grad():
+        out = network(windows[:, :-1])
+        best, teacher = out.logits.argmax(-1, keepdim=True), out.logits.softmax(-1)
+    values = []
+    for i, logits in enumerate(heads(out.hidden), 1):
+        values.append(DECAY**i * draft_loss(logits[:, :-i], teacher[:, i:], best[:, i:]))
+    return torch.stack(values)
+
+
+@torch.inference_mode()
+def agreement(network: Network, heads: Heads, windows: Tensor) -> list[float]:
+    """Of each head the share of places at which its likeliest token is the main model's."""
+    out = network(windows[:, :-1])
+    best = out.logits.argmax(-1)
+    return [
+        float((logits.argmax(-1)[:, :-i] == best[:, i:]).float().mean())
+        for i, logits in enumerate(heads(out.hidden), 1)
+    ]
+
+
+def save(heads: Heads, folder: Path, base: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "medusa_num_heads": len(heads.head_HVD),
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": base.name,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(heads.tensors(), folder / "medusa_lm_head.safetensors", metadata={"format": "pt"})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add, here = parser.add_argument, Path(__file__).parent
+    add("--checkpoint", type=Path, default=here / "tiny-v3", help="folder of the main model")
+    add("--out", type=Path, default=here / "tiny-v3-medusa", help="folder of the heads")
+    add("--num-heads", type=int, default=4)
+    add("--max-minutes", type=float, default=20, help="length of the schedule in minutes")
+    add("--continuations", type=int, default=1024, help="number of greedy continuations")
+    add("--batch", type=int, default=32, help="continuations generated at a time")
+    add("--lr", type=float, default=1e-3, help="peak rate")
+    add("--threads", type=int, default=2, help="CPU threads")
+    add("--seed", type=int, default=1, help="seed of prompts and sampling")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, and says how often each head is right on held-out text before and after."""
+    arguments = parse_arguments()
+    keep_freed_memory()
+    torch.set_num_threads(arguments.threads)
+    folder = arguments.checkpoint
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    network = load_network(folder).requires_grad_(False)
+    heads = Heads(network, arguments.num_heads)
+    held_out = held_out_windows(tokenizer, LENGTH, 64)
+    print("before", agreement(network, heads, held_out), flush=True)
+    stream = token_stream(tokenizer)
+    own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
+    adam = torch.optim.AdamW(heads.parameters(), lr=arguments.lr, weight_decay=0.0, fused=True)
+    history = tune(partial(head_losses, network, heads), [adam], own, stream, arguments)
+    print("after", agreement(network, heads, held_out), "steps", len(history) * 10, flush=True)
+    save(heads, arguments.out, folder)
+
+
+if __name__ == "__main__":
+    main()
