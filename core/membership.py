@@ -81,11 +81,12 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank that is ready; fixed for its life. ``fingerprint`` is that of its cache layout,
+    """A rank that is ready; fixed for its life. ``caches`` are what it has of a sequence, or wants,
     ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels."""
 
     spec: RankSpec
-    fingerprint: str
+    caches: tuple[str, ...]
+    drafter: str
     model: ModelInfo
     num_mtp_layers: int
     max_tokens: int

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,13 +37,24 @@ class PagedCaches:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Sequence[Tensor]], pool: PagePool, dtype: str, model: str
+        self,
+        tensors: Mapping[str, Sequence[Tensor]],
+        pool: PagePool,
+        dtype: str,
+        model: str,
+        num_features: int = 0,
+        files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         groups = tuple(
-            Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
+            Group(
+                name,
+                len(layers),
+                layers[0].shape[-1] * layers[0].element_size(),
+                files.get(name, ""),
+            )
             for name, layers in tensors.items()
         )
-        self.layout = Layout(groups, dtype, model)
+        self.layout = Layout(groups, dtype, model, num_features)
         self.pool = pool
         num_slots = pool.num_pages * pool.page_size
         self._tensors = {

@@ -1,26 +1,26 @@
-"""What a rank caches per token. Two ranks may hand KV to each other only if this is equal.
+"""What a rank has per token, and what another has to have to take it over.
 
 Page size is not part of it: the wire is token-wise, so both sides may page as they like.
 """
 
-import hashlib
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from core.errors import LayoutMismatch
-from core.schema import pack
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the hand-over messages; both sides must speak the same one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that are cached alike and advance together. Bytes are per token per layer."""
+    """Layers that are cached alike and advance together. Bytes are per token per layer. ``files``
+    is the identity of weights of their own, "" for the model's."""
 
     name: str
     num_layers: int
     bytes_per_token: int
+    files: str = ""
 
     @property
     def bytes_per_token_all_layers(self) -> int:
@@ -31,12 +31,14 @@ class Group:
 class Layout:
     """Groups, of which all have the entries of the same tokens at any time.
 
-    ``dtype`` names the cache's element type, ``model`` the checkpoint it was computed by.
+    ``dtype`` names the cache's element type, ``model`` the checkpoint it was computed by;
+    ``num_features`` of the last token go with them.
     """
 
     groups: tuple[Group, ...]
     dtype: str
     model: str
+    num_features: int = 0
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -54,27 +56,23 @@ class Layout:
                 return group
         raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
 
-    def fingerprint(self) -> str:
-        """16 hex digits, equal on every machine for equal layouts."""
-        return hashlib.sha256(pack(self)).hexdigest()[:16]
+    def facts(self) -> tuple[str, ...]:
+        """A line for each thing that it has; equal on every machine."""
+        groups = (
+            f"{one.name}: {one.num_layers} x {one.bytes_per_token} B{one.files}"
+            for one in self.groups
+        )
+        features = (f"features: {self.num_features}",) if self.num_features else ()
+        model = f"model: {self.model}"
+        return (f"protocol: {self.protocol}", model, f"dtype: {self.dtype}", *groups, *features)
 
 
-def check_same(mine: Layout, theirs: Layout) -> None:
-    """Raises LayoutMismatch naming every field that differs, with both sides' values."""
-    here, there = _facts(mine), _facts(theirs)
-    differing = [
-        f"{name}: {value!r} here, {there[name]!r} there"
-        for name, value in here.items()
-        if there.get(name, value) != value
-    ]
-    if differing:
-        raise LayoutMismatch("; ".join(differing))
-
-
-def _facts(layout: Layout) -> dict[str, Any]:
-    facts = {field.name: getattr(layout, field.name) for field in fields(Layout)}
-    facts["groups"] = [group.name for group in layout.groups]
-    for group in layout.groups:
-        facts[f"groups.{group.name}.num_layers"] = group.num_layers
-        facts[f"groups.{group.name}.bytes_per_token"] = group.bytes_per_token
-    return facts
+def check_given(given: Collection[str], wanted: Collection[str]) -> None:
+    """Raises LayoutMismatch with the ``facts`` of a decode rank that a prefill rank does not have;
+    what that has besides is no matter."""
+    if lacks := [fact for fact in wanted if fact not in given]:
+        rest = [fact for fact in given if fact not in wanted]
+        raise LayoutMismatch(
+            f"decode wants {', '.join(lacks)}; prefill has {', '.join(rest) or 'no more'}: both "
+            "need the same checkpoint and dtype, and prefill a drafter that has what decode's reads"
+        )

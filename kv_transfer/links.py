@@ -81,7 +81,7 @@ class Link:
 
     async def _connect(self, nonce: str) -> Channel:
         maker, layout = self.side.maker, self.side.caches.layout
-        hello = Connect(*self.me, nonce, maker.backend, layout)
+        hello = Connect(*self.me, nonce, maker.backend, layout.facts())
         address: Accepted = await self.call("connect", hello, Accepted)
         self.lease_s = address.lease_s
         make = partial(maker.connect, address.address, nonce, self.owner)

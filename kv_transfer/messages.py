@@ -18,7 +18,6 @@ What is renewed is told by its Identity alone. A request that fails is answered 
 from dataclasses import dataclass
 
 from core.identity import Identity
-from kv_transfer.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Offer:
     """Flow to D, at routing time: where the KV will be, of ``num_tokens``.
 
     ``owner`` and ``epoch`` say which life of which rank will have it, ``seat`` which rank that is
-    in all its lives.
+    in all its lives, ``caches`` what that has (Layout.facts).
     """
 
     protocol: int
@@ -34,20 +33,20 @@ class Offer:
     seat: str
     epoch: int
     identity: Identity
-    fingerprint: str
+    caches: tuple[str, ...]
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
     """``peer`` is D's rank, the same in all its lives, ``epoch`` its life; a new channel of a
-    peer replaces its old one."""
+    peer replaces its old one. ``caches`` are what D wants (Layout.facts)."""
 
     peer: str
     epoch: int
     nonce: str
     backend: str
-    layout: Layout
+    caches: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

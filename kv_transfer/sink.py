@@ -12,7 +12,7 @@ from core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.caches import Span, chunks
-from kv_transfer.layout import PROTOCOL
+from kv_transfer.layout import PROTOCOL, check_given
 from kv_transfer.links import Link
 from kv_transfer.pull import Pulling
 from kv_transfer.side import Side
@@ -115,12 +115,7 @@ class Sink:
     async def _check(self, link: Link, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:
             raise LayoutMismatch(f"protocol: {PROTOCOL} here, {offer.protocol} there")
-        mine = self._layout.fingerprint()
-        if offer.fingerprint != mine:
-            raise LayoutMismatch(
-                f"fingerprint: {mine} here, {offer.fingerprint} offered by {offer.owner}: both "
-                "need the same checkpoint, dtype and drafter"
-            )
+        check_given(offer.caches, self._layout.facts())
         await link.ready()
 
     async def _follow(self, pull: Pulling) -> m.Seal:

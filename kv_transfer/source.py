@@ -15,7 +15,7 @@ from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
 from kv_transfer.base import Channel
 from kv_transfer.caches import Span, staged
-from kv_transfer.layout import check_same
+from kv_transfer.layout import check_given
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
 from kv_transfer.waiting import settled
@@ -98,7 +98,7 @@ class Source:
         backend = self._side.maker.backend
         if ask.backend != backend:
             raise HandoverError(f"backend {backend!r} here, {ask.backend!r} there")
-        check_same(self._layout, ask.layout)
+        check_given(self._layout.facts(), ask.caches)
         address = await self._channels.accept(ask)
         return m.Accepted(address, self._book.lease_s)
 

@@ -51,8 +51,13 @@ class RankParts:
 
     def transfer_caches(self) -> transfer.PagedCaches:
         """The same memory as the hand-over sees it."""
-        dtype, model = self.loaded.dtype_name, self.loaded.config.identity()
-        return transfer.PagedCaches(self.caches, self.pool, dtype, model)
+        loaded, asked = self.loaded, self.config.speculation
+        ships = asked.first_step == "ship_hidden"
+        return transfer.PagedCaches(
+            *(self.caches, self.pool, loaded.dtype_name, loaded.config.identity()),
+            num_features=loaded.drafter.num_features if ships else 0,
+            files={group.name: group.files for group in loaded.groups},
+        )
 
     def side(self) -> Side:
         """An end of hand-overs of this memory, on the rank's own address."""
@@ -64,7 +69,8 @@ class RankParts:
         config, loaded = self.config, self.loaded
         return RankInfo(
             spec=self.spec,
-            fingerprint=self.transfer_caches().layout.fingerprint(),
+            caches=self.transfer_caches().layout.facts(),
+            drafter=loaded.drafter.name,
             model=ModelInfo(
                 name=config.model.path.name,
                 architecture=loaded.config.model_type,

@@ -134,10 +134,10 @@ async def _decode(pipe: Connection, device: Device) -> float:
     rank, port = Rank(device), await asyncio.to_thread(pipe.recv)
     connection, times = SocketControl(*await asyncio.open_connection(HOST, port)), list[float]()
     control = InProcessControl(connection.call, EPOCH)
-    sink, fingerprint = Sink("decode", EPOCH, rank.side), rank.caches.layout.fingerprint()
+    sink, caches = Sink("decode", EPOCH, rank.side), rank.caches.layout.facts()
     for i in range(NUM_TIMES):
         identity = Identity(f"r{i}", attempt=i)
-        offer = Offer(PROTOCOL, "prefill", "prefill", EPOCH, identity, fingerprint, rank.num_tokens)
+        offer = Offer(PROTOCOL, "prefill", "prefill", EPOCH, identity, caches, rank.num_tokens)
         began_at = time.perf_counter()
         await sink.pull(offer, control, rank.pages)
         times.append(time.perf_counter() - began_at)

@@ -76,7 +76,7 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:
     info, owner = pair.prefill.info, pair.prefill.info.spec
     place = owner.process, owner.seat, owner.epoch
-    offer = Offer(PROTOCOL, *place, pair.identity, info.fingerprint, num_tokens)
+    offer = Offer(PROTOCOL, *place, pair.identity, info.caches, num_tokens)
     asked = on_decode.Start(pair.identity, request, offer, pair.is_suspect)
     return await _call(pair.decode, "start", asked, TransferStats, pair.prefill)
 

@@ -134,8 +134,8 @@ class World:
 
 
 def offer(num_tokens: int = 33, **changed: Any) -> Offer:
-    fingerprint = LAYOUT.fingerprint()
-    made = Offer(PROTOCOL, "p0", "p0", EPOCH, Identity(f"r{next(_ids)}"), fingerprint, num_tokens)
+    caches = LAYOUT.facts()
+    made = Offer(PROTOCOL, "p0", "p0", EPOCH, Identity(f"r{next(_ids)}"), caches, num_tokens)
     return replace(made, **changed)
 
 

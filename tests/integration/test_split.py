@@ -19,7 +19,7 @@ from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
 from core.identity import Identity
 from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, RankStatus
-from core.membership import DOWN, Gang
+from core.membership import DOWN, Gang, RankSpec
 from core.request import Request, SamplingParams, Unchecked
 from core.schema import Failure, pack
 from core.schema import decode as decode_reply
@@ -28,7 +28,7 @@ from decode_node.service.decode_calls import Grant, Start
 from decode_node.service.rank import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
-from tests.rig import Rig, rig
+from tests.rig import Rig, rig, stop_all
 from tests.waiting import until
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")
@@ -192,7 +192,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
             grant = Grant(identity, 1, Size(len(ids), 0, 5))
             offer = Offer(
                 PROTOCOL, owner.spec.life, owner.spec.seat, owner.spec.epoch, identity,
-                decode.info.fingerprint,
+                decode.info.caches,
                 len(ids),
             )  # fmt: skip
             start = Start(identity, greedy(f"r{i}", ids, 5), offer)
@@ -294,35 +294,62 @@ async def test_requests_that_can_never_fit_are_refused_and_nothing_is_lost(
         await cluster.check_empty()
 
 
-async def test_nodes_that_cache_unlike_never_exchange_kv(small_model: Path) -> None:
-    """A decode node without the draft layer refuses an offer that carries one, by name."""
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
+    small_model: Path, drafter: str
+) -> None:
+    """Of a prefill node with MTP: n-grams and nobody's drafts need the main caches alone."""
+    [ids] = prompts(1)
+    async with rig(small_model, *SMALL) as cluster:
+        [own] = cluster.decodes
+        asked = cluster.config.speculation.model_copy(update={"drafter": drafter})
+        cluster.config = cluster.config.model_copy(update={"speculation": asked})
+        ranks = await cluster.start(RankSpec("other", DECODE, own.spec.epoch))
+        try:
+            cluster.members.remove(own.spec.life)
+            fleet = cluster.gateway.fleet
+            await until(lambda: [d.info.drafter for _, d in fleet.usable()] == [drafter])
+            tokens, _, finished = await cluster.complete(greedy("r", ids, 20, ignore_eos=True))
+            assert (finished.speculation.num_drafted > 0) == (drafter == "ngram")
+            assert not near_ties(small_model, ids, tokens)
+            await cluster.check_empty()
+        finally:
+            await stop_all(ranks)
+            cluster.members.add(own)
+
+
+async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model: Path) -> None:
+    """MTP on decode nodes reads a cache that prefill nodes without it do not have."""
     async with (
-        rig(small_model, *SMALL, "speculation.drafter=none") as plain,
         rig(small_model, *SMALL) as mtp,
+        rig(small_model, *SMALL, "speculation.drafter=none") as plain,
     ):
         [ids] = prompts(1)
-        own, other = mtp.decodes[0], plain.decodes[0]
-        mtp.members.remove(own.spec.life)
-        mtp.members.add(other)
-        fleet = mtp.gateway.fleet
+        own, other = plain.decodes[0], mtp.decodes[0]
+        plain.members.remove(own.spec.life)
+        plain.members.add(other)
+        fleet = plain.gateway.fleet
         await until(lambda: [one.life for one in fleet.of_kind(DECODE)] == [other.spec.life])
+        told = r"prefill.*\(drafter none\), decode.*\(drafter mtp\): decode wants mtp: .*features"
+        with pytest.raises(ValueError, match=told):
+            await fleet.ready()
         with pytest.raises(RankLost, match="cache alike"):
-            await mtp.complete(greedy("routed", ids, 5))
-        identity, owner = Identity("forced"), mtp.prefills[0]
-        control = mtp.members.controls[other.spec.life]
-        plain.members.controls[owner.spec.life] = InProcessControl(owner.handle, owner.spec.epoch)
+            await plain.complete(greedy("routed", ids, 5))
+        identity, owner = Identity("forced"), plain.prefills[0]
+        control = plain.members.controls[other.spec.life]
+        mtp.members.controls[owner.spec.life] = InProcessControl(owner.handle, owner.spec.epoch)
         await control.call("grant", pack(Grant(identity, 1, Size(len(ids), 0, 5))))
-        for fingerprint in (owner.info.fingerprint, other.info.fingerprint):
+        for caches in (owner.info.caches, other.info.caches):
             place = owner.spec.life, owner.spec.seat, owner.spec.epoch
-            offer = Offer(PROTOCOL, *place, identity, fingerprint, len(ids))
+            offer = Offer(PROTOCOL, *place, identity, caches, len(ids))
             start = pack(Start(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))
         await control.call("abort", pack(identity))
-        mtp.members.remove(other.spec.life)
-        mtp.members.add(own)
-        await until(mtp.gateway.is_healthy)
-        tokens, _, _ = await mtp.complete(greedy("served", ids, 5, ignore_eos=True))
+        plain.members.remove(other.spec.life)
+        plain.members.add(own)
+        await until(plain.gateway.is_healthy)
+        tokens, _, _ = await plain.complete(greedy("served", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await mtp.check_empty()
         await plain.check_empty()

@@ -5,10 +5,10 @@ import pytest
 from core.control import Done, Service
 from core.errors import LayoutMismatch, RankLost, StalePages
 from core.schema import WireError, decode, encode_failure, pack, unpack
-from kv_transfer.layout import Group, Layout, check_same
+from kv_transfer.layout import Group, Layout, check_given
 from kv_transfer.messages import Ready, Seal
 
-LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3")
+LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3", 7)
 
 
 def test_bytes_and_groups() -> None:
@@ -20,38 +20,57 @@ def test_bytes_and_groups() -> None:
 
 def test_equal_layouts_agree_and_survive_the_wire() -> None:
     copy = unpack(Layout, pack(LAYOUT))
-    assert copy == LAYOUT and copy.fingerprint() == LAYOUT.fingerprint()
-    check_same(LAYOUT, copy)
-    assert LAYOUT.fingerprint() == "7558df03a71d1122", "the fingerprint differs between versions"
+    assert copy == LAYOUT and copy.facts() == LAYOUT.facts()
+    check_given(LAYOUT.facts(), copy.facts())
+
+
+@pytest.mark.parametrize(
+    "less",
+    [
+        replace(LAYOUT, groups=LAYOUT.groups[:1]),
+        replace(LAYOUT, num_features=0),
+        replace(LAYOUT, groups=LAYOUT.groups[:1], num_features=0),
+    ],
+)
+def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
+    check_given(LAYOUT.facts(), less.facts())
+    with pytest.raises(LayoutMismatch, match="decode wants (mtp: 1 x 1152 B|features: 7)"):
+        check_given(less.facts(), LAYOUT.facts())
 
 
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        (replace(LAYOUT, dtype="float32"), "dtype: 'bfloat16' here, 'float32' there"),
-        (replace(LAYOUT, model="other"), "model: 'deepseek-v3' here, 'other' there"),
-        (replace(LAYOUT, protocol=7), "protocol: 5 here, 7 there"),
-        (replace(LAYOUT, groups=LAYOUT.groups[:1]), r"groups: \['main', 'mtp'\] here, \['main'\]"),
+        (replace(LAYOUT, dtype="float32"), "wants dtype: float32; prefill has dtype: bfloat16"),
+        (replace(LAYOUT, model="other"), "wants model: other; prefill has model: deepseek-v3"),
+        (replace(LAYOUT, protocol=7), "wants protocol: 7; prefill has protocol: 6"),
+        (replace(LAYOUT, num_features=9), "wants features: 9; prefill has features: 7"),
         (
             replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
-            "groups.mtp.num_layers: 1 here, 2 there",
+            "wants mtp: 2 x 1152 B; prefill has mtp: 1 x 1152 B",
         ),
         (
             replace(LAYOUT, groups=(Group("main", 4, 640), LAYOUT.groups[1])),
-            "groups.main.bytes_per_token: 1152 here, 640 there",
+            "wants main: 4 x 640 B; prefill has main: 4 x 1152 B",
+        ),
+        (
+            replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 1, 1152, " of 5ef1"))),
+            "wants mtp: 1 x 1152 B of 5ef1; prefill has mtp: 1 x 1152 B",
         ),
     ],
 )
 def test_a_mismatch_names_the_field_and_both_values(theirs: Layout, text: str) -> None:
-    assert theirs.fingerprint() != LAYOUT.fingerprint()
     with pytest.raises(LayoutMismatch, match=text):
-        check_same(LAYOUT, theirs)
+        check_given(LAYOUT.facts(), theirs.facts())
 
 
-def test_every_differing_field_is_named() -> None:
+def test_everything_that_differs_is_named() -> None:
+    other = Layout((Group("main", 3, 8),), "float32", "x", 0, 1)
     with pytest.raises(LayoutMismatch) as caught:
-        check_same(LAYOUT, Layout((Group("main", 3, 8),), "float32", "x", 1))
-    assert all(name in str(caught.value) for name in ("dtype", "model", "protocol", "groups"))
+        check_given(LAYOUT.facts(), other.facts())
+    assert all(
+        name in str(caught.value) for name in ("dtype", "model", "protocol", "main: 3 x 8 B")
+    )
 
 
 def test_a_layout_without_sense_is_refused() -> None:

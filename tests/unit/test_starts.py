@@ -35,7 +35,8 @@ TICK_S = 0.02
 SEEN = (7, 100)
 INFO = RankInfo(
     RankSpec("d", "decode", 5),
-    "f",
+    ("f",),
+    "none",
     ModelInfo("t", "v3", 9, 9, (1,), 3, True, "float32"),
     1,
     9,
