@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-minutes", type=float, default=20, help="length of the schedule in minutes")
     add("--continuations", type=int, default=1024, help="number of greedy continuations")
     add("--batch", type=int, default=32, help="continuations generated at a time")
-    add("--lr", type=float, default=1e-3, help="peak rate")
+    add("--lr", type=float, default=1.5e-2, help="peak rate")
     add("--threads", type=int, default=2, help="CPU threads")
     add("--seed", type=int, default=1, help="seed of prompts and sampling")
     return parser.parse_args()

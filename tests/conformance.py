@@ -1,0 +1,115 @@
+"""What every drafter has to do, whatever it drafts: a new one is a line of DRAFTERS."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from benchmarks.driven.engines import Bench, Held, load
+from core.answer import TokenLogprobs
+from core.config import TINY_MODEL
+from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenBias
+from model.loaded import LoadedModel
+from training.corpus import held_out_prompts
+
+HEADS = TINY_MODEL.parent / "tiny-v3-medusa"
+DEEP = "speculation.num_tokens=4"
+DRAFTERS: dict[str, tuple[str, ...]] = {
+    "mtp": ("speculation.num_tokens=3",),
+    "mtp tree": (DEEP, "speculation.num_nodes=16"),
+    "medusa": (DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
+    "medusa tree": (
+        *(DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
+        "speculation.num_nodes=24",
+    ),
+    "ngram": (DEEP, "speculation.drafter=ngram"),
+    "class": (DEEP, "speculation.drafter=tests.user_drafters:Repeats", "speculation.drafter_s=5"),
+    "class tree": (
+        *("speculation.num_tokens=4", "speculation.drafter=tests.user_drafters:Branches"),
+        *("speculation.num_nodes=8", "speculation.drafter_s=5"),
+    ),
+}
+"""What asks for each, of the shipped checkpoint. Classes get time: a busy machine is no failure."""
+HIDDEN = ("mtp", "mtp tree", "medusa", "medusa tree")
+"""Those that read hidden states, which may not have been shipped."""
+
+
+def depth_of(name: str) -> int:
+    return int(DRAFTERS[name][0].rpartition("=")[2])
+
+
+def loaded_with(name: str, dtype: str, path: Path = TINY_MODEL) -> LoadedModel:
+    """Native kernels: without them answers may differ where two tokens are nearly as good."""
+    return load(path, "model.kernels=native", f"model.dtype={dtype}", *DRAFTERS[name])
+
+
+def texts(num: int, *, least: int = 16, most: int = 64, seed: int = 3) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    return held_out_prompts(tokenizer, num, min_len=least, max_len=most, seed=seed)
+
+
+def mixed(prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
+    """Requests that ask for everything that leaves an answer a function of the request, in turns:
+    greedy, sampled, filtered, with penalties, biases, log probabilities, bounds on drafts."""
+    plain = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    hot = replace(plain, temperature=0.8)
+    kinds = [
+        plain,
+        hot,
+        replace(hot, top_p=0.9, top_k=50, min_p=0.01),
+        replace(plain, repetition_penalty=1.2, presence_penalty=0.4, logprobs=2),
+        replace(hot, frequency_penalty=0.5, logit_bias=(TokenBias(9, 3.0),), logprobs=0),
+        replace(plain, ignore_eos=False, min_tokens=num_tokens // 2, stop_token_ids=(10, 13)),
+    ]
+    return [
+        Request(
+            f"r{i}",
+            (*ids,),
+            sampling=replace(kinds[i % len(kinds)], seed=1000 + i),
+            speculation=Speculation((None, None, 2, None, 1, 0)[i // len(kinds) % 6]),
+        )
+        for i, ids in enumerate(prompts)
+    ]
+
+
+Answer = list[tuple[int, TokenLogprobs | None]]
+
+
+def told(bench: Bench, asked: list[Request], spare: int | None = None) -> list[Answer]:
+    """Each answer: its tokens, and their log probabilities where these were asked for, but for the
+    first. Those that are preempted, as few pages are ``spare`` once all have begun, are asked for
+    again from where they were, one by one."""
+    answers: dict[str, Answer] = {request.request_id: [] for request in asked}
+    left = [asked]
+    while left:
+        for name, (first, _) in bench.start_all(*left.pop()).items():
+            answers[name].append((first, None))
+        bench.frames.clear()
+        num_taken = 0 if spare is None else max(0, bench.pool.num_available - spare)
+        taken = bench.pool.allocate(num_taken)
+        while bench.decode.has_work():
+            bench.decode.step()
+        bench.pool.release(taken)
+        bench.check_empty()
+        for update in bench.updates():
+            more = update.logprobs or [None] * len(update.token_ids)
+            answers[update.identity.request_id] += zip(update.token_ids, more, strict=True)
+        ends = {one.identity.request_id: one.finish_reason for one in bench.updates()}
+        left += [
+            [replace(one, output_ids=tuple(token for token, _ in answers[one.request_id]))]
+            for one in asked
+            if ends.get(one.request_id) == PREEMPTED
+        ]
+    return [answers[request.request_id] for request in asked]
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [[token for token, _ in answer] for answer in answers]
+
+
+def bench_of(loaded: LoadedModel, name: str, level: int | None = None, **more: object) -> Bench:
+    """Whose steps all draft at that level, None for the highest that rows want."""
+    held = None if level is None else Held(level)
+    depth = depth_of(name)
+    return Bench(loaded, num_drafts=depth, length=held, max_rows=8, **more)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""Every drafter by the same rules (tests/conformance.py): strict answers are those of no drafts, to
+the last bit of tokens and log probabilities, at every level, in every loop, wherever a row goes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.driven.engines import POISON, Bench
+from core.forms import RECORDED
+from decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
+from model.loaded import LoadedModel
+from tests.conformance import (
+    DRAFTERS,
+    HIDDEN,
+    Answer,
+    bench_of,
+    depth_of,
+    loaded_with,
+    mixed,
+    texts,
+    tokens_of,
+    told,
+)
+
+NUM_TOKENS = 20
+
+
+class Models:
+    """Loaded as they are asked for, and the answers without drafts."""
+
+    def __init__(self) -> None:
+        self.asked = mixed(texts(6), NUM_TOKENS)
+        self._loaded: dict[tuple[str, str], LoadedModel] = {}
+        self._plain: dict[str, list[Answer]] = {}
+
+    def of(self, name: str, dtype: str = "float32") -> LoadedModel:
+        if (name, dtype) not in self._loaded:
+            self._loaded[name, dtype] = loaded_with(name, dtype)
+        return self._loaded[name, dtype]
+
+    def plain(self, dtype: str = "float32") -> list[Answer]:
+        if dtype not in self._plain:
+            bench = Bench(self.of("mtp", dtype), num_drafts=0, max_rows=8)
+            self._plain[dtype] = told(bench, self.asked)
+        return self._plain[dtype]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture(params=DRAFTERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) -> None:
+    """All of them in fp32, the first and the highest in bf16; and drafts are accepted."""
+    loaded = models.of(name, dtype)
+    levels = loaded.drafter.levels(depth_of(name))
+    numbers = range(1, len(levels)) if dtype == "float32" else (1, len(levels) - 1)
+    for level in numbers:
+        bench = bench_of(loaded, name, level)
+        assert told(bench, models.asked) == models.plain(dtype), levels[level]
+        counts = [one.counts for one in bench.updates() if one.counts is not None]
+    assert sum(one.num_accepted for one in counts) > 0
+    assert max(one.num_nodes / one.num_steps for one in counts) == levels[-1].num_nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> None:
+    """At every level."""
+    loaded = models.of(name, dtype)
+    asked = mixed(texts(100, most=256, seed=11), 48)
+    batches = [asked[at : at + 8] for at in range(0, len(asked), 8)]
+    expected = [told(Bench(loaded, num_drafts=0, max_rows=8), batch) for batch in batches]
+    for level in range(1, len(loaded.drafter.levels(depth_of(name)))):
+        for batch, answers in zip(batches, expected, strict=True):
+            assert told(bench_of(loaded, name, level), batch) == answers
+
+
+def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
+    """No shape changes and no value goes through the host: or they could not be. In the overlapped
+    loop, where the next step begins before anybody has seen this one."""
+    loaded = models.of(name)
+    bench = bench_of(loaded, name, loop="overlapped")
+    assert told(bench, models.asked) == models.plain()
+    assert loaded.form == RECORDED and not loaded.refused and bench.decode.programs.kept
+
+
+def test_few_pages_and_old_entries(models: Models, name: str) -> None:
+    """Rows are preempted and begun anew; what nobody wrote holds anything, and is not read."""
+    bench = bench_of(models.of(name), name, page_size=2, num_pages=400)
+    for cache in bench.all_caches():
+        cache.fill_(POISON)
+    assert tokens_of(told(bench, models.asked, spare=20)) == tokens_of(models.plain())
+    assert len(bench.updates()) < NUM_TOKENS, "the last one ran alone: it had been preempted"
+
+
+def test_the_end_of_the_model(models: Models, name: str) -> None:
+    """Drafts reach beyond the last slot that there is."""
+    loaded = replace(models.of(name), max_model_len=70)
+    long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in models.asked]
+    expected = told(Bench(loaded, num_drafts=0, max_rows=8), long)
+    assert told(bench_of(loaded, name, page_size=4), long) == expected
+    assert max(len(one.prompt_ids) + len(e) for one, e in zip(long, expected, strict=True)) == 70
+
+
+def test_an_answer_goes_on_elsewhere(models: Models, name: str) -> None:
+    """From the tenth token on, in another pool and other batches."""
+    loaded, whole = models.of(name), models.plain()
+    resumed = [
+        replace(one, output_ids=(*tokens[:9],))
+        for one, tokens in zip(models.asked, tokens_of(whole), strict=True)
+    ]
+    rests = tokens_of(told(bench_of(loaded, name, page_size=16), resumed[::-1]))[::-1]
+    assert rests == [tokens[9:] for tokens in tokens_of(whole)]
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_states_that_were_not_shipped(models: Models, name: str) -> None:
+    bench = bench_of(models.of(name), name, ship_hidden=False)
+    assert told(bench, models.asked) == models.plain()
+
+
+def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
+    """Dummies and trials, between steps that have rows."""
+    loaded = models.of(name)
+    bench = bench_of(loaded, name)
+    bench.start_all(*models.asked)
+    launcher, num = bench.decode._launcher, len(models.asked)
+    memory = launcher.rows._memory
+    before = [cache[1:].clone() for cache in bench.all_caches()]
+    known = None if memory is None else memory[:num].clone()
+    levels, catch_up = loaded.drafter.levels(depth_of(name)), loaded.drafter.catch_up(4)
+    key = StepKey(4, len(levels) - 1, catch_up.amount(levels[-1].depth, catch_up.start))
+    for use in (SERVE, TRIAL):
+        with torch.inference_mode():
+            launcher.launch(launcher.prepare([], StepPlan(key, use))).collect()
+    assert all(map(torch.equal, before, [cache[1:] for cache in bench.all_caches()]))
+    assert known is None or torch.equal(known, memory[:num])
+    for one in models.asked:
+        bench.drop(one.request_id)
+    bench.check_empty()
