@@ -14,7 +14,7 @@ from cluster.gateway.fan_out import Streams
 from cluster.gateway.gateway import ClusterGateway
 from colocated_node import rank as colocated
 from core.answer import Delta, Finished, Piece
-from core.config import CheckpointConfig, TandemConfig, load
+from core.config import CheckpointConfig, SpeculationConfig, TandemConfig, load
 from core.control import Control, InProcessControl
 from core.errors import RankLost
 from core.info import COLOCATED, DECODE, PREFILL
@@ -34,13 +34,13 @@ SPARED = ["speculation.measure_at_start=false"]
 """A rank that measures steps computes longer than most answers here."""
 
 
-_loaded: dict[tuple[CheckpointConfig, str, bool], LoadedModel] = {}
+_loaded: dict[tuple[CheckpointConfig, SpeculationConfig, bool], LoadedModel] = {}
 
 
 def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:
     """As load_model, but ranks of this process that hold all experts share the weights: nothing
     writes to them."""
-    key = config.model, config.speculation.drafter, kind == PREFILL
+    key = config.model, config.speculation, kind == PREFILL
     section = config.of_kind(kind)
     assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
     if section.dp_size > 1:

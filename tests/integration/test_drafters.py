@@ -1,0 +1,122 @@
+"""Every drafter at its largest level over gRPC, in every layout: the answers of none in the same
+layout, to the bit, whatever requests ask for. The whole table: ``pytest -m "slow or not slow"``."""
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from cluster.client.options import GenerateOptions
+from core.answer import Delta, TokenLogprobs
+from core.config import TINY_MODEL
+from tandem import AsyncClient
+from tests.conformance import DRAFTERS, texts
+from tests.integration.test_spine import served
+from tests.rig import Rig, rig
+from tests.user_drafters import Hangs
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "split": (),
+    "colocated": ("mode=colocated",),
+    "1 x 2": ("decode.dp_size=2",),
+    "2 x 1": ("prefill.dp_size=2",),
+    "2 x 2": ("prefill.dp_size=2", "decode.dp_size=2"),
+}
+IN_MAKE_TEST = {("split", "mtp tree"), ("colocated", "medusa tree"), ("2 x 2", "mtp tree")}
+SETS = ("model.kernels=native", "speculation.draft_length=fixed", "kv.num_pages=300")
+PROMPTS = texts(10, seed=5)
+KINDS: tuple[GenerateOptions, ...] = (
+    {},
+    {"temperature": 0.8, "n": 2},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "logprobs": 1},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.4, "max_drafts": 2},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "logit_bias": {9: 3.0}, "logprobs": 0},
+    {"min_tokens": 15, "stop_token_ids": (10, 13), "max_drafts": 1},
+    {"max_drafts": 0, "logprobs": 2},
+)
+Answer = dict[int, list[tuple[int, TokenLogprobs | None]]]
+
+
+async def answer(
+    client: AsyncClient, i: int, ids: list[int], has_drafts: bool
+) -> tuple[Answer, int]:
+    """Tokens and log probabilities of each of the answers to a prompt; accepted drafts."""
+    options = KINDS[i % len(KINDS)] | {"seed": 77 + i, "max_tokens": 24}
+    options.setdefault("ignore_eos", "stop_token_ids" not in options)
+    if not has_drafts:
+        options.pop("max_drafts", None)
+    told: Answer = defaultdict(list)
+    num_accepted = 0
+    async for piece in client.generate(ids, **options):
+        if isinstance(piece, Delta):
+            more: Any = piece.logprobs or [None] * len(piece.token_ids)
+            told[piece.index] += zip(piece.token_ids, more, strict=True)
+        else:
+            num_accepted += piece.speculation.num_accepted
+    return dict(told), num_accepted
+
+
+async def answers(cluster: Rig, has_drafts: bool = True) -> tuple[list[Answer], int]:
+    async with served(cluster) as address, AsyncClient(address) as client:
+        asking = (answer(client, i, ids, has_drafts) for i, ids in enumerate(PROMPTS))
+        told = await asyncio.gather(*asking)
+    await cluster.check_empty()
+    found, nums = zip(*told, strict=True)
+    return [*found], sum(nums)
+
+
+_plain: dict[str, list[Answer]] = {}
+
+
+async def without_drafts(layout: str) -> list[Answer]:
+    if layout not in _plain:
+        sets = *SETS, *LAYOUTS[layout], "speculation.drafter=none"
+        async with rig(TINY_MODEL, *sets) as cluster:
+            _plain[layout], num_accepted = await answers(cluster, has_drafts=False)
+            assert num_accepted == 0
+    return _plain[layout]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(
+            layout, name, marks=() if {(layout, name)} & IN_MAKE_TEST else pytest.mark.slow
+        )
+        for layout in LAYOUTS
+        for name in DRAFTERS
+    ],
+)
+async def test_answers_are_those_without_drafts(layout: str, name: str) -> None:
+    expected = await without_drafts(layout)
+    async with rig(TINY_MODEL, *SETS, *LAYOUTS[layout], *DRAFTERS[name]) as cluster:
+        told, num_accepted = await answers(cluster)
+    assert told == expected and num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    ["Hostile", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Broken", "Hangs"))],
+)
+async def test_a_hostile_class_under_64_requests(hostile: str) -> None:
+    """Every answer is exact, nothing is leaked, and it is off after three steps in a row in which
+    it failed for some row, though it tells others the truth."""
+    asked = texts(8, most=24, seed=5) * 8
+    told = []
+    for sets in (
+        ["speculation.drafter=none"],
+        [f"speculation.drafter=tests.user_drafters:{hostile}", "speculation.num_nodes=6"],
+    ):
+        sets += [*SETS, "speculation.drafter_s=0.05", "decode.max_rows=64"]
+        async with rig(TINY_MODEL, *sets) as cluster:
+            async with served(cluster) as address, AsyncClient(address) as client:
+                asking = (client.complete(ids, max_tokens=12, ignore_eos=True) for ids in asked)
+                told.append([one.token_ids for one in await asyncio.gather(*asking)])
+            await cluster.check_empty()
+            [decode] = cluster.decodes
+            trouble = decode.engine.programs.form
+            theirs = getattr(decode.engine._loaded.drafter, "_theirs", None)
+            if isinstance(theirs, Hangs):
+                theirs.let_go.set()
+    assert told[0] == told[1] and f"{hostile} failed" in trouble and "it is off" in trouble
