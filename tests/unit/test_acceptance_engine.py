@@ -78,6 +78,25 @@ def test_rejection_draws_from_the_models_own_distribution(
     check_chi_square([answers.count(answer) for answer in shares], list(shares.values()))
 
 
+def test_answers_over_trees_have_the_models_own_distribution(folder: Path) -> None:
+    """Strict ones, of drafts that know the noise by which tokens are chosen."""
+    loaded = load(folder, "speculation.num_nodes=6", "speculation.num_tokens=2")
+    num_answers, length, top_k = 900, 4, 2
+    told: list[tuple[int, ...]] = []
+    bench = Bench(loaded, num_drafts=2, max_rows=150, page_size=16, num_pages=1000)
+    for start in range(0, num_answers, 150):
+        asked = [ask(f"r{i}", PROMPT, length) for i in range(start, start + 150)]
+        hot = [replace(one.sampling, temperature=1.0, top_k=top_k) for one in asked]
+        requests = [
+            replace(one, sampling=replace(sampling, seed=start + i))
+            for i, (one, sampling) in enumerate(zip(asked, hot, strict=True))
+        ]
+        told += [tuple(tokens) for tokens in answers(bench, requests)]
+    shares = exact_shares(folder, top_k, length)
+    assert set(told) <= set(shares)
+    check_chi_square([told.count(answer) for answer in shares], list(shares.values()))
+
+
 def answers(bench: Bench, requests: list[Request]) -> list[list[int]]:
     result = [tokens for tokens, _ in bench.generate(*requests)]
     bench.check_empty()

@@ -1,0 +1,95 @@
+"""Trees against transformers' own forward with a 4-d mask: what each node sees, where it stands,
+and what is left once the accepted path has been moved."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
+from decode_node.program.step import move_path, verify
+from model.drafters.base import Drafts
+from model.network.cache import MAIN
+from model.network.tree import tree_of
+from model.sampling.acceptance.base import Verdict
+from tests.trees import Parents, level_of, path_to
+from tests.unit.test_drafts import prompt
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "latent queries": {},
+    "plain queries": {
+        **{"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 48},
+        **{"n_group": 1, "first_k_dense_replace": 2},
+    },
+}
+ALL, NONE = 0.0, torch.finfo(torch.float32).min
+
+
+def shape(draw: random.Random) -> Parents:
+    return tuple(draw.randint(max(0, i - 4), i) for i in range(draw.randint(3, 20)))
+
+
+@torch.no_grad()
+def by_transformers(folder: Path, ids: list[int], tokens: list[int], parents: Parents) -> Tensor:
+    """Logits [Q, V] of the last known token and all nodes."""
+    num_before, paths = len(ids) - 1, [path_to(parents, n) for n in range(len(parents) + 1)]
+    mask = torch.full((len(ids) + len(tokens),) * 2, NONE).triu(1)
+    mask[num_before:, num_before:] = NONE
+    for node, path in enumerate(paths):
+        mask[num_before + node, [num_before + one for one in (0, *path)]] = ALL
+    positions = [*range(num_before), *(num_before + len(path) for path in paths)]
+    logits: Tensor = tiny.reference(folder)(
+        torch.tensor([ids + tokens]),
+        attention_mask=mask[None, None],
+        position_ids=torch.tensor([positions]),
+    ).logits
+    return logits[0, num_before:]
+
+
+@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_tree_is_transformers_forward_with_its_mask(
+    tmp_path: Path, geometry: str, kernels: str
+) -> None:
+    tiny.write_tiny(tmp_path, seed=51, **GEOMETRIES[geometry])
+    loaded = load(tmp_path, f"model.kernels={kernels}", "speculation.drafter=none")
+    draw = random.Random(6)
+    for case in range(6):
+        parents, ids = shape(draw), prompt(9 + 5 * case, seed=case)
+        bench = Bench(loaded, num_drafts=0, page_size=4)
+        known = [*ids, bench.start(greedy("r", ids, 60, ignore_eos=True))[0]]
+        sequence = bench.sequence("r")
+        num_more = bench.pool.num_pages_for(len(known) + len(parents) + 1) - len(sequence.pages)
+        sequence.pages.extend(bench.pool.allocate(max(0, num_more)))
+        launcher = bench.decode._launcher
+        launcher.rows.grow(sequence)
+        rows = launcher.rows.select(torch.tensor([sequence.row]), len(sequence.pages))
+        tokens = [draw.randrange(5, 90) for _ in parents]
+        tree = tree_of(torch.tensor([parents]), level_of(parents).depth)
+        with torch.inference_mode():
+            drafts = Drafts(torch.tensor([tokens]))
+            _, [logits_NV] = verify(loaded.network, bench.caches, rows, drafts, tree)
+        expected_NV = by_transformers(tmp_path, known, tokens, parents)
+        assert (logits_NV - expected_NV).abs().max() < 2e-4
+        node = draw.randint(1, len(parents))
+        path = path_to(parents, node)
+        path_BE = torch.tensor([[0, *path, *([0] * (tree.depth - len(path)))]])
+        verdict = Verdict(torch.zeros_like(path_BE), torch.tensor([len(path)]), path_BE)
+        with torch.inference_mode():
+            move_path(loaded, bench.caches[MAIN], rows, verdict)
+            known += [tokens[one - 1] for one in path]
+            state = replace(
+                rows.state,
+                last_B1=torch.tensor([[known[-1]]]),
+                num_known_B=torch.tensor([len(known)]),
+            )
+            after, nothing = replace(rows, state=state), Drafts(torch.zeros(1, 0).long())
+            _, [[logits_V]] = verify(loaded.network, bench.caches, after, nothing)
+        assert (logits_V - tiny.reference_logits(tmp_path, known)[-1]).abs().max() < 2e-4
+        bench.drop("r")
+        bench.check_empty()
