@@ -77,6 +77,8 @@ class SpeculationConfig(Section):
     """of a class of one's own: how long a step waits for its drafts"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
     """of ngram: most tokens at the end of the text that are looked for in it"""
+    is_public_pool: bool = False
+    """of ngram: what a text lacks is looked for in all texts of the rank; tells others by timing"""
     is_keep_all: bool = True
     """of ngram: every place where they stand counts, not the first alone"""
     is_use_oldest: bool = False

@@ -24,6 +24,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
         "speculation.num_nodes=24",
     ),
     "ngram": (DEEP, "speculation.drafter=ngram"),
+    "pool": (DEEP, "speculation.drafter=ngram", "speculation.is_public_pool=true"),
     "class": (DEEP, "speculation.drafter=tests.user_drafters:Repeats", "speculation.drafter_s=5"),
     "class tree": (
         *("speculation.num_tokens=4", "speculation.drafter=tests.user_drafters:Branches"),

@@ -1,8 +1,13 @@
 """Drafts from the text itself: what came after the place where its last tokens stood before (prompt
 lookup decoding; spec of its options: TensorRT-LLM's n-gram drafter).
 
-Shape legend: B rows, T tokens of a row's text, N drafts.
+Shape legend: B rows, R rows of the memory, T tokens of a row's text, W places of one, E places that
+a row may emit, M tokens of the longest n-gram, N drafts.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ from core.config import SpeculationConfig
 from core.levels import Level
 from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafts, View
+from model.drafters.pool import Pool, recalled, remember
 from model.drafters.texts import ReadsTexts
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
@@ -32,12 +38,69 @@ class NgramDrafter(ReadsTexts):
     ) -> "NgramDrafter":
         """Of several places that are not all kept the oldest is: no other has a longer rest."""
         oldest = asked.is_use_oldest or not asked.is_keep_all
-        return cls(asked.max_matching_ngram_size, oldest=oldest)
+        made = PooledDrafter if asked.is_public_pool else cls
+        return made(asked.max_matching_ngram_size, oldest=oldest)
 
     def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
         text_BT = view.memory.index_select(0, view.rows_B)
         how = self._most_size, level.num_nodes
         return Drafts(*continued(text_BT, view.num_known_B, *how, oldest=self._oldest))
+
+
+class PooledDrafter(NgramDrafter):
+    """Where a text has no such place in itself, what followed its last tokens in others of this
+    rank. So others' texts can be guessed at from how long an answer takes."""
+
+    def memory(self, num_rows: int, num_tokens: int, device: torch.device) -> Any:
+        return super().memory(num_rows, num_tokens, device), Pool.on(device)
+
+    def enter(self, memory: Any, row: int, token_ids: Sequence[int]) -> None:
+        text_RT, pool = memory
+        super().enter(text_RT, row, token_ids)
+        place_1T = torch.arange(len(token_ids), device=text_RT.device).unsqueeze(0)
+        self._remember(text_RT, pool, place_1T.new_tensor([row]), place_1T, place_1T >= 0)
+
+    def note(
+        self,
+        memory: Any,
+        rows_B: Tensor,
+        num_known_B: Tensor,
+        tokens_BE: Tensor,
+        num_accepted_B: Tensor,
+    ) -> None:
+        text_RT, pool = memory
+        super().note(text_RT, rows_B, num_known_B, tokens_BE, num_accepted_B)
+        back_E = torch.arange(tokens_BE.shape[1], device=rows_B.device)
+        place_BE = (num_known_B - 1 - num_accepted_B).unsqueeze(1) + back_E
+        is_told_BE = back_E <= num_accepted_B.unsqueeze(1)
+        place_BE = place_BE.clamp(max=text_RT.shape[1] - 1)
+        self._remember(text_RT, pool, rows_B, place_BE, is_told_BE)
+
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        (text_RT, pool), known_B1 = view.memory, view.num_known_B.unsqueeze(1)
+        mine = super().draft(own, replace(view, memory=text_RT), level, amount, caches)
+        if not level.num_nodes:
+            return mine
+        last_BM = self._before(text_RT, view.rows_B, known_B1).squeeze(1)
+        tokens_BN, num_B = recalled(pool, last_BM, view.num_known_B, level.num_nodes)
+        assert mine.num_B is not None, "n-grams know how many they found"
+        has_own_B = mine.num_B > 0
+        tokens_BN = mine.tokens_BN.where(has_own_B.unsqueeze(1), tokens_BN)
+        return Drafts(tokens_BN, mine.num_B.where(has_own_B, num_B))
+
+    def _before(self, text_RT: Tensor, rows_B: Tensor, place_BW: Tensor) -> Tensor:
+        """The tokens before each place of rows' texts [B, W, M]; at the beginning any."""
+        back_M = torch.arange(-self._most_size, 0, device=text_RT.device)
+        return text_RT[rows_B.view(-1, 1, 1), (place_BW.unsqueeze(2) + back_M).clamp(min=0)]
+
+    def _remember(
+        self, text_RT: Tensor, pool: Pool, rows_B: Tensor, place_BW: Tensor, keep_BW: Tensor
+    ) -> None:
+        before_BWM = self._before(text_RT, rows_B, place_BW)
+        size_M = torch.arange(1, self._most_size + 1, device=text_RT.device)
+        keep_BWM = keep_BW.unsqueeze(2) & (size_M <= place_BW.unsqueeze(2))
+        token_BW = text_RT[rows_B.unsqueeze(1), place_BW]
+        remember(pool, before_BWM, token_BW, keep_BWM, oldest=self._oldest)
 
 
 def continued(

@@ -134,6 +134,7 @@ def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
     bench.start_all(*models.asked)
     launcher, num = bench.decode._launcher, len(models.asked)
     memory = launcher.rows._memory
+    memory = memory[0] if isinstance(memory, tuple) else memory
     before = [cache[1:].clone() for cache in bench.all_caches()]
     known = None if memory is None else memory[:num].clone()
     levels, catch_up = loaded.drafter.levels(depth_of(name)), loaded.drafter.catch_up(4)

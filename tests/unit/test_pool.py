@@ -1,0 +1,94 @@
+"""The pool of n-grams that a rank's requests share, against a dictionary."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.driven.engines import Bench, greedy, load
+from model.drafters.ngram import PooledDrafter
+from model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
+from tests.small import write_small
+
+MOST = 3
+
+
+def told(drafter: PooledDrafter, memory: tuple[Tensor, Pool], row: int, text: list[int]) -> None:
+    """A text of which a step gives up to three tokens; what it did not accept is noise."""
+    drafter.enter(memory, row, text[:5])
+    draw, at = random.Random(len(text)), 5
+    while at < len(text):
+        num = min(draw.randint(1, 3), len(text) - at)
+        noise = [draw.randrange(50, 90) for _ in range(3 - num)]
+        tokens = torch.tensor([text[at : at + num] + noise])
+        at += num
+        drafter.note(
+            memory, torch.tensor([row]), torch.tensor([at]), tokens, torch.tensor([num - 1])
+        )
+
+
+@pytest.mark.parametrize("oldest", [False, True])
+def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
+    """N-grams of texts that came and went by the same few rows; each draft by the longest one."""
+    draw, drafter = random.Random(7), PooledDrafter(MOST, oldest=oldest)
+    memory = drafter.memory(4, 64, torch.device("cpu"))
+    known: dict[tuple[int, ...], list[int]] = {}
+    for i in range(40):
+        text = [draw.randrange(12) for _ in range(draw.randint(8, 40))]
+        told(drafter, memory, i % 4, text)
+        for at in range(1, len(text)):
+            for size in range(1, min(MOST, at) + 1):
+                known.setdefault((*text[at - size : at],), []).append(text[at])
+    num_found = 0
+    for _ in range(200):
+        text = [draw.randrange(13) for _ in range(draw.randint(1, 6))]
+        last = torch.tensor([([0] * MOST + text)[-MOST:]])
+        tokens, num = recalled(memory[1], last, torch.tensor([len(text)]), 4)
+        for token in tokens[0, : int(num)].tolist():
+            sizes = [n for n in range(MOST, 0, -1) if len(text) >= n and (*text[-n:],) in known]
+            followers = known[(*text[-sizes[0] :],)]
+            if len({*followers}) == 1 or oldest:
+                assert token in followers
+            else:
+                assert token in followers[1:]
+            text.append(token)
+            num_found += 1
+        assert num == 4 or not any(
+            (*text[-n:],) in known for n in range(1, min(MOST, len(text)) + 1)
+        )
+    assert num_found > 500
+
+
+def test_an_n_gram_in_anothers_place_is_not_there() -> None:
+    """What is found has the whole hash, not the slot alone."""
+    pool = Pool.on(torch.device("cpu"))
+    last = torch.tensor([[3, 4, 5]])
+    [[found]] = hashes(last.unsqueeze(1)).tolist()
+    slots = [one % NUM_SLOTS for one in found]
+    pool.hash_S[slots] = torch.tensor(found) + NUM_SLOTS
+    pool.token_S[slots] = 7
+    assert recalled(pool, last, torch.tensor([3]), 2)[1].tolist() == [0]
+    pool.hash_S[slots] = torch.tensor(found)
+    tokens, num = recalled(pool, last, torch.tensor([3]), 1)
+    assert (tokens.tolist(), num.tolist()) == ([[7]], [1])
+    assert len({*found}) == MOST
+
+
+def test_another_request_drafts_from_a_text_that_is_gone(tmp_path: Path) -> None:
+    """The same prompt again: its first steps draft what the first answer was, before it repeats
+    itself; in a private one they do not. Both answers are the same."""
+    write_small(tmp_path)
+    nums = []
+    for sets in (("speculation.is_public_pool=true",), ()):
+        loaded = load(tmp_path, "speculation.drafter=ngram", "model.kernels=native", *sets)
+        bench = Bench(loaded, num_drafts=3)
+        ids = list(range(40, 60))
+        answers = [bench.generate(greedy("a", ids, 40, ignore_eos=True)) for _ in range(1)]
+        answers.append(bench.generate(greedy("b", ids, 40, ignore_eos=True)))
+        assert answers[0] == answers[1]
+        counts = bench.updates()[-1].counts
+        assert counts is not None
+        nums.append(counts.num_accepted)
+    assert nums[0] >= 25 > nums[1]
