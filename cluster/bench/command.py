@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.bench import compare
 from cluster.bench.experiment import Arm, Trial, speedups
 from cluster.bench.options import BenchOptions
 from cluster.bench.report import as_json, show
@@ -34,6 +35,8 @@ def bench(**values: Any) -> None:
       tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
       tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
       tandem bench --own --set speculation.num_tokens=2
+      tandem bench --own --workload trace --trace mine.jsonl --ignore-eos \
+        --compare drafter=none --compare drafter=mtp --compare drafter=ngram
     \b
     A line of a trace:
       {"arrival_s": 0.25, "text": "def f(", "max_tokens": 64}
@@ -43,6 +46,9 @@ def bench(**values: Any) -> None:
 
 async def _bench(options: BenchOptions) -> None:
     options.check()
+    if options.compare is not None:
+        await _compare(options)
+        return
     if not options.own:
         await _report(options.address or DEFAULT_ADDRESS, options)
         return
@@ -70,6 +76,19 @@ async def _report(address: str, options: BenchOptions) -> None:
         console = Console(highlight=False)
         show(console, model, arms, ratios, options.cost_ratio is not None)
     _tell_failures(arms)
+
+
+async def _compare(options: BenchOptions) -> None:
+    with _progress() as progress:
+        found = await compare.compare(options, progress)
+    text = compare.as_json(options, found)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+    if options.as_json:
+        print(text, flush=True)
+    else:
+        compare.show(Console(highlight=False), found)
+    _tell_failures([one.arm for one in found])
 
 
 def _progress() -> Progress:

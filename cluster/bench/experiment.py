@@ -151,17 +151,20 @@ def speedups(arms: Sequence[Arm], cost_ratio: float | None) -> list[Speedups]:
     if cost_ratio is None and base is not None and num_drafts:
         step_ms, base_ms = most.metrics.step_ms, base.metrics.step_ms
         if step_ms and base_ms:
-            cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_drafts)
+            num_nodes = num_drafts * most.acceptance.nodes_per_depth
+            cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
     return [_speedups(arm, base, cost_ratio) for arm in arms]
 
 
 def _speedups(arm: Arm, base: Arm | None, cost_ratio: float | None) -> Speedups:
+    seen = arm.acceptance
+
     def model(share: float | None) -> float | None:
         if share is None or cost_ratio is None:
             return None
-        return speculation.speedup(share, arm.acceptance.num_drafts, cost_ratio)
+        num_nodes = seen.num_drafts * seen.nodes_per_depth
+        return speculation.speedup(share, seen.num_drafts, cost_ratio, num_nodes)
 
-    seen = arm.acceptance
     pairs = [] if base is None else list(zip(base.runs, arm.runs, strict=True))
     return Speedups(
         cost_ratio,

@@ -71,6 +71,14 @@ class BenchOptions:
     compare_drafts: Annotated[
         str | None, _spec(metavar="0,N,..", help="The same prompts with each, interleaved.")
     ] = None
+    compare: Annotated[
+        list[str] | None,
+        _spec(
+            metavar="KEY=VALUE,..",
+            help="Of speculation, such as drafter=mtp,num_nodes=16; once for each that is "
+            "compared. A cluster of its own is started for each, one after the other.",
+        ),
+    ] = None
     cost_ratio: Annotated[
         float | None, _spec(min=0, max=100, help="Extra time per draft, in steps, if it is known.")
     ] = None
@@ -108,6 +116,8 @@ class BenchOptions:
         self._check_address()
         if self.compare_drafts is not None:
             self._check_arms()
+        if self.compare is not None:
+            self._check_compared()
 
     def _check_address(self) -> None:
         if self.own and self.address is not None:
@@ -124,6 +134,15 @@ class BenchOptions:
             self._refuse("compare_drafts", "use 0 and others, such as 0,3")
         if self.max_drafts is not None:
             self._refuse("max_drafts", "give it or --compare-drafts, not both")
+
+    def _check_compared(self) -> None:
+        if not self.own:
+            self._refuse("compare", "starts clusters of its own: add --own")
+        if self.compare is not None and len(self.compare) < 2:
+            self._refuse("compare", "give it for each of several, drafter=none among them")
+        for name in ("compare_drafts", "max_drafts", "plot"):
+            if getattr(self, name) is not None:
+                self._refuse(name, "give it or --compare, not both")
 
     def _refuse(self, name: str, remedy: str) -> NoReturn:
         raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {remedy}")

@@ -105,6 +105,7 @@ def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups]) -> Table:
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
     table.add_row("accepted by position", *shares)
     rows = {
+        "drafts a step": [one.nodes_per_step for one in seen],
         "accepted length, tokens/step": [one.accepted_length for one in seen],
         "step, ms": [arm.metrics.step_ms for arm in arms],
         "a at position 1": [one.first for one in seen],

@@ -3,7 +3,7 @@
 Each draft is accepted with probability ``a`` if those before it were; drafting one token more
 makes a step longer by ``c`` steps without drafts (drafting it and verifying it together). Then
 a step of ``n`` drafts gives ``E = (1 - a^(n+1)) / (1 - a)`` tokens and the speed-up is
-``E / (n c + 1)``.
+``E / (n c + 1)``. Where drafts are trees ``n`` is the depth in E and the number of nodes beside c.
 """
 
 
@@ -12,9 +12,12 @@ def expected_length(acceptance: float, num_drafts: int) -> float:
     return sum(acceptance**i for i in range(num_drafts + 1))
 
 
-def speedup(acceptance: float, num_drafts: int, cost_ratio: float) -> float:
+def speedup(
+    acceptance: float, num_drafts: int, cost_ratio: float, num_nodes: float | None = None
+) -> float:
     """Of time per token, over a step without drafts."""
-    return expected_length(acceptance, num_drafts) / (num_drafts * cost_ratio + 1)
+    num_paid = num_drafts if num_nodes is None else num_nodes
+    return expected_length(acceptance, num_drafts) / (num_paid * cost_ratio + 1)
 
 
 def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
@@ -34,6 +37,6 @@ def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
     return round((low + high) / 2, 12)
 
 
-def cost_ratio(step_ms: float, step_ms_without: float, num_drafts: int) -> float:
+def cost_ratio(step_ms: float, step_ms_without: float, num_drafts: float) -> float:
     """``c`` from the mean step with ``num_drafts`` drafts and the mean step without any."""
     return (step_ms / step_ms_without - 1) / num_drafts

@@ -87,6 +87,7 @@ class Acceptance:
 
     ``accepted_length`` is tokens per step. ``per_position`` is the share of the drafts at each
     position that was accepted, ``fitted`` the single share that gives the accepted length.
+    ``nodes_per_step`` are all drafts that a step verified, ``nodes_per_depth`` 1 of chains.
     """
 
     num_drafts: int
@@ -94,6 +95,8 @@ class Acceptance:
     accepted_length: float | None
     per_position: tuple[float, ...]
     fitted: float | None
+    nodes_per_step: float | None
+    nodes_per_depth: float
 
     @property
     def first(self) -> float | None:
@@ -165,6 +168,8 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
         drafted.update({i: num for i, num in enumerate(counts.drafted_per_position) if num})
         accepted.update(dict(enumerate(counts.accepted_per_position)))
     num_steps = sum(one.speculation.num_steps for one in good)
+    num_nodes = sum(one.speculation.num_nodes for one in good)
+    num_nodes = sum(one.speculation.num_nodes for one in good)
     num_later = sum(one.usage.completion - 1 for one in good)
     length = num_later / num_steps if num_steps else None
     return Acceptance(
@@ -173,4 +178,6 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
         accepted_length=length,
         per_position=tuple(accepted[i] / drafted[i] for i in sorted(drafted)),
         fitted=None if length is None else speculation.fitted_acceptance(length, len(drafted)),
+        nodes_per_step=num_nodes / num_steps if num_steps else None,
+        nodes_per_depth=num_nodes / drafted.total() if num_nodes else 1.0,
     )

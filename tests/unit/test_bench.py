@@ -1,5 +1,6 @@
 """The load generator's arithmetic: arrivals, workloads, statistics, the model of drafting."""
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -7,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
+from cluster.bench import compare, speculation
 from cluster.bench import options as options_module
-from cluster.bench import speculation
 from cluster.bench.arrivals import arrival_times_s
 from cluster.bench.experiment import arm_of, due_times_s, speedups
 from cluster.bench.node_use import NodeUse
@@ -321,6 +324,12 @@ def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, line: object, message:
         ({"compare_drafts": "0,3,3"}, "--compare-drafts=0,3,3"),
         ({"compare_drafts": "0,-1"}, "--compare-drafts=0,-1"),
         ({"compare_drafts": "0,3", "max_drafts": 1}, "--max-drafts=1"),
+        ({"compare": ["drafter=mtp", "drafter=none"]}, "add --own"),
+        ({"compare": ["drafter=mtp"], "own": True}, "give it for each of several"),
+        (
+            {"compare": ["drafter=mtp", "drafter=none"], "own": True, "max_drafts": 2},
+            "--max-drafts=2: give it or --compare",
+        ),
         ({"output": Path("/no/such/folder/x.json")}, "--output=.*: its folder does not exist"),
     ],
 )
@@ -386,3 +395,29 @@ def test_without_matplotlib_the_remedy_is_named(
     monkeypatch.setattr(options_module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="matplotlib is missing: pip install matplotlib"):
         options.check()
+
+
+async def test_what_is_compared_is_checked_before_any_cluster_begins() -> None:
+    options = BenchOptions(
+        own=True, compare=["drafter=none", "num_nodes=99"], sets=["kv.page_size=8"]
+    )
+    with pytest.raises(ValueError, match=r"speculation\.num_nodes"):
+        await compare.compare(options, Progress(console=Console(quiet=True)))
+    assert compare.sets_of(options, "drafter=mtp, num_nodes=9") == [
+        *("kv.page_size=8", "speculation.drafter=mtp", "speculation.num_nodes=9")
+    ]
+
+
+def test_the_fastest_is_named_with_what_asks_for_it() -> None:
+    """By time per token, though it has longer steps; one that answered nothing is the slowest."""
+    plain, drafting = record(0, 1000, 1000), record(0, 1500, tokens=3)
+    found = []
+    for keys, records in (("drafter=none", [plain]), ("drafter=mtp", [drafting]), ("a=b", [])):
+        arm = arm_of(None, [Run(tuple(records), 0)], Slo())
+        found.append(compare.Compared(keys, arm))
+    console = Console(record=True, width=160, file=io.StringIO())
+    compare.show(console, found)
+    text = console.export_text()
+    assert "here and now: --set speculation.drafter=mtp" in text and " 2.00" in text
+    parsed = json.loads(compare.as_json(BenchOptions(), found))
+    assert [run["keys"] for run in parsed["runs"]] == ["drafter=none", "drafter=mtp", "a=b"]

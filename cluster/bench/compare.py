@@ -1,0 +1,88 @@
+"""``tandem bench --compare``: the same load on one cluster after the other, each with another
+speculation, and which of them was the fastest."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cluster.bench.experiment import Arm, Trial
+from cluster.bench.options import BenchOptions
+from cluster.client.client import AsyncClient
+from cluster.commands.common import own_server
+from core.config import load
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One cluster: the keys of its speculation, as given, and what it made of the load."""
+
+    keys: str
+    arm: Arm
+
+    @property
+    def tpot_ms(self) -> float:
+        """Infinite if nothing was answered."""
+        mean = self.arm.metrics.tpot_ms
+        return float("inf") if mean is None else mean.mean
+
+
+def sets_of(options: BenchOptions, keys: str) -> list[str]:
+    """``--set`` items of one of them."""
+    return [*(options.sets or []), *(f"speculation.{one.strip()}" for one in keys.split(","))]
+
+
+async def compare(options: BenchOptions, progress: Progress) -> list[Compared]:
+    """Each once, in order; all with the same prompts. Raises ``ValueError`` for keys that are none
+    before the first cluster is begun."""
+    assert options.compare, "there is something to compare"
+    for keys in options.compare:
+        load(options.config, sets_of(options, keys))
+    found = []
+    for keys in options.compare:
+        async with (
+            own_server(options.config, sets_of(options, keys)) as address,
+            AsyncClient(address, retry_s=0) as client,
+        ):
+            [arm] = await Trial(client, await client.model_info(), options, progress).run()
+            found.append(Compared(keys, arm))
+    return found
+
+
+def show(console: Console, found: Sequence[Compared]) -> None:
+    """A line of each, and a verdict."""
+    columns = ("speculation", "drafts a step", "tokens a step", "step, ms", "per token, ms", "p99")
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for column in (*columns, "tokens/s", "speed-up"):
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    first = found[0].tpot_ms
+    for one in found:
+        metrics, seen = one.arm.metrics, one.arm.acceptance
+        tpot = metrics.tpot_ms
+        values = (
+            *(seen.nodes_per_step, seen.accepted_length, metrics.step_ms),
+            *((None, None) if tpot is None else (tpot.mean, tpot.p99)),
+            *(metrics.output_tokens_per_s, first / one.tpot_ms if one.tpot_ms else None),
+        )
+        table.add_row(one.keys, *("-" if value is None else f"{value:.2f}" for value in values))
+    console.print(table)
+    best = min(found, key=lambda one: one.tpot_ms)
+    sets = " ".join(f"--set {item}" for item in sets_of(BenchOptions(), best.keys))
+    console.print(f"\nfastest per token on this load, here and now: {sets}", markup=False)
+    console.print("Another load (--concurrency, prompts) may have another.", style="dim")
+
+
+def as_json(options: BenchOptions, found: Sequence[Compared]) -> str:
+    """``{"options", "runs": [{"keys", "metrics", "acceptance"}]}``"""
+    runs = [
+        {
+            "keys": one.keys,
+            "metrics": asdict(one.arm.metrics),
+            "acceptance": asdict(one.arm.acceptance),
+        }
+        for one in found
+    ]
+    return json.dumps({"options": asdict(options), "runs": runs}, default=str)
