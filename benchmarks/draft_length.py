@@ -1,6 +1,7 @@
-"""Tokens per second by batch size with the number of drafts held at each, and with as many as pay.
+"""Tokens per second by batch size with drafts held at each level, and with as many as pay.
 
     python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--wrong] [--plot FILE.png] [--json]
+        [--set speculation.drafter=ngram ..]
     python -m benchmarks.draft_length --change [--batch-sizes 1,8,32]
 
 All arms decode the same held-out prompts in the same engine and take turns, so that drift hits them
@@ -29,7 +30,8 @@ from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
 from benchmarks.driven.engines import Bench, Held, load
-from core.levels import Level
+from core.config import load as load_config
+from core.levels import Level, Levels
 from core.request import Request
 from decode_node.planning.step_planner import StepPlanner
 from model.drafters.base import Drafter, Drafts, Own, View
@@ -38,11 +40,10 @@ from model.loaded import LoadedModel
 from model.network.cache import Caches
 from runtime.lockstep import LocalPlanner
 
-MAX_DRAFTS = 3
+MAX_DEPTH = 3
+"""Unless speculation.num_tokens is set."""
 PAGE_SIZE = 64
 BY_LOAD, NONE = "by_load", "none"
-HELD = list(map(str, range(MAX_DRAFTS + 1)))
-ARMS = [*HELD, BY_LOAD, NONE]
 
 
 class Wrong:
@@ -64,15 +65,17 @@ class Wrong:
 class Arm:
     """One way to choose the length; what it has learned lasts over its turns."""
 
-    def __init__(self, name: str, loaded: LoadedModel, batch_size: int, num_pages: int) -> None:
+    def __init__(
+        self, name: str, loaded: LoadedModel, depth: int, batch_size: int, num_pages: int
+    ) -> None:
         if name == NONE:
             loaded = replace(loaded, drafter=NoDrafter())
         self.rates: list[float] = []
         self.bench = Bench(
             loaded,
-            num_drafts=0 if name == NONE else MAX_DRAFTS,
+            num_drafts=0 if name == NONE else depth,
             draft_length=BY_LOAD,
-            length=Held(int(name)) if name in HELD else None,
+            length=Held(int(name)) if name.isdecimal() else None,
             max_rows=batch_size,
             num_pages=1 + num_pages * batch_size,
             page_size=PAGE_SIZE,
@@ -99,6 +102,7 @@ class Arm:
 
 def measure(
     loaded: LoadedModel,
+    depth: int,
     asked: Iterator[Request],
     batch_size: int,
     num_pages: int,
@@ -107,19 +111,21 @@ def measure(
     bar: Progress,
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm in each of its turns, with so many pages a row."""
-    arms = {name: Arm(name, loaded, batch_size, num_pages) for name in ARMS}
+    names = [*map(str, range(len(loaded.drafter.levels(depth)))), BY_LOAD, NONE]
+    arms = {name: Arm(name, loaded, depth, batch_size, num_pages) for name in names}
     task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
     for i in range(num_warm + num_rounds):
         batch = list(islice(asked, batch_size))
-        for name in ARMS[:: -1 if i % 2 else 1]:
+        for name in names[:: -1 if i % 2 else 1]:
             arms[name].turn(batch, counts=i >= num_warm)
             bar.advance(task)
     return {name: arm.rates for name, arm in arms.items()}
 
 
 def of_best(rates: dict[str, list[float]]) -> float:
-    """by_load over the best held length, turn by turn, in which both met the same prompts."""
-    best = rates[max(HELD, key=lambda name: statistics.median(rates[name]))]
+    """by_load over the best held level, turn by turn, in which both met the same prompts."""
+    held = filter(str.isdecimal, rates)
+    best = rates[max(held, key=lambda name: statistics.median(rates[name]))]
     return statistics.median(map(truediv, rates[BY_LOAD], best))
 
 
@@ -129,11 +135,16 @@ ALIKE = 0.97
 
 
 def changed(
-    loaded: LoadedModel, wrong: Wrong, asked: Iterator[Request], batch_size: int, num_pages: int
+    loaded: LoadedModel,
+    depth: int,
+    wrong: Wrong,
+    asked: Iterator[Request],
+    batch_size: int,
+    num_pages: int,
 ) -> tuple[int, int, int]:
-    """The lengths in use before and long after drafts have become right, and the steps until one
+    """The levels in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
-    bench = Arm(BY_LOAD, loaded, batch_size, num_pages).bench
+    bench = Arm(BY_LOAD, loaded, depth, batch_size, num_pages).bench
     planner = bench.decode._planner
     assert isinstance(planner, LocalPlanner)
     decide = planner._decide
@@ -155,27 +166,36 @@ def changed(
     return lengths[NUM_BEFORE - 1], after, next(found, NUM_AFTER)
 
 
-def show(results: dict[int, dict[str, list[float]]]) -> Table:
-    table = Table(title="tokens per second, all rows together, medians")
+def label_of(name: str, levels: Levels) -> str:
+    if not name.isdecimal():
+        return name
+    level = levels[int(name)]
+    return f"n = {name}" if level.is_chain else f"{level.num_nodes} nodes"
+
+
+def show(results: dict[int, dict[str, list[float]]], levels: Levels, title: str) -> Table:
+    table = Table(title=f"{title}: tokens per second, all rows together, medians")
     table.add_column("rows")
-    for name in ARMS:
-        table.add_column(f"n = {name}" if name in HELD else name, justify="right")
+    for name in next(iter(results.values())):
+        table.add_column(label_of(name, levels), justify="right")
     table.add_column("by_load / best", justify="right")
+    table.add_column("per token, by_load / none", justify="right")
     for size, rates in results.items():
-        cells = [f"{statistics.median(rates[name]):.0f}" for name in ARMS]
-        table.add_row(str(size), *cells, f"{of_best(rates):.3f}")
+        cells = [f"{statistics.median(rates[name]):.0f}" for name in rates]
+        gain = statistics.median(map(truediv, rates[NONE], rates[BY_LOAD]))
+        table.add_row(str(size), *cells, f"{of_best(rates):.3f}", f"{gain:.2f}")
     return table
 
 
-def save_plot(path: Path, results: dict[int, dict[str, list[float]]]) -> None:
+def save_plot(path: Path, results: dict[int, dict[str, list[float]]], levels: Levels) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in [*HELD, BY_LOAD]:
+    for name in [one for one in next(iter(results.values())) if one != NONE]:
         rates = [statistics.median(rates[name]) for rates in results.values()]
         style = {"linewidth": 3, "color": "black"} if name == BY_LOAD else {"linestyle": "--"}
-        label = "as many as pay" if name == BY_LOAD else f"{name} drafts"
+        label = "as many as pay" if name == BY_LOAD else label_of(name, levels)
         axes.plot(list(results), rates, marker="o", label=label, **style)
     axes.set(xlabel="rows", ylabel="tokens per second", xscale="log", ylim=(0, None))
     axes.set_xticks(list(results), [str(size) for size in results])
@@ -194,12 +214,16 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
     parser.add_argument("--change", action="store_true", help="wrong at first, right later")
     parser.add_argument("--dtype", default="bfloat16", help="[bfloat16]")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch_sizes.split(",")]
     threads, dtype = f"decode.num_threads={args.num_threads}", f"model.dtype={args.dtype}"
-    loaded = load(args.path, threads, dtype)
+    sets = [f"speculation.num_tokens={MAX_DEPTH}", *args.sets]
+    depth = load_config(None, sets).speculation.num_tokens
+    loaded = load(args.path, threads, dtype, *sets)
+    levels = loaded.drafter.levels(depth)
     if args.wrong or args.change:
         wrong = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
@@ -210,19 +234,17 @@ def main() -> None:
     turns, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
     if args.change:
         for size in sizes:
-            before, after, steps = changed(loaded, wrong, cycle(asked), size, turns[0])
-            print(
-                f"{size} rows: {before} drafts, then {after}; as good a length after {steps} steps"
-            )
+            before, after, steps = changed(loaded, depth, wrong, cycle(asked), size, turns[0])
+            print(f"{size} rows: level {before}, then {after}; as good a one after {steps} steps")
         return
     with Progress(console=Console(stderr=True)) as bar:
-        results = {size: measure(loaded, rest, size, *turns, bar) for size in sizes}
+        results = {size: measure(loaded, depth, rest, size, *turns, bar) for size in sizes}
     if args.plot is not None:
-        save_plot(args.plot, results)
+        save_plot(args.plot, results, levels)
     if args.json:
         print(json.dumps(results))
     else:
-        Console().print(show(results))
+        Console().print(show(results, levels, loaded.drafter.name))
 
 
 if __name__ == "__main__":

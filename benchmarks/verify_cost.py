@@ -1,10 +1,12 @@
 """v and c: what verifying n drafts and making one cost, by a step without drafts (seeds 003).
 
     python -m benchmarks.verify_cost [--rows 1,8,32] [--num-threads 2] [--json]
+    python -m benchmarks.verify_cost --nodes 1,2,4,8,16,32,63 [--plot FILE.png]
 
 A draft's cost is that of one more: a pass over a token each, the head, and the choice.
 All are parts of one step over the same rows of held-out prompts of 128 tokens, in the form that
-serves; they take turns. n drafts pay if the tokens they bring are worth more than v + n c.
+serves; they take turns. n drafts pay if the tokens they bring are worth more than v + n c. With
+--nodes v is that of trees of so many.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,9 +29,30 @@ from core.levels import chains
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
+from model.network.tree import tree_of
 
 MAX_DRAFTS = 3
 Part = Callable[[Tensor], tuple[Tensor]]
+
+
+def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, Part]:
+    """By name, verifying trees of so many nodes, two behind each."""
+    loaded, rows = bench.loaded, bench.decode._launcher.rows
+
+    def verified(num_nodes: int) -> Part:
+        parents = tuple(i // 2 for i in range(num_nodes))
+        tree = tree_of(torch.tensor([parents], dtype=torch.int64), num_nodes.bit_length())
+        tokens = (torch.arange(num_rows * num_nodes) % 1900).view(num_rows, num_nodes) + 50
+
+        def part(read_B: Tensor) -> tuple[Tensor]:
+            told = rows.select(read_B, None), Drafts(tokens), tree.expand(num_rows)
+            _, logits_BNV = verify(loaded.network, bench.caches, *told)
+            return (logits_BNV.argmax(-1),)
+
+        return part
+
+    nothing = parts_of(bench, num_rows)["verify 0"]
+    return {"verify 0": nothing} | {f"verify {n}": verified(n) for n in sizes}
 
 
 def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
@@ -57,14 +81,18 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
 
 
 @torch.inference_mode()
-def measure(num_rows: int, num_threads: int, num_rounds: int) -> dict[str, float]:
+def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) -> dict[str, float]:
     """Median ms of each part."""
     sets = "model.dtype=bfloat16", f"decode.num_threads={num_threads}", "speculation.num_tokens=3"
     loaded = load(TINY_MODEL, *sets)
-    bench = Bench(loaded, max_rows=num_rows, num_pages=1 + 8 * num_rows, page_size=64)
+    bench = Bench(loaded, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64)
     for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):
         bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
-    parts = {name: loaded.kernels.repeated(f) for name, f in parts_of(bench, num_rows).items()}
+    for sequence in bench.decode.scheduler.running:
+        sequence.pages.extend(bench.pool.allocate(1))
+        bench.decode._launcher.rows.grow(sequence)
+    made = trees_of(bench, num_rows, sizes) if sizes else parts_of(bench, num_rows)
+    parts = {name: loaded.kernels.repeated(f) for name, f in made.items()}
     read_B, times = torch.arange(num_rows), defaultdict(list)
     for _ in range(num_rounds):
         for name, part in parts.items():
@@ -72,8 +100,30 @@ def measure(num_rows: int, num_threads: int, num_rounds: int) -> dict[str, float
             part(read_B)
             times[name].append(1e3 * (time.perf_counter() - began_at))
     found = {name: statistics.median(values[2:]) for name, values in times.items()}
+    if sizes:
+        return found
     first, all_drafts = found.pop("draft 1"), found.pop(f"draft {MAX_DRAFTS}")
     return found | {"draft": (all_drafts - first) / (MAX_DRAFTS - 1)}
+
+
+def save_plot(path: Path, found: dict[int, dict[str, float]]) -> None:
+    """v by nodes, a line for each number of rows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for num, ms in found.items():
+        plain, *others = ms.values()
+        nodes = [int(name.split()[1]) for name in ms][1:]
+        label = f"{num} row{'s' if num > 1 else ''}"
+        axes.plot(nodes, [one / plain for one in others], marker="o", label=label)
+    axes.plot(nodes, [1 + n for n in nodes], color="black", linestyle=":", label="as many tokens")
+    axes.set(xlabel="drafts a step", ylabel="v: time by that of a step without drafts")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(nodes, [str(n) for n in nodes])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -81,15 +131,21 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32", metavar="N,N,..")
     parser.add_argument("--rounds", type=int, default=100, help="of every part [100]")
     parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--nodes", default="", metavar="N,N,..", help="trees of so many")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
     rows = map(int, args.rows.split(","))
-    found = {num: measure(num, args.num_threads, args.rounds) for num in rows}
+    sizes = [int(one) for one in args.nodes.split(",") if one]
+    found = {num: measure(num, args.num_threads, args.rounds, sizes) for num in rows}
+    if args.plot is not None:
+        save_plot(args.plot, found)
     if args.json:
         print(json.dumps(found))
         return
     table = Table(title="ms, and by a plain step's: v of n drafts, c of one")
-    for column in ("rows", "plain ms", *(f"v, n = {n}" for n in range(1, MAX_DRAFTS + 1)), "c"):
+    chains_and_c = [*(f"v, n = {n}" for n in range(1, MAX_DRAFTS + 1)), "c"]
+    for column in ("rows", "plain ms", *([f"{n} nodes" for n in sizes] or chains_and_c)):
         table.add_column(column, justify="right")
     for num, ms in found.items():
         plain, *others = ms.values()

@@ -87,7 +87,7 @@ def show(shares: list[list[float]], paths: list[Choice]) -> Table:
     for column in ("head", *map(str, range(1, MOST_RANKS + 1))):
         table.add_column(column)
     for depth, row in enumerate(shares, start=1):
-        table.add_row(str(depth), *(f"{share:.3f}" for share in row))
+        table.add_row(str(depth), *(f"{share:.2f}" for share in row))
     sums = ", ".join(f"{n} nodes {1 + sum(values[:n]):.2f}" for n in (3, 7, 15, 31, len(paths)))
     table.caption = f"expected tokens a step: {sums}"
     return table

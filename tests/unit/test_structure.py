@@ -1,12 +1,14 @@
 """docs/structure.md is the reading path: what it names is there, and the spine is named."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
 
-from tests.sizes import PRODUCT, ROOT, SPINE, names
+from model.drafters import CLASSES, NONE
+from tests.sizes import PRODUCT, ROOT, SPINE, names, product
 
 PAGE = ROOT / "docs/structure.md"
 FOLDERS = *PRODUCT, "benchmarks", "deploy", "docs", "tests", "training"
@@ -69,3 +71,20 @@ def test_a_name_is_looked_for_near_the_last_one() -> None:
     for text in ("`two.py`", "`a/one.py`\n\n`two.py`", "`gone.py`", "`a/one.py`, `c/gone/`"):
         with pytest.raises(ValueError, match="could be meant"):
             named(text, there)
+
+
+def test_nobody_but_the_table_of_drafters_asks_for_one_by_name() -> None:
+    """No comparison, match or key with a drafter's name: what differs is in the drafter."""
+    kinds = {*CLASSES, NONE}
+    found = []
+    for file in product():
+        if file == "model/drafters/__init__.py":
+            continue
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.Compare | ast.Match | ast.If | ast.IfExp):
+                tested = node if isinstance(node, ast.Compare | ast.Match) else node.test
+                told = ast.unparse(tested)
+                texts = {one.value for one in ast.walk(tested) if isinstance(one, ast.Constant)}
+                if "drafter" in told and (texts & kinds or ".name" in told):
+                    found.append(f"{file}:{node.lineno}: {told}")
+    assert not found
