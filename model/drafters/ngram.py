@@ -5,7 +5,7 @@ Shape legend: B rows, R rows of the memory, T tokens of a row's text, W places o
 a row may emit, M tokens of the longest n-gram, N drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafts, View
 from model.drafters.pool import Pool, recalled, remember
 from model.drafters.texts import ReadsTexts
+from model.kernels.base import Kernels
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
 
@@ -31,6 +32,10 @@ class NgramDrafter(ReadsTexts):
 
     def __init__(self, most_size: int, *, oldest: bool) -> None:
         self._most_size, self._oldest = most_size, oldest
+        self._continued: Callable[..., tuple[Tensor, Tensor]] = continued
+
+    def adopt(self, kernels: Kernels) -> None:
+        self._continued = kernels.lookup or continued
 
     @classmethod
     def load(
@@ -42,9 +47,8 @@ class NgramDrafter(ReadsTexts):
         return made(asked.max_matching_ngram_size, oldest=oldest)
 
     def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        text_BT = view.memory.index_select(0, view.rows_B)
-        how = self._most_size, level.num_nodes
-        return Drafts(*continued(text_BT, view.num_known_B, *how, oldest=self._oldest))
+        of = view.memory, view.rows_B, view.num_known_B, self._most_size, level.num_nodes
+        return Drafts(*self._continued(*of, oldest=self._oldest))
 
 
 class PooledDrafter(NgramDrafter):
@@ -104,10 +108,17 @@ class PooledDrafter(NgramDrafter):
 
 
 def continued(
-    text_BT: Tensor, num_known_B: Tensor, most_size: int, num_drafts: int, *, oldest: bool
+    text_RT: Tensor,
+    rows_B: Tensor,
+    num_known_B: Tensor,
+    most_size: int,
+    num_drafts: int,
+    *,
+    oldest: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What follows the best earlier place in each text, of which ``num_known_B`` tokens count:
-    [B, N], and how many of them are text."""
+    """What follows the best earlier place in the texts of these rows, of which ``num_known_B``
+    tokens count: [B, N], and how many of them are text."""
+    text_BT = text_RT.index_select(0, rows_B)
     num_places = text_BT.shape[1]
     known_B1, place_T = num_known_B.unsqueeze(1), torch.arange(num_places, device=text_BT.device)
     goes_on_BT, size_BT = place_T < known_B1, torch.zeros_like(text_BT)

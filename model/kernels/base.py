@@ -9,7 +9,7 @@ P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,8 @@ class Kernels(Sampler):
 
     name = "plain"
     form = EAGER
+    lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
+    """Of n-grams, where it was written for the device (model/drafters/ngram.py: continued)."""
     """In which functions are called again and again."""
 
     why_plain = ""

@@ -66,6 +66,11 @@ class Native(Kernels):
         rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
+    @staticmethod
+    def lookup(*of: Any, oldest: bool) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch.ops.tandem.lookup.default(*of, oldest)
+        return found
+
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         torch.ops.tandem.move.default(caches, from_BN, to_BN)
 

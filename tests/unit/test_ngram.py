@@ -14,6 +14,7 @@ from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from core.request import Request
 from model.drafters.ngram import NgramDrafter, continued
+from model.kernels.native import Native
 from model.loaded import LoadedModel
 from tests.unit.test_trees import answers, everything
 
@@ -21,11 +22,22 @@ TABLE = Path(__file__).parents[1] / "data" / "ngram_pool.json"
 
 
 def drafts_of(text: list[int], size: int, num: int, *, oldest: bool) -> list[int]:
-    """Beside a row of another length; what lies behind a text is none of it."""
-    text_BT = torch.tensor([text + text[:7] + [0] * (7 - len(text[:7])), [0] * (len(text) + 7)])
-    known_B = torch.tensor([len(text), 3])
-    tokens_BN, num_B = continued(text_BT, known_B, size, num, oldest=oldest)
-    return tokens_BN[0, : int(num_B[0])].tolist()
+    """Beside rows of other lengths; what lies behind a text is none of it. In torch and in C++."""
+    other = [0] * (len(text) + 7)
+    text_RT = torch.tensor([other, other, text + text[:7] + [0] * (7 - len(text[:7]))])
+    of = text_RT, torch.tensor([2, 0]), torch.tensor([len(text), 3]), size, num
+    found = []
+    for way in (continued, Native.lookup):
+        tokens_BN, num_B = way(*of, oldest=oldest)
+        found.append([row[:n] for row, n in zip(tokens_BN.tolist(), num_B.tolist(), strict=True)])
+    assert found[0] == found[1]
+    return found[0][0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """Its operators are there."""
+    load(TINY_MODEL, "speculation.drafter=ngram", "model.kernels=native")
 
 
 def texts(num: int, seed: int) -> list[tuple[list[int], int, int]]:

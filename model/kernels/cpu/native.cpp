@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "experts.h"
+#include "lookup.h"
 #include "prefill.h"
 
 TORCH_LIBRARY(tandem, m) {
@@ -16,6 +17,8 @@ TORCH_LIBRARY(tandem, m) {
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
+  m.def("lookup(Tensor text, Tensor rows, Tensor known, int most_size, int num_drafts, bool oldest)"
+        " -> (Tensor, Tensor)");
   m.def(
       "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
       "Tensor pages, int[] lengths, int[] contexts, int num_values, float scale) -> Tensor");
@@ -34,6 +37,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_entry", mla_entry);
   m.impl("mla_attend", mla_attend);
   m.impl("move", move);
+  m.impl("lookup", lookup);
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
   m.impl("route", route);
