@@ -25,8 +25,8 @@ async def launch(
     """
     tokenizer = Tokenizer(config.model.path)
     # Ranks and other gateways may run in other folders.
-    model = config.model.model_copy(update={"path": config.model.path.absolute()})
-    config = config.model_copy(update={"model": model})
+    asked = {"model": config.model.absolute(), "speculation": config.speculation.absolute()}
+    config = config.model_copy(update=asked)
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_session(ray_address, config.num_threads + 1))

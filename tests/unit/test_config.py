@@ -128,3 +128,11 @@ def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+def test_paths_mean_the_same_wherever_ranks_run() -> None:
+    config = load(None, ["speculation.path=heads", "speculation.choices=/a/b.json"])
+    told = config.speculation.absolute()
+    assert (told.path, told.choices) == (Path("heads").absolute(), Path("/a/b.json"))
+    assert told.num_tokens == config.speculation.num_tokens
+    assert config.decode.absolute() == config.decode
