@@ -24,7 +24,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "2 x 2": ("prefill.dp_size=2", "decode.dp_size=2"),
 }
 IN_MAKE_TEST = {("split", "mtp tree"), ("colocated", "medusa tree"), ("2 x 2", "mtp tree")}
-SETS = ("model.kernels=native", "speculation.draft_length=fixed", "kv.num_pages=300")
+SETS = (
+    *("model.kernels=native", "speculation.draft_length=fixed", "kv.num_pages=300"),
+    "server.address=127.0.0.1:0",
+)
 PROMPTS = texts(10, seed=5)
 KINDS: tuple[GenerateOptions, ...] = (
     {},
