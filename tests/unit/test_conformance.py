@@ -77,10 +77,12 @@ def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> No
     loaded = models.of(name, dtype)
     asked = mixed(texts(100, most=256, seed=11), 48)
     batches = [asked[at : at + 8] for at in range(0, len(asked), 8)]
-    expected = [told(Bench(loaded, num_drafts=0, max_rows=8), batch) for batch in batches]
+    expected = [
+        told(Bench(loaded, num_drafts=0, max_rows=8, num_pages=900), batch) for batch in batches
+    ]
     for level in range(1, len(loaded.drafter.levels(depth_of(name)))):
         for batch, answers in zip(batches, expected, strict=True):
-            assert told(bench_of(loaded, name, level), batch) == answers
+            assert told(bench_of(loaded, name, level, num_pages=900), batch) == answers
 
 
 def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
