@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -26,11 +26,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
-
-    def absolute(self) -> Self:
-        """With paths that mean the same in any folder."""
-        paths = {name: value.absolute() for name, value in self if isinstance(value, Path)}
-        return self.model_copy(update=paths)
 
 
 class CheckpointConfig(Section):

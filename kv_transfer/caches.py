@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,15 +42,9 @@ class PagedCaches:
         dtype: str,
         model: str,
         num_features: int = 0,
-        files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         groups = tuple(
-            Group(
-                name,
-                len(layers),
-                layers[0].shape[-1] * layers[0].element_size(),
-                files.get(name, ""),
-            )
+            Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
             for name, layers in tensors.items()
         )
         self.layout = Layout(groups, dtype, model, num_features)

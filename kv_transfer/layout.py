@@ -14,13 +14,11 @@ PROTOCOL = 6
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that are cached alike and advance together. Bytes are per token per layer. ``files``
-    is the identity of weights of their own, "" for the model's."""
+    """Layers that are cached alike and advance together. Bytes are per token per layer."""
 
     name: str
     num_layers: int
     bytes_per_token: int
-    files: str = ""
 
     @property
     def bytes_per_token_all_layers(self) -> int:
@@ -58,10 +56,7 @@ class Layout:
 
     def facts(self) -> tuple[str, ...]:
         """A line for each thing that it has; equal on every machine."""
-        groups = (
-            f"{one.name}: {one.num_layers} x {one.bytes_per_token} B{one.files}"
-            for one in self.groups
-        )
+        groups = (f"{one.name}: {one.num_layers} x {one.bytes_per_token} B" for one in self.groups)
         features = (f"features: {self.num_features}",) if self.num_features else ()
         model = f"model: {self.model}"
         return (f"protocol: {self.protocol}", model, f"dtype: {self.dtype}", *groups, *features)

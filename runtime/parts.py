@@ -53,11 +53,9 @@ class RankParts:
         """The same memory as the hand-over sees it."""
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
-        return transfer.PagedCaches(
-            *(self.caches, self.pool, loaded.dtype_name, loaded.config.identity()),
-            num_features=loaded.drafter.num_features if ships else 0,
-            files={group.name: group.files for group in loaded.groups},
-        )
+        num_features = loaded.drafter.num_features if ships else 0
+        what = loaded.dtype_name, loaded.config.identity(), num_features
+        return transfer.PagedCaches(self.caches, self.pool, *what)
 
     def side(self) -> Side:
         """An end of hand-overs of this memory, on the rank's own address."""

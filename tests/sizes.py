@@ -26,15 +26,15 @@ PRODUCT = (
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_140,
+    "cluster": 3_120,
     "colocated_node": 70,
-    "core": 1_070,
+    "core": 1_055,
     "decode_node": 1_650,
-    "kv_transfer": 1_430,
-    "model": 2_700,
+    "kv_transfer": 1_420,
+    "model": 2_705,
     "model/kernels": 1_790,
     "prefill_node": 475,
-    "runtime": 1_025,
+    "runtime": 1_020,
     "tandem": 15,
     "text": 190,
     "wires": 155,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_760
+MOST_ENTERED = 7_700
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from cluster.control.members import OnProgress, RayMembers, stop_cluster
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
-from core.config import TandemConfig
+from core.config import Section, TandemConfig
 from text.tokenizer import Tokenizer
 
 
@@ -23,10 +24,8 @@ async def launch(
 
     Raises ValueError for what the user can mend, such as a missing checkpoint.
     """
+    config = absolute(config)
     tokenizer = Tokenizer(config.model.path)
-    # Ranks and other gateways may run in other folders.
-    asked = {"model": config.model.absolute(), "speculation": config.speculation.absolute()}
-    config = config.model_copy(update=asked)
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_session(ray_address, config.num_threads + 1))
@@ -39,3 +38,15 @@ async def launch(
         on_progress("warming up")
         await gateway.fleet.ready()
         yield gateway
+
+
+def absolute(config: TandemConfig) -> TandemConfig:
+    """With paths that mean the same to ranks and other gateways, which may run in other folders."""
+    sections = {
+        name: section.model_copy(
+            update={key: value.absolute() for key, value in section if isinstance(value, Path)}
+        )
+        for name, section in config
+        if isinstance(section, Section)
+    }
+    return config.model_copy(update=sections)

@@ -9,17 +9,9 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
+from core import request as kinds
 from core.info import ModelInfo
-from core.request import (
-    ACCEPTANCES,
-    REJECTION,
-    REJECTION_GREEDY,
-    RELAXED,
-    RELAXED_LOG_PROBS,
-    TYPICAL,
-    Request,
-    Unchecked,
-)
+from core.request import Request, Unchecked
 
 if TYPE_CHECKING:
     from text.tokenizer import Tokenizer
@@ -28,7 +20,7 @@ MAX_REQUEST_ID_LEN = 128
 MAX_STOP_CHARS = 4096
 MOST = {"sampling.stop": 32, "sampling.stop_token_ids": 1024, "sampling.logit_bias": 1024}
 """Of each list, whatever the model."""
-MAX_DELTA = {RELAXED: 1, RELAXED_LOG_PROBS: 100}
+MAX_DELTA = {kinds.RELAXED: 1, kinds.RELAXED_LOG_PROBS: 100}
 ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
 _DEFAULT = Unchecked()
 _RANGE = "{low} to {high}"
@@ -36,9 +28,7 @@ _ABOVE_0 = "use a number above 0 and up to {high}"
 _ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
 _ONLY_TYPICAL = "means something with ACCEPTANCE_TYPICAL alone; leave it 0, or use that"
 _ONLY_SAMPLED = "ACCEPTANCE_TYPICAL is for sampled requests; use more, or ACCEPTANCE_STRICT"
-_ONLY_GREEDY = (
-    "ACCEPTANCE_RELAXED is for greedy requests; use 0, or ACCEPTANCE_STRICT or _REJECTION"
-)
+_ONLY_GREEDY = "ACCEPTANCE_RELAXED is for greedy requests; use 0, ACCEPTANCE_STRICT or _REJECTION"
 _Items = TypeVar("_Items", bound=Collection[Any])
 
 
@@ -80,7 +70,7 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
         "speculation.typical_epsilon": Bounds(0, 0, _ONLY_TYPICAL),
         "speculation.typical_alpha": Bounds(0, 0, _ONLY_TYPICAL),
     }
-    if asked.speculation.acceptance == TYPICAL:
+    if asked.speculation.acceptance == kinds.TYPICAL:
         names = "speculation.typical_epsilon", "speculation.typical_alpha"
         return table | dict.fromkeys(names, Bounds(ABOVE_0, 1, _ABOVE_0))
     if (most_delta := MAX_DELTA.get(asked.speculation.acceptance)) is None:
@@ -111,7 +101,7 @@ def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Reque
             bound.check(field, value)
     _check_lists(asked, token)
     _check_acceptance(asked.speculation.acceptance, model)
-    if asked.speculation.acceptance == TYPICAL and asked.sampling.temperature == 0:
+    if asked.speculation.acceptance == kinds.TYPICAL and asked.sampling.temperature == 0:
         refuse("sampling.temperature", 0, _ONLY_SAMPLED)
     if request.output_ids and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
@@ -189,9 +179,9 @@ def _check_lists(asked: Unchecked, token: Bounds) -> None:
 
 
 def _check_acceptance(kind: str, model: ModelInfo) -> None:
-    if kind not in ACCEPTANCES:
-        refuse("speculation.acceptance", kind, f"use one of {', '.join(ACCEPTANCES)}")
-    if kind in (REJECTION, REJECTION_GREEDY) and model.has_trees:
+    if kind not in kinds.ACCEPTANCES:
+        refuse("speculation.acceptance", kind, f"use one of {', '.join(kinds.ACCEPTANCES)}")
+    if kind in (kinds.REJECTION, kinds.REJECTION_GREEDY) and model.has_trees:
         remedy = "this server's drafts are trees (speculation.num_nodes); use ACCEPTANCE_STRICT"
         refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)
     if kind in MAX_DELTA and not model.think_token_ids:

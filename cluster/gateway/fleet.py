@@ -17,12 +17,10 @@ from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.config import TandemConfig
 from core.control import Control
-from core.errors import LayoutMismatch
 from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
 from core.tasks import Tasks, cancelled
-from kv_transfer.layout import check_given
 
 log = logging.getLogger(__name__)
 LOOK_S, WAIT_S = 0.05, 0.2
@@ -65,8 +63,6 @@ class Fleet:
         self._listeners: dict[Handle, asyncio.Task[None]] = {}
         self._warming: dict[Ranks, asyncio.Task[None]] = {}
         self._are_warm: set[Ranks] = set()
-        self._refused: dict[Ranks, str] = {}
-        """Why ranks cannot hand over to each other."""
         self.deaths: deque[InStep] = deque(maxlen=256)
         """The latest steps that a rank died of, as far as is told by now: their answers may be
         elsewhere."""
@@ -74,11 +70,11 @@ class Fleet:
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
     async def ready(self) -> None:
-        """Every pair of today's ranks is warm that can be. Raises what kept one from it, and
-        ValueError if there is none because of what they have in their caches."""
-        await asyncio.gather(*self._warming.values())
-        if self._refused and not self._are_warm:
-            raise ValueError("; ".join(self._refused.values()))
+        """Every pair of today's ranks is warm that can be. If there is none, raises what kept one
+        from it."""
+        warmed = await asyncio.gather(*self._warming.values(), return_exceptions=True)
+        if not self._are_warm and any(warmed):
+            raise next(filter(None, warmed))
 
     async def stop(self) -> None:
         """Hear nobody any more. The releases under way are finished, or given up with their rank
@@ -150,7 +146,6 @@ class Fleet:
             for pair in [pair for pair in self._warming if rank in pair]:
                 self._warming.pop(pair).cancel()
                 self._are_warm.discard(pair)
-                self._refused.pop(pair, None)
         for name in infos.keys() - self.ranks.keys():
             control = self._members.control(infos[name].spec)
             rank = self.ranks[name] = Handle(infos[name], control, self._background)
@@ -164,18 +159,14 @@ class Fleet:
                 for info in gang.members:
                     self.ranks[info.spec.life].liveness.is_draining = True
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
-            if (p, d) not in self._warming and _may_pair(p, d):
+            # A colocated rank goes with itself alone.
+            is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)
+            if (p, d) not in self._warming and (p is d or is_split):
                 name = f"warm-up-{p.life}-{d.life}"
                 self._warming[p, d] = asyncio.create_task(self._warm_up(p, d), name=name)
 
     async def _warm_up(self, p: Handle, d: Handle) -> None:
         """Channels and first calls are slow, and no user shall wait for them."""
-        try:
-            check_given(p.info.caches, d.info.caches)
-        except LayoutMismatch as error:
-            names = f"{p.life} (drafter {p.info.drafter}), {d.life} (drafter {d.info.drafter})"
-            self._refused[p, d] = f"{names}: {error}"
-            return log.error("%s", self._refused[p, d])
         retries = Retries(LONGEST_PAUSE_S)
         while True:
             try:
@@ -188,8 +179,3 @@ class Fleet:
                 if isinstance(error, ValueError):
                     raise
             await retries.pause()
-
-
-def _may_pair(p: Handle, d: Handle) -> bool:
-    """A colocated rank goes with itself alone."""
-    return p is d or COLOCATED not in (p.info.spec.kind, d.info.spec.kind)

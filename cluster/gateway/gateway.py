@@ -17,7 +17,7 @@ from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
 from cluster.gateway.handles import Pair
 from cluster.gateway.recovery import Trials
-from cluster.gateway.router import choose_route
+from cluster.gateway.router import check_fit, choose_route
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import HandoverError, Overloaded, Preempted, RankLost, StepFailed
@@ -85,7 +85,8 @@ class ClusterGateway:
         return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
 
     async def _warm(self, pair: Pair) -> None:
-        """A tiny request over a pair of ranks."""
+        """A tiny request over a pair of ranks. Raises ValueError if they do not fit."""
+        check_fit(pair.prefill, pair.decode)
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         request = Request(pair.identity.request_id, (0, 0), sampling=sampling)
         answer = self._answer(0, request)

@@ -1,9 +1,11 @@
-"""Which prefill rank and which decode rank serve a request: a pure choice over loads."""
+"""Which prefill rank and which decode rank serve a request: a pure choice over loads, of those that
+fit."""
 
 from collections.abc import Mapping, Sequence
 
 from cluster.gateway.handles import Handle
-from core.errors import RankLost
+from core.errors import LayoutMismatch, RankLost
+from kv_transfer.layout import check_given
 
 Ranks = tuple[Handle, Handle]
 """Where a prompt is computed, and where its answer is written."""
@@ -32,3 +34,12 @@ def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, in
         return is_full, rows, waits, p.load.num_sent, -d.load.num_free_tokens, d.life
 
     return min(pairs, key=cost)
+
+
+def check_fit(prefill: Handle, decode: Handle) -> None:
+    """Raises ValueError with both names if one does not have what the other's drafter reads."""
+    try:
+        check_given(prefill.info.caches, decode.info.caches)
+    except LayoutMismatch as error:
+        names = (f"{one.life} (drafter {one.info.drafter})" for one in (prefill, decode))
+        raise ValueError(f"{', '.join(names)}: {error}") from error

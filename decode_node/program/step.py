@@ -22,7 +22,6 @@ from model.network.deepseek import DeepseekV3
 from model.network.tree import Tree, tree_of
 from model.sampling.acceptance import judge, pick_draft
 from model.sampling.acceptance.base import Evidence, Verdict
-from model.sampling.ranking import rank
 from model.sampling.sampler import adjusted_places, draw_places
 from model.sampling.thinking import phase_after
 
@@ -103,17 +102,13 @@ def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, leve
     state = rows.state
     assert rows.rows_B is not None, "rows are selected"
     kinds, kind_B, num_output_B = key.extras.kinds, rows.acceptance.kind_B, state.num_output_B
+    known = state.last_B1, state.num_known_B, rows.page_table_BP, rows.real_B
     view = View(
-        last_B1=state.last_B1,
-        num_known_B=state.num_known_B,
-        page_table_BP=rows.page_table_BP,
-        real_B=rows.real_B,
-        rows_B=rows.rows_B,
-        memory=rows.memory,
+        *known,
+        *(rows.rows_B, rows.memory, rows.sampling, num_output_B),
         pick=lambda logits_BV, drafts_BN: pick_draft(
             kinds, kind_B, logits_BV, rows.sampling, num_output_B, drafts_BN
         ),
-        rank=lambda logits_BQV, *drafted: rank(logits_BQV, rows.sampling, num_output_B, *drafted),
     )
     return drafter.draft(state.drafter, view, level, key.catch_up, caches)
 

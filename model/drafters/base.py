@@ -16,7 +16,7 @@ from core.levels import Level, Levels, chains
 from model.kernels.base import Kernels
 from model.network.batch import Batch
 from model.network.cache import CacheGroup, Caches
-from model.network.tree import Tree
+from model.sampling.sampler import SamplingRows
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""
@@ -33,7 +33,8 @@ class View:
     ``rows_B`` are their places in the drafter's ``memory``.
     ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
     tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
-    ``rank`` is that for trees (model/sampling/ranking.py).
+    Trees take what model/sampling/ranking.py makes of their ``sampling``, behind ``num_output_B``
+    emitted tokens.
     """
 
     last_B1: Tensor
@@ -42,8 +43,9 @@ class View:
     real_B: Tensor
     rows_B: Tensor
     memory: Notes
+    sampling: SamplingRows
+    num_output_B: Tensor
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    rank: Callable[[Tensor, Tensor, Tree, int], tuple[Tensor, Tensor]]
 
 
 class Drafts(NamedTuple):

@@ -21,6 +21,7 @@ from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
 from model.network.layers import adopt
 from model.network.tree import Tree
+from model.sampling.ranking import rank
 
 CHOICES = "choices.json"
 
@@ -52,6 +53,8 @@ class MedusaDrafter(Drafter):
         """Raises ValueError for a folder without heads of this model and choices that are none."""
         if asked.path is None:
             raise ValueError("speculation.path: is null; name the folder of Medusa's heads")
+        if asked.choices is not None and asked.num_nodes is None:
+            raise ValueError("speculation.choices: are of trees; say speculation.num_nodes too")
         heads = read_heads(asked.path, checkpoint, network.lm_head)
         choices: Sequence[Choice] = [(0,) * depth for depth in range(1, len(heads) + 1)]
         if asked.num_nodes is not None:
@@ -90,7 +93,8 @@ class MedusaDrafter(Drafter):
             return picked(logits_BHV, view)
         depth_BH = torch.arange(level.depth, device=none_B0.device).expand(len(none_B0), -1)
         nodes = Tree(depth_BH, depth_BH, torch.ones_like(depth_BH), level.depth)
-        tokens_BHK, _ = view.rank(logits_BHV, none_B0, nodes, num_ranks)
+        of = logits_BHV, none_B0, nodes, num_ranks
+        tokens_BHK, _ = rank(view.sampling, view.num_output_B, *of)
         return Drafts(tokens_BHK.flatten(1).index_select(1, places_N))
 
     def commit(self, own: MedusaRows, emitted: Emitted, amount: int) -> MedusaRows:

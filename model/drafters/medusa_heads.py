@@ -5,6 +5,7 @@ Shape legend: B rows, D hidden, V vocabulary.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ def linear(weight: Tensor) -> Linear:
 
 
 def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:
-    """All heads of a folder, in the checkpoint's dtype and on its device.
+    """All heads of a folder, in the checkpoint's dtype and on its device; for who never drafts
+    their shapes alone.
 
     Raises ValueError naming file, tensor and remedy where they are not there, or not of this model.
     """
@@ -57,7 +59,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
         raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(FILES)}")
     tensors = named(_read(file))
     size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
-    taken = _Taken(file, tensors, checkpoint)
+    taken = partial(_taken, file, tensors, checkpoint)
     heads: list[MedusaHead] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):
         i = len(heads)
@@ -75,29 +77,29 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
     return heads
 
 
-class _Taken:
-    """Takes tensors away, checked and converted."""
-
-    def __init__(self, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-        self._file, self._tensors, self._checkpoint = file, tensors, checkpoint
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        if name not in self._tensors:
-            raise ValueError(f"{self._file}: tensor {name} is missing; download it again")
-        tensor = self._tensors.pop(name)
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{self._file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; "
-                "use heads that were trained for it"
-            )
-        return tensor.to(self._checkpoint.device, self._checkpoint.dtype)
+def _taken(
+    file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint, name: str, *shape: int
+) -> Tensor:
+    """Out of ``tensors``, checked and converted."""
+    if name not in tensors:
+        raise ValueError(f"{file}: tensor {name} is missing; download it again")
+    tensor = tensors.pop(name)
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; use heads that "
+            "were trained for it"
+        )
+    return tensor.to(checkpoint.device if checkpoint.drafts else "meta", checkpoint.dtype)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
     """Weights alone: nothing in a file is run, whatever torch may advise."""
     try:
         if file.suffix == ".pt":
-            return dict(torch.load(file, map_location="cpu", weights_only=True))
+            tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
+            if not all(isinstance(one, Tensor) for one in tensors.values()):
+                raise TypeError("not tensors alone")
+            return tensors
         return load_file(file)
     except Exception as error:
         kind = type(error).__name__

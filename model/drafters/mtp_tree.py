@@ -21,6 +21,7 @@ from model.kernels.base import Angles
 from model.network.batch import Batch, physical_slots
 from model.network.cache import MTP, Caches
 from model.network.deepseek import DeepseekV3
+from model.sampling.ranking import rank
 
 
 class MtpTreeDrafter(MtpDrafter):
@@ -75,7 +76,8 @@ class MtpTreeDrafter(MtpDrafter):
 
     def _followed(self, beam: Beam, view: View) -> Candidates:
         logits_BKV = self._network.logits(beam.hidden_BKD)
-        return followed(beam, *view.rank(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k))
+        of = logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
+        return followed(beam, *rank(view.sampling, view.num_output_B, *of))
 
     def _beams(self, view: View, level: Level, caches: Caches) -> Iterator[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens and paths."""

@@ -17,13 +17,12 @@ Caches = dict[str, list[Tensor]]
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share a life: ``width`` values per token and layer, which depend on ``lag`` later
-    tokens. ``files`` is a digest of weights that they are made by, if those are not the model's."""
+    tokens."""
 
     name: str
     num_layers: int
     width: int
     lag: int = 0
-    files: str = ""
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

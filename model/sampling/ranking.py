@@ -13,9 +13,9 @@ NOTHING = float("-inf")
 
 
 def rank(
-    logits_BQV: Tensor,
     sampling: SamplingRows,
     num_output_B: Tensor,
+    logits_BQV: Tensor,
     drafts_BM: Tensor,
     nodes: Tree,
     num_ranks: int,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cluster.control.launch import absolute
 from core.config import TINY_MODEL, TandemConfig, describe, leaves, load
 
 
@@ -132,7 +133,8 @@ def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
 
 def test_paths_mean_the_same_wherever_ranks_run() -> None:
     config = load(None, ["speculation.path=heads", "speculation.choices=/a/b.json"])
-    told = config.speculation.absolute()
-    assert (told.path, told.choices) == (Path("heads").absolute(), Path("/a/b.json"))
-    assert told.num_tokens == config.speculation.num_tokens
-    assert config.decode.absolute() == config.decode
+    told = absolute(config)
+    asked = told.speculation
+    assert (asked.path, asked.choices) == (Path("heads").absolute(), Path("/a/b.json"))
+    assert asked.num_tokens == config.speculation.num_tokens and told.model == config.model
+    assert (told.mode, told.decode) == (config.mode, config.decode)

@@ -53,10 +53,6 @@ def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
             replace(LAYOUT, groups=(Group("main", 4, 640), LAYOUT.groups[1])),
             "wants main: 4 x 640 B; prefill has main: 4 x 1152 B",
         ),
-        (
-            replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 1, 1152, " of 5ef1"))),
-            "wants mtp: 1 x 1152 B of 5ef1; prefill has mtp: 1 x 1152 B",
-        ),
     ],
 )
 def test_a_mismatch_names_the_field_and_both_values(theirs: Layout, text: str) -> None:

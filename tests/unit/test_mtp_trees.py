@@ -194,7 +194,7 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
     nodes = Tree(bits_BQ, torch.tensor([[1, 2]]), bits_BQ, 2)
     logits_BQV = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(2))
     rows = replace(sampling_rows(asked, one_B), rules=rules)
-    tokens_BQK, scores_BQK = rank(logits_BQV, rows, one_B, drafts_BM, nodes, 5)
+    tokens_BQK, scores_BQK = rank(rows, one_B, logits_BQV, drafts_BM, nodes, 5)
     for place, (path, index) in enumerate([((4,), 2), ((5, 6), 3)]):
         left_V = logits_BQV[0, place].clone()
         left_V[[3, *path]] -= 2.0
