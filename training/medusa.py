@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from training.evaluate import held_out_windows, load_network
 from training.model import Network
 from training.train import keep_freed_memory, token_stream
-from training.tune_drafts import LENGTH, continuations, draft_loss, tune
+from training.tune_drafts import LENGTH, add_schedule, continuations, draft_loss, tune
 
 DECAY = 0.8
 """Of a head's weight in the loss, from one to the next."""
@@ -89,16 +89,11 @@ def save(heads: Heads, folder: Path, base: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    add, here = parser.add_argument, Path(__file__).parent
-    add("--checkpoint", type=Path, default=here / "tiny-v3", help="folder of the main model")
-    add("--out", type=Path, default=here / "tiny-v3-medusa", help="folder of the heads")
+    add_schedule(parser, max_minutes=22)
+    add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-medusa"
+    add("--out", type=Path, default=default, help="folder of the heads")
     add("--num-heads", type=int, default=4)
-    add("--max-minutes", type=float, default=20, help="length of the schedule in minutes")
-    add("--continuations", type=int, default=1024, help="number of greedy continuations")
-    add("--batch", type=int, default=32, help="continuations generated at a time")
     add("--lr", type=float, default=1.5e-2, help="peak rate")
-    add("--threads", type=int, default=2, help="CPU threads")
-    add("--seed", type=int, default=1, help="seed of prompts and sampling")
     return parser.parse_args()
 
 

@@ -131,19 +131,25 @@ def tune(
     return history
 
 
+def add_schedule(parser: argparse.ArgumentParser, max_minutes: float) -> None:
+    """Options of any run of ``tune``."""
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="main model")
+    add("--max-minutes", type=float, default=max_minutes, help="length of the schedule in minutes")
+    add("--continuations", type=int, default=1024, help="number of greedy continuations")
+    add("--batch", type=int, default=32, help="continuations generated at a time")
+    add("--threads", type=int, default=2, help="CPU threads")
+    add("--seed", type=int, default=1, help="seed of prompts and sampling")
+
+
 def parse_arguments() -> argparse.Namespace:
     """Command line of the tuning run."""
     parser = argparse.ArgumentParser(description=__doc__)
+    add_schedule(parser, max_minutes=14)
     add = parser.add_argument
-    add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="folder")
     add("--state", type=Path, required=True, help="folder of the record, outside git")
-    add("--max-minutes", type=float, default=14, help="length of the schedule in minutes")
-    add("--continuations", type=int, default=1024, help="number of greedy continuations")
-    add("--batch", type=int, default=32, help="continuations generated at a time")
     add("--muon-lr", type=float, default=3e-3, help="peak rate of the matrices")
     add("--adam-lr", type=float, default=1e-3, help="peak rate of norms and router")
-    add("--threads", type=int, default=2, help="CPU threads")
-    add("--seed", type=int, default=1, help="seed of prompts and sampling")
     return parser.parse_args()
 
 

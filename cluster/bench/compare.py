@@ -4,6 +4,7 @@ speculation, and which of them was the fastest."""
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,7 +28,7 @@ class Compared:
     def tpot_ms(self) -> float:
         """Infinite if nothing was answered."""
         mean = self.arm.metrics.tpot_ms
-        return float("inf") if mean is None else mean.mean
+        return inf if mean is None else mean.mean
 
 
 def sets_of(options: BenchOptions, keys: str) -> list[str]:
@@ -54,22 +55,28 @@ async def compare(options: BenchOptions, progress: Progress) -> list[Compared]:
 
 def show(console: Console, found: Sequence[Compared]) -> None:
     """A line of each, and a verdict."""
-    columns = ("speculation", "drafts a step", "tokens a step", "step, ms", "per token, ms", "p99")
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    for column in (*columns, "tokens/s", "speed-up"):
-        table.add_column(column, justify="left" if column == columns[0] else "right")
+    columns = "drafts", "tokens", "step ms", "ms/token", "p99", "tokens/s", "speed-up"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("speculation", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     first = found[0].tpot_ms
     for one in found:
         metrics, seen = one.arm.metrics, one.arm.acceptance
         tpot = metrics.tpot_ms
-        values = (
-            *(seen.nodes_per_step, seen.accepted_length, metrics.step_ms),
-            *((None, None) if tpot is None else (tpot.mean, tpot.p99)),
-            *(metrics.output_tokens_per_s, first / one.tpot_ms if one.tpot_ms else None),
-        )
-        table.add_row(one.keys, *("-" if value is None else f"{value:.2f}" for value in values))
+        values: list[float | None] = [seen.nodes_per_step, seen.accepted_length, metrics.step_ms]
+        if tpot is None:
+            values += [None] * 4
+        else:
+            speed_up = first / tpot.mean if isfinite(first) else None
+            values += [tpot.mean, tpot.p99, metrics.output_tokens_per_s, speed_up]
+        keys = one.keys.replace(",", ", ")
+        table.add_row(keys, *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
+    console.print("drafts and tokens are those of a step, speed-up that of ms/token", style="dim")
     best = min(found, key=lambda one: one.tpot_ms)
+    if not isfinite(best.tpot_ms):
+        return
     sets = " ".join(f"--set {item}" for item in sets_of(BenchOptions(), best.keys))
     console.print(f"\nfastest per token on this load, here and now: {sets}", markup=False)
     console.print("Another load (--concurrency, prompts) may have another.", style="dim")

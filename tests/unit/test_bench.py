@@ -415,9 +415,12 @@ def test_the_fastest_is_named_with_what_asks_for_it() -> None:
     for keys, records in (("drafter=none", [plain]), ("drafter=mtp", [drafting]), ("a=b", [])):
         arm = arm_of(None, [Run(tuple(records), 0)], Slo())
         found.append(compare.Compared(keys, arm))
-    console = Console(record=True, width=160, file=io.StringIO())
+    console = Console(record=True, width=80, file=io.StringIO())
     compare.show(console, found)
     text = console.export_text()
     assert "here and now: --set speculation.drafter=mtp" in text and " 2.00" in text
+    assert all(keys in text for keys in ("drafter=none ", "drafter=mtp ", "a=b "))
+    compare.show(console, [found[2]])
+    assert "fastest" not in console.export_text()
     parsed = json.loads(compare.as_json(BenchOptions(), found))
     assert [run["keys"] for run in parsed["runs"]] == ["drafter=none", "drafter=mtp", "a=b"]
