@@ -166,6 +166,9 @@ def test_prefill_nodes_read_no_heads_and_ship_hidden_states(tmp_path: Path, fold
     loaded = load_model(load_config(None, sets), PREFILL)
     assert isinstance(loaded.drafter, MedusaDrafter)
     assert not len(loaded.drafter.heads) and loaded.drafter.num_features == 48
+    save_file(_wide(heads(1, True)), tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match="use heads that were trained for it"):
+        load_model(load_config(None, sets), PREFILL)
 
 
 def test_zero_hidden_changes_no_token(tmp_path: Path, folder: Path) -> None:
@@ -211,6 +214,9 @@ def test_files_that_are_none_are_refused(tmp_path: Path, folder: Path) -> None:
     for path, told in ((tmp_path, "has none of medusa_lm_head"), ("null", "name the folder")):
         with pytest.raises(ValueError, match=told):
             load(folder, "speculation.drafter=medusa", f"speculation.path={path}")
+    torch.save({"0.0.linear.weight": 7}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="medusa_lm_head.pt: cannot be read"):
+        load(folder, "speculation.drafter=medusa", f"speculation.path={tmp_path}")
     for name in ("medusa_lm_head.pt", "medusa_lm_head.safetensors"):
         (tmp_path / name).write_bytes(b"no weights")
         with pytest.raises(ValueError, match=f"{name}: cannot be read"):
@@ -240,6 +246,13 @@ def test_choices_that_are_none_are_refused(
     sets = f"speculation.path={tmp_path}", f"speculation.choices={tmp_path / 'mine.json'}"
     with pytest.raises(ValueError, match=told):
         load(folder, "speculation.drafter=medusa", "speculation.num_nodes=63", *sets)
+
+
+def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: Path) -> None:
+    """Chains would be drafted, silently."""
+    sets = f"speculation.path={tmp_path}", "speculation.choices=any.json"
+    with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.num_nodes"):
+        load(folder, "speculation.drafter=medusa", *sets)
 
 
 def test_choices_keep_their_order_but_behind_prefixes() -> None:
