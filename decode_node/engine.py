@@ -47,8 +47,7 @@ class DecodeEngine:
     ) -> None:
         loaded, pool, config = parts.loaded, parts.pool, parts.config
         max_rows, device_type = config.decode.max_rows, loaded.device.type
-        self._on_frame = on_frame
-        self._on_grant = on_grant
+        self._on_frame, self._on_grant = on_frame, on_grant
         self._levels = levels = parts.levels
         eos_ids = loaded.config.eos_token_ids
         self.scheduler = Scheduler(pool, max_rows, levels, loaded.max_model_len, eos_ids)
@@ -94,7 +93,8 @@ class DecodeEngine:
         sequence = self.scheduler.started(identity, request, is_suspect)
         sequence.behind = self._catch_up.start
         self._launcher.rows.begin(sequence, first_token, features_F)
-        self.scheduler.run(sequence)
+        if sequence.num_budget > 0:  # or it ended with its first token, and waits to be dropped
+            self.scheduler.run(sequence)
 
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait, without a word; False if it was gone already."""

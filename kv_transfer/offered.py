@@ -1,7 +1,6 @@
 """P's book of offered sequences: how far each is computed, its lease, and who waits for it."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -47,7 +46,7 @@ class OfferBook:
     """Owned by one asyncio loop. An identity is unknown, then open and leased, then ended for
     good; it may end before it was open."""
 
-    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s
         self._clock = clock
         self._open: dict[Identity, Offered] = {}

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,20 +118,20 @@ class Sink:
         await link.ready()
 
     async def _follow(self, pull: Pulling) -> m.Seal:
-        patience_s = self._side.deadlines.progress_s
+        patience_s, now = self._side.deadlines.progress_s, asyncio.get_running_loop().time
         wait_s = min(self._side.deadlines.wait_s, patience_s)
-        give_up_at = time.monotonic() + patience_s
+        give_up_at = now() + patience_s
         while True:
             ask = m.Pull(pull.offer.identity, pull.num_pulled, wait_s)
             ready: m.Ready = await pull.link.call("pull", ask, m.Ready, wait_s)
             pull.check(ready)
             if ready.num_tokens != pull.num_pulled or ready.is_queued:
                 await self._fetch(pull, ready)
-                give_up_at = time.monotonic() + patience_s
+                give_up_at = now() + patience_s
             if ready.seal is not None:
                 pull.check_seal(ready.seal)
                 return ready.seal
-            if time.monotonic() > give_up_at:
+            if now() > give_up_at:
                 raise HandoverError(
                     f"{pull.offer.identity}: nothing new for {patience_s} s, {ready.num_tokens} "
                     f"tokens of {pull.offer.num_tokens} so far, opened: {ready.opened}"

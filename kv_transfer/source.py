@@ -33,9 +33,10 @@ class Source:
     def __init__(self, side: Side) -> None:
         self._side = side
         self._layout = side.caches.layout
-        self._book = OfferBook(side.config.lease_s)
+        loop = asyncio.get_running_loop()
+        self._book = OfferBook(side.config.lease_s, loop.time)
         self._channels = AcceptedChannels(side)
-        self._post = asyncio.get_running_loop().call_soon_threadsafe
+        self._post = loop.call_soon_threadsafe
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
         self._sweeper = asyncio.create_task(again(every_s, self._sweep))
         self.methods: Methods = {

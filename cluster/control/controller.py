@@ -137,9 +137,10 @@ class Controller:
         by_name = {rank.name: rank for rank in ranks}
         whole = whole_gangs(states)
         kept = [state for gang in whole.values() for state in gang]
-        for name in by_name.keys() - {state.spec.process for state in kept}:
-            log.warning("%s belongs to no whole gang: ended", name)
-            by_name[name].kill()
+        names = {state.spec.process for state in kept}
+        for rank in [rank for rank in ranks if rank.name not in names]:
+            log.warning("%s belongs to no whole gang: ended", rank.name)
+            rank.kill()
         await asyncio.to_thread(remove_groups, [state.spec for state in kept])
         if kept:
             self._configure(TandemConfig.model_validate_json(kept[0].config_json))

@@ -140,13 +140,13 @@ class Fleet:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
         self._applied = now
         infos = {info.spec.life: info for info in now.ready()}
-        for name in self.ranks.keys() - infos.keys():
+        for name in [name for name in self.ranks if name not in infos]:
             rank = self.ranks.pop(name)
             self._listeners.pop(rank).cancel()
             for pair in [pair for pair in self._warming if rank in pair]:
                 self._warming.pop(pair).cancel()
                 self._are_warm.discard(pair)
-        for name in infos.keys() - self.ranks.keys():
+        for name in [name for name in infos if name not in self.ranks]:
             control = self._members.control(infos[name].spec)
             rank = self.ranks[name] = Handle(infos[name], control, self._background)
             hear = listen(rank, self.session, self._beat_s, self._stuck_s, self._report)

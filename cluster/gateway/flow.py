@@ -70,7 +70,7 @@ async def _grant(request: Request, pair: Pair, session: int) -> None:
     size = on_decode.Size(num_prompt, num_output, request.sampling.max_tokens)
     asked = on_decode.Grant(pair.identity, session, size)
     await _call(pair.decode, "grant", asked, Done)
-    pair.decode.inboxes.granted.add(pair.identity)
+    pair.decode.inboxes.granted[pair.identity] = None
 
 
 async def _start(request: Request, pair: Pair, num_tokens: int) -> TransferStats:

@@ -21,7 +21,7 @@ from runtime.frames import FrameStream, connect
 log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 5.0
 OnLost = Callable[[Handle, Exception], None]
-Expected = deque[set[Identity]]
+Expected = deque[tuple[Identity, ...]]
 """Heartbeats under way: what was granted when each was sent."""
 
 
@@ -53,7 +53,7 @@ async def listen(
 
 async def _ask(rank: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
     while True:
-        bound_s = rank.heard(await ask(rank.control, "beat", None, Beat, bound_s), set())
+        bound_s = rank.heard(await ask(rank.control, "beat", None, Beat, bound_s), ())
         retries.progressed()
         await asyncio.sleep(beat_s)
 
@@ -84,6 +84,6 @@ async def _read(
 async def _beat(rank: Handle, stream: FrameStream, beat_s: float, expected: Expected) -> None:
     """What was granted before a beat was sent has to be alive in its answer."""
     while True:
-        expected.append(set(rank.inboxes.granted))
+        expected.append(tuple(rank.inboxes.granted))
         stream.beat()
         await asyncio.sleep(beat_s)

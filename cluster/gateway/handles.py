@@ -56,8 +56,8 @@ class Inboxes:
     def __init__(self, rank: str) -> None:
         self._rank = rank
         self.queues: dict[Identity, asyncio.Queue[SequenceUpdate]] = {}
-        self.granted: set[Identity] = set()
-        self._orphans: set[Identity] = set()
+        self.granted: dict[Identity, None] = {}
+        self._orphans: dict[Identity, None] = {}
         """Held there in the last beat, and nobody's here."""
 
     def open(self, identity: Identity) -> "asyncio.Queue[SequenceUpdate]":
@@ -66,7 +66,7 @@ class Inboxes:
 
     def close(self, identity: Identity) -> None:
         del self.queues[identity]
-        self.granted.discard(identity)
+        self.granted.pop(identity, None)
 
     def put(self, updates: Iterable[SequenceUpdate]) -> None:
         """What nobody waits for is dropped."""
@@ -74,15 +74,15 @@ class Inboxes:
             if update.identity in self.queues:
                 self.queues[update.identity].put_nowait(update)
 
-    def heard(self, alive: set[Identity], expected: set[Identity]) -> set[Identity]:
+    def heard(self, alive: Iterable[Identity], expected: Iterable[Identity]) -> list[Identity]:
         """A beat says which the rank still holds of those ``expected`` when it was asked for.
         What two beats in a row name and nobody here knows, which is to be aborted again."""
-        for identity in expected - alive:
-            text = f"decode rank {self._rank} no longer holds {identity}"
-            lost = Failure("RankLost", text)
+        held = dict.fromkeys(alive)
+        for identity in [one for one in expected if one not in held]:
+            lost = Failure("RankLost", f"decode rank {self._rank} no longer holds {identity}")
             self.put([SequenceUpdate(identity, (), ERROR, failure=lost)])
-        before, self._orphans = self._orphans, alive - self.queues.keys()
-        return before & self._orphans
+        before, self._orphans = self._orphans, {one: None for one in held if one not in self.queues}
+        return [one for one in self._orphans if one in before]
 
 
 class Handle:
@@ -94,11 +94,11 @@ class Handle:
         self.liveness = Liveness(self.life)
         self._releases = releases
 
-    def heard(self, beat: Beat, expected: set[Identity]) -> float:
+    def heard(self, beat: Beat, expected: Iterable[Identity]) -> float:
         """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost
         if its engine does not go on."""
         self.load.heard(beat)
-        for identity in self.inboxes.heard(set(beat.alive), expected):
+        for identity in self.inboxes.heard(beat.alive, expected):
             self.release("abort", identity)
         if beat.pace.is_stuck:
             raise RankLost(f"its engine is {beat.pace}")

@@ -35,7 +35,7 @@ class Liveness:
     def __init__(self, name: str) -> None:
         self.phase, self.is_draining, self.heard = Phase.SILENT, False, asyncio.Event()
         self._name, self._loss = name, RankLost()
-        self._needing: set[asyncio.Timeout] = set()
+        self._needing: dict[asyncio.Timeout, None] = {}
 
     @property
     def is_out(self) -> bool:
@@ -58,7 +58,7 @@ class Liveness:
         """It is LOST, and nobody waits for it any longer. Whether that is new."""
         self._loss = error if isinstance(error, RankLost) else RankLost(f"{self._name}: {error!r}")
         while self._needing:
-            self._needing.pop().reschedule(asyncio.get_running_loop().time())
+            self._needing.popitem()[0].reschedule(asyncio.get_running_loop().time())
         return self.tell(Event.LOST)
 
     @asynccontextmanager
@@ -66,7 +66,7 @@ class Liveness:
         """As soon as its life ends the body does, with the error of that, whatever it awaits."""
         try:
             async with asyncio.timeout(None) as scope:
-                self._needing.add(scope)
+                self._needing[scope] = None
                 yield
         except TimeoutError:
             if not scope.expired():
@@ -75,4 +75,4 @@ class Liveness:
             error.rank = self._name
             raise error from None
         finally:
-            self._needing.discard(scope)
+            self._needing.pop(scope, None)

@@ -66,7 +66,7 @@ class Trials:
     async def _lose(self, error: RankLost, pair: Pair) -> None:
         """Leave the rank alone; if it died, wait a little to learn what of."""
         self.lost.add(pair.identity)
-        for rank in {pair.prefill, pair.decode}:
+        for rank in dict.fromkeys((pair.prefill, pair.decode)):
             if rank.life == error.rank:
                 self.fleet.accuse(rank, error)
                 if isinstance(error, RankDied):

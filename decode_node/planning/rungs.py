@@ -43,13 +43,8 @@ class Rungs:
         """By rung of this level and those below: rows that came to where it begins and may go on,
         and those of them that did."""
         told = self.bounds[: self.num_told[level]]
-        tried = (
-            sum(limit > k and _comes(path, num_nodes, k) for limit, path in rows)
-            for num_nodes, k in told
-        )
-        accepted = (
-            sum(_comes(path, num_nodes, k + 1) for _, path in rows) for num_nodes, k in told
-        )
+        tried = (sum(limit > k and _comes(path, n, k) for limit, path in rows) for n, k in told)
+        accepted = (sum(_comes(path, n, k + 1) for _, path in rows) for n, k in told)
         return (*tried,), (*accepted,)
 
 

@@ -138,8 +138,7 @@ class Rows:
     ) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)
-        told = verdict.tokens_BE, verdict.num_accepted_B
-        self._loaded.drafter.note(self._memory, write_B, new.num_known_B, *told)
+        self._loaded.drafter.note(self._memory, write_B, new.num_known_B, verdict)
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
             num_B = verdict.num_accepted_B + 1

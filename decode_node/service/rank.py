@@ -7,7 +7,6 @@ of its gateway's session.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -57,7 +56,8 @@ class DecodeRank:
         lease_s = parts.config.kv_transfer.lease_s
         self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
         self.intake = intake
-        self.sessions = Sessions(lease_s)
+        self._asyncio = asyncio.get_running_loop()
+        self.sessions = Sessions(lease_s, self._asyncio.time)
         self.frames = FramePublisher(self.sessions, self._beat)
         self.engine = DecodeEngine(parts, self.frames.publish, self._on_grant)
         self.info = parts.info()
@@ -67,7 +67,6 @@ class DecodeRank:
         self._granting: dict[Identity, asyncio.Future[None]] = {}
         self._arriving: dict[Identity, asyncio.Task[TransferStats]] = {}
         self._ended: dict[Identity, float] = {}
-        self._asyncio = asyncio.get_running_loop()
         self._sweeper = self._asyncio.create_task(again(lease_s / 4, self._sweep))
         self.loop.on_failure(self._on_failure)
         self.loop.add(self.engine)
@@ -99,11 +98,14 @@ class DecodeRank:
         """Answered once a row and pages are held."""
         identity = asked.identity
         self._check_not_ended(identity)
+        if self.sessions.owner(identity) is not None:
+            raise HandoverError(f"{identity} is here already")
         self.sessions.hold(asked.session, identity)
         granted = self._granting[identity] = self._asyncio.create_future()
         try:
-            await self.loop.call(lambda: self.engine.ask(identity, asked.size))
-            await granted
+            # At once: whatever ends it is posted behind.
+            asking = self.loop.post(lambda: self.engine.ask(identity, asked.size))
+            await asyncio.gather(asyncio.wrap_future(asking), granted)
         except BaseException:
             self.sessions.let_go(identity)
             raise
@@ -120,6 +122,8 @@ class DecodeRank:
 
     async def _start(self, asked: Start) -> TransferStats:
         self._check_not_ended(asked.identity)
+        if asked.identity in self._arriving:
+            raise HandoverError(f"{asked.identity} arrives already")
         task = self._arriving[asked.identity] = asyncio.create_task(self._arrive(asked))
         await asyncio.wait([task])
         self._arriving.pop(asked.identity, None)
@@ -130,8 +134,8 @@ class DecodeRank:
     async def _arrive(self, asked: Start) -> TransferStats:
         """Fetch the KV and start the sequence; a failure frees the row."""
         identity, offer = asked.identity, asked.offer
+        row = await self.loop.call(lambda: self.engine.scheduler.held(identity))
         try:
-            row = await self.loop.call(lambda: self.engine.scheduler.held(identity))
             control = self._find_owner(offer.owner, offer.epoch)
             pulled = await self.intake.pull(offer, control, row.pages)
             await self.loop.call(lambda: self._activate(asked, pulled.seal))
@@ -152,7 +156,7 @@ class DecodeRank:
 
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
-        self._ended[identity] = time.monotonic()
+        self._ended[identity] = self._asyncio.time()
         self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
         task = self._arriving.pop(identity, None)
         if task is not None:
@@ -172,7 +176,7 @@ class DecodeRank:
         for identity in self.sessions.sweep():
             log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
             await self._end(identity)
-        horizon = time.monotonic() - REMEMBER_S
+        horizon = self._asyncio.time() - REMEMBER_S
         self._ended = {i: at for i, at in self._ended.items() if at > horizon}
 
     def _on_failure(self, error: BaseException) -> None:

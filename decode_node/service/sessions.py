@@ -3,7 +3,6 @@
 Plain Python, owned by one thread (design.md, Leases on decode).
 """
 
-import time
 from collections.abc import Callable
 
 from core.identity import Identity
@@ -12,7 +11,7 @@ from core.identity import Identity
 class Sessions:
     """Sessions by nonce. One that is not renewed for ``lease_s`` loses what it holds."""
 
-    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
         self._clock = clock
         self._renewed_at: dict[int, float] = {}

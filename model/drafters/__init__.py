@@ -1,6 +1,7 @@
 """Drafters by name, each in a file of its own, or anybody's by the path of its class."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 from core.config import AUTO, SpeculationConfig
@@ -59,7 +60,7 @@ def _load(path: str) -> Loader:
     try:
         found = getattr(import_module(module), name)
         is_plain = Drafter not in found.__mro__ and callable(found.draft)
-        load: Loader = UserDrafter.loader(found) if is_plain else found.load
+        load: Loader = partial(UserDrafter.made_of, found) if is_plain else found.load
     except Exception as error:
         known = ", ".join((AUTO, *CLASSES, NONE))
         raise ValueError(

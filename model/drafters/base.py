@@ -16,6 +16,7 @@ from core.levels import Level, Levels, chains
 from model.kernels.base import Kernels
 from model.network.batch import Batch
 from model.network.cache import CacheGroup, Caches
+from model.sampling.acceptance.base import Verdict
 from model.sampling.sampler import SamplingRows
 
 UNKNOWN = -1
@@ -33,7 +34,7 @@ class View:
     ``rows_B`` are their places in the drafter's ``memory``.
     ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
     tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
-    Trees take what model/sampling/ranking.py makes of their ``sampling``, behind ``num_output_B``
+    Trees take what model/drafters/ranking.py makes of their ``sampling``, behind ``num_output_B``
     emitted tokens.
     """
 
@@ -46,6 +47,16 @@ class View:
     sampling: SamplingRows
     num_output_B: Tensor
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+    def chained(self, num: int, logits: Callable[[int, Tensor], Tensor]) -> "Drafts":
+        """Picks of the ``logits(i, last_B1)`` [B, V], each behind the one picked before."""
+        drafts_BN, last_B1, drawn_from = self.last_B1[:, :0], self.last_B1, []
+        for i in range(num):
+            next_B, q_BV = self.pick(logits(i, last_B1), drafts_BN)
+            last_B1 = next_B.unsqueeze(1)
+            drafts_BN = torch.cat((drafts_BN, last_B1), 1)
+            drawn_from += [] if q_BV is None else [q_BV]
+        return Drafts(drafts_BN, q_BNV=torch.stack(drawn_from, 1) if drawn_from else None)
 
 
 class Drafts(NamedTuple):
@@ -141,15 +152,8 @@ class Drafter(Protocol):
         """A row begins whose text this is."""
         return
 
-    def note(
-        self,
-        memory: Notes,
-        rows_B: Tensor,
-        num_known_B: Tensor,
-        tokens_BE: Tensor,
-        num_accepted_B: Tensor,
-    ) -> None:
-        """Rows have so many tokens, the last of them the first ``num_accepted_B`` + 1 of these."""
+    def note(self, memory: Notes, rows_B: Tensor, num_known_B: Tensor, told: Verdict) -> None:
+        """Rows have so many tokens, the last of them those of a step's verdict."""
         return
 
     def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:

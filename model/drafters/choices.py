@@ -1,30 +1,32 @@
 """Static trees as the paths of their nodes: (0, 2) is the third likeliest token of the second head
 behind the likeliest of the first. Plain Python."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 Choice = tuple[int, ...]
 MOST_RANK = 63
+_Rank = Annotated[int, Field(strict=True, ge=0, le=MOST_RANK)]
+_PATHS = TypeAdapter(list[Annotated[tuple[_Rank, ...], Field(min_length=1)]])
 
 
 def read_choices(file: Path) -> tuple[Choice, ...]:
     """Of a JSON file with a list of lists, in an order in which no path comes before its prefix.
     Raises ValueError naming file, path and remedy."""
     try:
-        paths = json.loads(file.read_text(encoding="utf-8"))
+        return ordered(_PATHS.validate_json(file.read_bytes()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{index}]" for index in first["loc"])
+        raise ValueError(
+            f"speculation.choices: {file}: {where or 'all'}: {first['msg']}; write paths of ranks "
+            f"of 0 to {MOST_RANK}, such as [[0], [1], [0, 0]]"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"speculation.choices: {file} cannot be read: {error}") from error
-    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
-        raise ValueError(f"{file}: give a list of paths, such as [[0], [1], [0, 0]]")
-    for path in paths:
-        if not path or not all(type(rank) is int and 0 <= rank <= MOST_RANK for rank in path):
-            raise ValueError(f"{file}: {path} is no path; write ranks of 0 to {MOST_RANK}")
-    try:
-        return ordered([tuple(path) for path in paths])
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"speculation.choices: {file}: {error}") from None
 
 
 def ordered(choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -16,12 +16,12 @@ from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafter, Drafts, Emitted, View
 from model.drafters.choices import Choice, parents_of, read_choices
 from model.drafters.medusa_heads import MedusaHead, read_heads
+from model.drafters.ranking import rank
 from model.kernels.base import Kernels
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
 from model.network.layers import adopt
 from model.network.tree import Tree
-from model.sampling.ranking import rank
 
 CHOICES = "choices.json"
 
@@ -90,26 +90,13 @@ class MedusaDrafter(Drafter):
         logits_BHV = torch.stack([head(own.hidden_BD) for head in self.heads[: level.depth]], 1)
         num_ranks, places_N = self._ranks[level]
         if num_ranks == 1:
-            return picked(logits_BHV, view)
+            return view.chained(level.depth, lambda i, _: logits_BHV[:, i])
         depth_BH = torch.arange(level.depth, device=none_B0.device).expand(len(none_B0), -1)
         nodes = Tree(depth_BH, depth_BH, torch.ones_like(depth_BH), level.depth)
-        of = logits_BHV, none_B0, nodes, num_ranks
-        tokens_BHK, _ = rank(view.sampling, view.num_output_B, *of)
+        tokens_BHK, _ = rank(view, logits_BHV, none_B0, nodes, num_ranks)
         return Drafts(tokens_BHK.flatten(1).index_select(1, places_N))
 
     def commit(self, own: MedusaRows, emitted: Emitted, amount: int) -> MedusaRows:
         last_B11 = (emitted.num_B - 1).view(-1, 1, 1)
         at_B1F = last_B11.expand(-1, -1, emitted.features_BEF.shape[2])
         return MedusaRows(emitted.features_BEF.gather(1, at_B1F).squeeze(1))
-
-
-def picked(logits_BNV: Tensor, view: View) -> Drafts:
-    """A chain of one token of each."""
-    drafts_BN = view.last_B1[:, :0]
-    drawn_from = []
-    for logits_BV in logits_BNV.unbind(1):
-        next_B, q_BV = view.pick(logits_BV, drafts_BN)
-        drafts_BN = torch.cat((drafts_BN, next_B.unsqueeze(1)), 1)
-        drawn_from.append(q_BV)
-    q = [q_BV for q_BV in drawn_from if q_BV is not None]
-    return Drafts(drafts_BN, q_BNV=torch.stack(q, 1) if q else None)

@@ -4,7 +4,6 @@ Shape legend: B rows, D hidden, V vocabulary.
 """
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from model.checkpoint.weights import Checkpoint
 from model.network.layers import Linear
 
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
-_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
+_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 
 
 class MedusaHead(nn.Module):
@@ -57,7 +56,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(FILES)}")
-    tensors = named(_read(file))
+    tensors = {_named(name): tensor for name, tensor in _read(file).items()}
     size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
     taken = partial(_taken, file, tensors, checkpoint)
     heads: list[MedusaHead] = []
@@ -68,9 +67,9 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
             prefix = f"{i}.{len(blocks)}.linear"
             weight, bias = taken(f"{prefix}.weight", size, size), taken(f"{prefix}.bias", size)
             blocks.append((weight, bias))
-        own = f"{i}.{len(blocks)}.weight"
-        head = taken(own, vocab, size) if own in tensors else None
-        heads.append(MedusaHead(blocks, head, shared))
+        of_its_own = tensors.keys() & {f"{i}.{len(blocks)}.weight", f"{i}.weight"}
+        own = taken(of_its_own.pop(), vocab, size) if of_its_own else None
+        heads.append(MedusaHead(blocks, own, shared))
     if tensors or not heads:
         some = ", ".join(sorted(tensors)[:3]) or "nothing"
         raise ValueError(f"{file}: these are no Medusa heads: it has {some}")
@@ -106,18 +105,6 @@ def _read(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: cannot be read ({kind}); download it again") from error
 
 
-def named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the authors' names, also those of vLLM's copies."""
-    return dict(zip(_names(tensors), tensors.values(), strict=True))
-
-
-def _names(tensors: dict[str, Tensor]) -> Iterator[str]:
-    blocks = [match for match in map(_BLOCK.fullmatch, tensors) if match]
-    num_layers = 1 + max((int(match[2]) for match in blocks), default=-1)
-    for name in tensors:
-        if match := _BLOCK.fullmatch(name):
-            yield f"{match[1]}.{match[2]}.linear.{match[3]}"
-        elif match := _HEAD.fullmatch(name):
-            yield f"{match[1]}.{num_layers}.weight"
-        else:
-            yield name
+def _named(name: str) -> str:
+    """As the authors say it, if it is vLLM's name; but for heads, whose blocks are not counted."""
+    return _HEAD.sub(r"\1.weight", _BLOCK.sub(r"\1.\2.linear.\3", name))

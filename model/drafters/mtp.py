@@ -112,24 +112,21 @@ class MtpDrafter(Drafter):
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
     def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        num_drafts, page_size = level.depth, caches[MTP][0].shape[1]
-        drafts_BN, head_BD = own.tokens_BM[:, :0], self._first(own, view, level, amount, caches)
-        if head_BD is None:
-            return Drafts(drafts_BN)
-        later = iter(self._later(view, num_drafts - 1, page_size) if num_drafts > 1 else ())
-        drawn_from: list[Tensor] = []
-        for i in range(num_drafts):
-            next_B, q_BV = view.pick(self._network.logits(head_BD), drafts_BN)
-            next_B1 = next_B.unsqueeze(1)
-            drafts_BN = torch.cat((drafts_BN, next_B1), 1)
-            if q_BV is not None:
-                drawn_from.append(q_BV)
-            if i + 1 < num_drafts:
-                batch, angles = next(later)
-                batch = replace(batch, token_ids_BQ=next_B1)
+        first_BD = self._first(own, view, level, amount, caches)
+        if first_BD is None:
+            return Drafts(own.tokens_BM[:, :0])
+        head_BD = first_BD
+        later = self._later(view, level.depth - 1, caches[MTP][0].shape[1])
+
+        def logits(i: int, last_B1: Tensor) -> Tensor:
+            nonlocal head_BD
+            if i:
+                batch, angles = later[i - 1]
+                batch = replace(batch, token_ids_BQ=last_B1)
                 head_BD = self.forward(batch, head_BD, caches, angles)
-        q_BNV = torch.stack(drawn_from, 1) if drawn_from else None
-        return Drafts(drafts_BN, q_BNV=q_BNV)
+            return self._network.logits(head_BD)
+
+        return view.chained(level.depth, logits)
 
     def commit(self, own: MtpRows, emitted: Emitted, amount: int) -> MtpRows:
         """What was emitted waits for the next pass 1; behind what waits already, if this step had
@@ -179,6 +176,8 @@ class MtpDrafter(Drafter):
     def _later(self, view: View, num_passes: int, page_size: int) -> list[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens: nothing else of them depends on what
         was drafted."""
+        if num_passes == 0:
+            return []
         slots_NB = later_slots(view.num_known_B, num_passes)
         places_BN = physical_slots(view.page_table_BP, slots_NB.t(), None, page_size)
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)

@@ -17,11 +17,11 @@ from model.drafters.base import Drafts, View
 from model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import MtpRows
+from model.drafters.ranking import rank
 from model.kernels.base import Angles
 from model.network.batch import Batch, physical_slots
 from model.network.cache import MTP, Caches
 from model.network.deepseek import DeepseekV3
-from model.sampling.ranking import rank
 
 
 class MtpTreeDrafter(MtpDrafter):
@@ -77,7 +77,7 @@ class MtpTreeDrafter(MtpDrafter):
     def _followed(self, beam: Beam, view: View) -> Candidates:
         logits_BKV = self._network.logits(beam.hidden_BKD)
         of = logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
-        return followed(beam, *rank(view.sampling, view.num_output_B, *of))
+        return followed(beam, *rank(view, *of))
 
     def _beams(self, view: View, level: Level, caches: Caches) -> Iterator[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens and paths."""

@@ -18,10 +18,11 @@ from core.levels import Level
 from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafts, View
 from model.drafters.pool import Pool, recalled, remember
-from model.drafters.texts import ReadsTexts
+from model.drafters.texts import ReadsTexts, places_of
 from model.kernels.base import Kernels
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
+from model.sampling.acceptance.base import Verdict
 
 
 class NgramDrafter(ReadsTexts):
@@ -64,20 +65,11 @@ class PooledDrafter(NgramDrafter):
         place_1T = torch.arange(len(token_ids), device=text_RT.device).unsqueeze(0)
         self._remember(text_RT, pool, place_1T.new_tensor([row]), place_1T, place_1T >= 0)
 
-    def note(
-        self,
-        memory: Any,
-        rows_B: Tensor,
-        num_known_B: Tensor,
-        tokens_BE: Tensor,
-        num_accepted_B: Tensor,
-    ) -> None:
+    def note(self, memory: Any, rows_B: Tensor, num_known_B: Tensor, told: Verdict) -> None:
         text_RT, pool = memory
-        super().note(text_RT, rows_B, num_known_B, tokens_BE, num_accepted_B)
-        back_E = torch.arange(tokens_BE.shape[1], device=rows_B.device)
-        place_BE = (num_known_B - 1 - num_accepted_B).unsqueeze(1) + back_E
-        is_told_BE = back_E <= num_accepted_B.unsqueeze(1)
-        place_BE = place_BE.clamp(max=text_RT.shape[1] - 1)
+        super().note(text_RT, rows_B, num_known_B, told)
+        place_BE = places_of(told, num_known_B, text_RT.shape[1])
+        is_told_BE = place_BE < num_known_B.unsqueeze(1)
         self._remember(text_RT, pool, rows_B, place_BE, is_told_BE)
 
     def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:

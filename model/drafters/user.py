@@ -52,24 +52,21 @@ class UserDrafter(ReadsTexts):
         self._last_error = ""
 
     @classmethod
-    def loader(
-        cls, theirs: Callable[[], UserClass]
-    ) -> Callable[[Checkpoint, DeepseekV3, SpeculationConfig], "UserDrafter"]:
-        """What makes it of their class. Raises ValueError if that cannot be made."""
-
-        def load(
-            checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
-        ) -> UserDrafter:
-            try:
-                made = theirs()
-            except Exception as error:
-                raise ValueError(
-                    f"speculation.drafter={asked.drafter!r} cannot be made without arguments: "
-                    f"{error!r}"
-                ) from error
-            return cls(made, asked.num_nodes, checkpoint.config.vocab_size, asked.drafter_s)
-
-        return load
+    def made_of(
+        cls,
+        theirs: Callable[[], UserClass],
+        checkpoint: Checkpoint,
+        network: DeepseekV3,
+        asked: SpeculationConfig,
+    ) -> "UserDrafter":
+        """Raises ValueError if their class cannot be made."""
+        try:
+            made = theirs()
+        except Exception as error:
+            raise ValueError(
+                f"speculation.drafter={asked.drafter!r} cannot be made without arguments: {error!r}"
+            ) from error
+        return cls(made, asked.num_nodes, checkpoint.config.vocab_size, asked.drafter_s)
 
     def levels(self, most_depth: int) -> Levels:
         num_nodes = self._num_nodes

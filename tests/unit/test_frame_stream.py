@@ -123,10 +123,10 @@ async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> Non
         board.beat = beats.put_nowait  # type: ignore[method-assign]
         handle = Handle(replace(INFO, frames=await server.listen()), Mock(), Tasks())
         inboxes = {one: handle.inboxes.open(one) for one in (early, late)}
-        handle.inboxes.granted.add(early)
+        handle.inboxes.granted[early] = None
         hearing = asyncio.create_task(listen(handle, 7, 0.01, 60.0, Mock()))
         await beats.get()
-        handle.inboxes.granted.add(late)
+        handle.inboxes.granted[late] = None
         board.publish(pack(TokenFrame((), beat)))
         await handle.liveness.heard.wait()
         assert inboxes[late].empty(), "lost before anybody could tell of it"

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -94,7 +95,7 @@ def test_random_use_agrees_with_a_model(operations: list[tuple[str, int]]) -> No
 
 
 async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
-    book = OfferBook(30.0)
+    book = OfferBook(30.0, time.monotonic)
     waiting = asyncio.create_task(book.wait(KEY, 0, 5.0))
     await asyncio.sleep(0)
     assert book.num_waiting == 1 and book.open(KEY, nothing)
@@ -149,7 +150,7 @@ async def test_a_release_that_comes_first_keeps_the_key_shut(
 
 async def test_a_page_keeps_the_generation_it_came_with() -> None:
     """What a page's next owner has is not what was offered: its generation must not look right."""
-    book = OfferBook(30.0)
+    book = OfferBook(30.0, time.monotonic)
     book.open(KEY, nothing)
     book.advance(KEY, Computed(4, (1,), (1,)))
     with pytest.raises(AssertionError, match="pages were exchanged"):

@@ -15,13 +15,13 @@ from core.levels import Level
 from core.request import Request, SamplingParams
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import draft
-from model.drafters.base import Drafts
+from model.drafters.base import Drafts, View
 from model.drafters.beams import Candidates, chosen
+from model.drafters.ranking import rank
 from model.loaded import LoadedModel
 from model.network.cache import MTP
 from model.network.tree import Tree
 from model.sampling.adjust import no_rules, set_rules
-from model.sampling.ranking import rank
 from model.sampling.sampler import draw
 from tests.trees import path_to
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
@@ -194,7 +194,8 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
     nodes = Tree(bits_BQ, torch.tensor([[1, 2]]), bits_BQ, 2)
     logits_BQV = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(2))
     rows = replace(sampling_rows(asked, one_B), rules=rules)
-    tokens_BQK, scores_BQK = rank(rows, one_B, logits_BQV, drafts_BM, nodes, 5)
+    view = View(*[one_B] * 5, None, rows, one_B, pick=lambda *_: (one_B, None))
+    tokens_BQK, scores_BQK = rank(view, logits_BQV, drafts_BM, nodes, 5)
     for place, (path, index) in enumerate([((4,), 2), ((5, 6), 3)]):
         left_V = logits_BQV[0, place].clone()
         left_V[[3, *path]] -= 2.0

@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.driven.engines import Bench, greedy, load
 from model.drafters.ngram import PooledDrafter
 from model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
+from model.sampling.acceptance.base import Verdict
 from tests.small import write_small
 
 MOST = 3
@@ -24,9 +25,8 @@ def told(drafter: PooledDrafter, memory: tuple[Tensor, Pool], row: int, text: li
         noise = [draw.randrange(50, 90) for _ in range(3 - num)]
         tokens = torch.tensor([text[at : at + num] + noise])
         at += num
-        drafter.note(
-            memory, torch.tensor([row]), torch.tensor([at]), tokens, torch.tensor([num - 1])
-        )
+        step = Verdict(tokens, torch.tensor([num - 1]))
+        drafter.note(memory, torch.tensor([row]), torch.tensor([at]), step)
 
 
 @pytest.mark.parametrize("oldest", [False, True])

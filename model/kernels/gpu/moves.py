@@ -27,7 +27,7 @@ class Places:
         (num_rows, num_moves), width = from_BN.shape, caches[0].shape[-1]
         _move[(num_rows, len(caches))](
             *(self._places_L, caches[0], from_BN.contiguous(), to_BN.contiguous()),
-            NUM_MOVES=num_moves,
+            NUM=num_moves,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
         )
@@ -35,17 +35,11 @@ class Places:
 
 @triton.jit
 def _move(
-    places_L,
-    like,
-    from_BN,
-    to_BN,
-    NUM_MOVES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    places_L, like, from_BN, to_BN, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, cache = tl.program_id(0), tl.load(places_L + tl.program_id(1)).to(like.dtype)
     i = tl.arange(0, BLOCK)
-    for move in range(NUM_MOVES):
-        at = tl.load(from_BN + row * NUM_MOVES + move) * WIDTH + i
-        to = tl.load(to_BN + row * NUM_MOVES + move) * WIDTH + i
+    for move in range(NUM):
+        at = tl.load(from_BN + row * NUM + move) * WIDTH + i
+        to = tl.load(to_BN + row * NUM + move) * WIDTH + i
         tl.store(cache + to, tl.load(cache + at, mask=i < WIDTH), mask=i < WIDTH)

@@ -6,6 +6,7 @@ Shape legend: B rows, Q nodes of each, K ranks, M drafts so far, V vocabulary.
 import torch
 from torch import Tensor
 
+from model.drafters.base import View
 from model.network.tree import Tree
 from model.sampling.sampler import SamplingRows, adjusted_places, gumbel
 
@@ -13,12 +14,7 @@ NOTHING = float("-inf")
 
 
 def rank(
-    sampling: SamplingRows,
-    num_output_B: Tensor,
-    logits_BQV: Tensor,
-    drafts_BM: Tensor,
-    nodes: Tree,
-    num_ranks: int,
+    view: View, logits_BQV: Tensor, drafts_BM: Tensor, nodes: Tree, num_ranks: int
 ) -> tuple[Tensor, Tensor]:
     """The tokens [B, Q, K] that may follow ``nodes``, the likeliest first, and the logarithm of the
     share that each has. The nodes' bits are of the last known token and ``drafts_BM``.
@@ -26,6 +22,7 @@ def rank(
     Likely is to a sampled row what it would choose of these logits with its noise of that place:
     the first is the draft of a chain, each other that if those before were ruled out.
     """
+    sampling, num_output_B = view.sampling, view.num_output_B
     scores_BQV = adjusted_places(logits_BQV, sampling, num_output_B, drafts_BM, nodes)
     if not sampling.all_greedy:
         places = zip(scores_BQV.unbind(1), nodes.depth_BQ.unbind(1), strict=True)

@@ -1,0 +1,28 @@
+"""All that is drawn, from one seed: the cluster's own nonces and pauses as well as what happens."""
+
+import os
+import random
+import secrets
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def patched(draw: random.Random) -> Iterator[None]:
+    """The standard library draws from it in here."""
+    changes: list[tuple[Any, str, Any]] = [
+        (secrets, "randbits", draw.getrandbits),
+        (secrets, "token_bytes", lambda num=32: draw.randbytes(num)),
+        (secrets, "token_hex", lambda num=32: draw.randbytes(num).hex()),
+        (random, "uniform", draw.uniform),
+        (random, "random", draw.random),
+        (uuid, "uuid4", lambda: uuid.UUID(int=draw.getrandbits(128))),
+        (os, "getpid", lambda: 1),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(patch.object(owner, name, value))
+        yield

@@ -1,0 +1,98 @@
+"""What may never be, looked at whenever no process is in the middle of something."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.control.machines import CONTROLLER
+from core.identity import Identity
+from core.info import DECODE, PREFILL
+from core.membership import READY
+from runtime.shell import RankShell
+from tests.sim.world import World
+
+SLACK_S = 8.0
+"""Beyond a lease, within which what nobody knows of has to be gone: sweeps and beats."""
+
+
+@dataclass
+class Checks:
+    """Of one world; ``_orphans`` are held somewhere and known to no gateway, since when."""
+
+    world: World
+    _orphans: dict[tuple[str, Identity], float] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Every so often: integrity, and nothing held in two places or for nobody."""
+        now, world = self.world.loop.time(), self.world
+        held_by: dict[Identity, str] = {}
+        orphans = {}
+        known = self._known()
+        for name, rank in self.ranks():
+            for identity in self._held(rank):
+                if rank.spec.kind == DECODE:
+                    if identity in held_by:
+                        world.wrong(f"{identity} is on {held_by[identity]} and {name}")
+                    held_by[identity] = name
+                if identity not in known:
+                    orphans[name, identity] = self._orphans.get((name, identity), now)
+            if rank.loop.watch._began_at is None:
+                self._integrity(name, rank)
+        self._orphans = orphans
+        most_s = world.config.kv_transfer.lease_s + SLACK_S
+        for (name, identity), since in orphans.items():
+            if now - since > most_s:
+                world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
+
+    def is_whole(self) -> str:
+        """What is missing to a cluster at rest, "" if nothing is."""
+        controller = self.world.ray.actors.get(CONTROLLER)
+        if controller is None or controller.instance is None:
+            return "there is no controller"
+        gangs = controller.instance._snapshot.gangs
+        if not gangs or any(gang.state != READY for gang in gangs):
+            return f"gangs: {[(gang.name, gang.state, gang.cause) for gang in gangs]}"
+        for name, rank in self.ranks():
+            if held := self._held(rank):
+                return f"{name} holds {held}"
+            pool = rank.pool
+            if pool.num_available != pool.num_pages - 1:
+                return f"{name} has {pool.num_available} of {pool.num_pages - 1} pages"
+            side = rank.source._side if rank.spec.kind == PREFILL else rank.intake._side
+            if num := side.staging.num_taken:
+                return f"{name} has {num} staging buffers taken"
+        return ""
+
+    def ranks(self) -> Iterator[tuple[str, Any]]:
+        """That live and are not stopped."""
+        for actor in self.world.ray.actors.values():
+            process, shell = actor.process, actor.instance
+            if process is None or not process.is_alive or process.is_stopped:
+                continue
+            if isinstance(shell, RankShell) and shell._rank is not None:
+                yield actor.name, shell._rank
+
+    def _held(self, rank: Any) -> list[Identity]:
+        scheduler = rank.engine.scheduler
+        held = [*scheduler.sequences]
+        if rank.spec.kind == PREFILL:
+            return list(dict.fromkeys([*held, *rank.source._book.open_ones()]))
+        return list(dict.fromkeys([*held, *scheduler._begun, *scheduler._fresh]))
+
+    def _known(self) -> set[Identity]:
+        """To gateways that live, whether they go on or not."""
+        known: set[Identity] = set()
+        for one in self.world.gateways:
+            if one.process.is_alive and one.gateway is not None:
+                for handle in one.gateway.fleet.ranks.values():
+                    known |= handle.inboxes.queues.keys()
+        return known
+
+    def _integrity(self, name: str, rank: Any) -> None:
+        try:
+            rank.pool.check_integrity()
+            rank.engine.scheduler.check_integrity()
+            if rank.spec.kind == DECODE:
+                rank.sessions.check_integrity()
+        except AssertionError as error:
+            self.world.wrong(f"{name}: {error}")

@@ -1,0 +1,178 @@
+"""What goes wrong in a seed, and when: a list that is drawn once, so that it can be cut down."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.control.machines import CONTROLLER
+from tests.sim.fake_ray import Actor, Machine, Trouble
+from tests.sim.world import World
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``number`` chooses among what there is then; ``for_s`` is how long it lasts."""
+
+    at: float
+    kind: str
+    number: int
+    for_s: float
+
+
+KINDS = {
+    "kill rank": 4,
+    "stop rank": 3,
+    "kill gateway": 1,
+    "stop gateway": 1,
+    "kill controller": 2,
+    "lose machine": 1,
+    "late machine": 1,
+    "lose calls": 4,
+    "cut": 1,
+    "clock back": 1,
+}
+"""How often each is drawn."""
+SLOW_S = 6.0
+CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
+"""Of a call while there is trouble."""
+
+
+def drawn(draw: random.Random, num: int, first: float, last: float) -> list[Fault]:
+    kinds = draw.choices([*KINDS], [*KINDS.values()], k=num)
+    faults = [
+        Fault(draw.uniform(first, last), kind, draw.randrange(1 << 30), draw.choice((1, 3, 7, 20)))
+        for kind in kinds
+    ]
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+class Faults:
+    """Applies them to a world, each in a step of its own."""
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self.world, self._draw = world, draw
+        self._trouble_until = 0.0
+        self._cuts: dict[frozenset[str], float] = {}
+        self.wall_offset_s = 0.0
+        self.num_applied: dict[str, int] = {}
+        world.ray.trouble = self._trouble
+        world.net.is_cut = lambda a, b: self._is_cut(a.machine, b.machine)
+
+    def apply(self, fault: Fault) -> None:
+        done = getattr(self, f"_{fault.kind.replace(' ', '_')}")(fault)
+        if done:
+            self.num_applied[fault.kind] = self.num_applied.get(fault.kind, 0) + 1
+            self.world.told("fault", fault.kind, done)
+
+    def end(self) -> None:
+        """Nothing is wrong from now on."""
+        world = self.world
+        self._trouble_until, self._cuts = 0.0, {}
+        world.net.heal()
+        for actor in self._actors():
+            if actor.process is not None and actor.process.is_stopped:
+                actor.process.resume()
+        for gateway in world.gateways:
+            if gateway.process.is_stopped:
+                gateway.process.resume()
+
+    def _actors(self, is_rank: bool = True) -> list[Actor]:
+        found = self.world.ray.actors.values()
+        return [
+            one
+            for one in found
+            if one.process is not None
+            and one.process.is_alive
+            and (one.name != CONTROLLER) == is_rank
+        ]
+
+    def _kill_rank(self, fault: Fault) -> str:
+        ranks = self._actors()
+        if not ranks:
+            return ""
+        rank = ranks[fault.number % len(ranks)]
+        assert rank.process is not None
+        rank.process.kill()
+        return rank.name
+
+    def _stop_rank(self, fault: Fault) -> str:
+        ranks = [one for one in self._actors() if one.process and not one.process.is_stopped]
+        if not ranks:
+            return ""
+        process = ranks[fault.number % len(ranks)].process
+        assert process is not None
+        process.stop()
+        self._later(fault.for_s, lambda: process.is_stopped and process.resume())
+        return process.name
+
+    def _kill_gateway(self, fault: Fault) -> str:
+        gateway = self.world.gateways[fault.number % len(self.world.gateways)]
+        gateway.process.kill()
+        self._later(2.0, lambda: self.world.begin_gateway(gateway.name))
+        return gateway.name
+
+    def _stop_gateway(self, fault: Fault) -> str:
+        process = self.world.gateways[fault.number % len(self.world.gateways)].process
+        if process.is_stopped or not process.is_alive:
+            return ""
+        process.stop()
+        self._later(fault.for_s, lambda: process.is_stopped and process.resume())
+        return process.name
+
+    def _kill_controller(self, fault: Fault) -> str:
+        for one in self._actors(is_rank=False):
+            assert one.process is not None
+            one.process.kill()
+            return one.name
+        return ""
+
+    def _lose_machine(self, fault: Fault) -> str:
+        """Not that of the head, on which Ray itself lives; another comes in its place."""
+        machines = [one for one in self.world.ray.machines[1:] if one.is_alive]
+        if not machines:
+            return ""
+        lost: Machine = machines[fault.number % len(machines)]
+        self.world.ray.lose(lost)
+        self._later(fault.for_s, lambda: self.world.add_machine(lost.num_cpus))
+        return lost.name
+
+    def _late_machine(self, fault: Fault) -> str:
+        return self.world.add_machine(4.0).name if len(self.world.ray.machines) < 5 else ""
+
+    def _lose_calls(self, fault: Fault) -> str:
+        self._trouble_until = self.world.loop.time() + fault.for_s
+        return f"{fault.for_s} s"
+
+    def _cut(self, fault: Fault) -> str:
+        names = [one.name for one in self.world.ray.machines if one.is_alive]
+        if len(names) < 2:
+            return ""
+        first = names[fault.number % len(names)]
+        second = names[(fault.number // 7) % len(names)]
+        if first == second:
+            return ""
+        self._cuts[frozenset((first, second))] = self.world.loop.time() + fault.for_s
+        self._later(fault.for_s + 0.001, self.world.net.heal)
+        return f"{first} {second}"
+
+    def _clock_back(self, fault: Fault) -> str:
+        self.wall_offset_s -= 3600.0
+        return "an hour"
+
+    def _is_cut(self, a: str, b: str) -> bool:
+        until = self._cuts.get(frozenset((a, b)), 0.0)
+        return self.world.loop.time() < until
+
+    def _trouble(self, actor: Actor, method: str) -> Trouble:
+        if self.world.loop.time() >= self._trouble_until:
+            return Trouble()
+        drawn_ = {name: self._draw.random() < share for name, share in CHANCES.items()}
+        return Trouble(
+            before_s=self._draw.uniform(0, SLOW_S) if drawn_["slow"] else 0.0,
+            is_refused=drawn_["refused"],
+            is_unanswered=drawn_["unanswered"],
+            is_doubled=drawn_["doubled"] and method == "call",
+        )
+
+    def _later(self, after_s: float, function: Any) -> None:
+        self.world.loop.call_later(after_s, function, context=self.world.ray.context)

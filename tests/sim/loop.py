@@ -1,0 +1,178 @@
+"""An event loop whose clock jumps to the next thing to do, and the processes that live on it.
+
+Whatever runs belongs to the process of its context. One that is killed never runs again, not even
+its ``finally``; one that is stopped goes on where it was when it is continued.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+BEGIN_S = 1_000.0
+MOST_TURNS = 20_000
+"""Without that time goes on."""
+PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
+
+
+class Deadlock(Exception):
+    """Nothing will ever happen again."""
+
+
+class Process:
+    """One of the simulated machine's. ``context`` is what runs in it; ``on_death`` is called when
+    it is killed, by whoever holds something of it (the kernel, Ray)."""
+
+    def __init__(self, loop: "SimLoop", name: str, machine: str = "") -> None:
+        self.loop, self.name, self.machine = loop, name, machine
+        self.is_alive, self.is_stopped = True, False
+        self.on_death: list[Callable[[], None]] = []
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.held: list[asyncio.Handle] = []
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Any) -> "asyncio.Task[Any]":
+        return self.loop.create_task(work, context=self.context.copy())
+
+    def call(self, function: Callable[..., Any], *given: Any, after_s: float = 0.0) -> None:
+        """In it, unless it is dead by then."""
+        self.loop.call_later(after_s, function, *given, context=self.context)
+
+    def kill(self) -> None:
+        if self.is_alive:
+            self.is_alive = False
+            self.loop.graveyard.append(self)
+            for told in self.on_death:
+                told()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def resume(self) -> None:
+        self.is_stopped = False
+        self.loop.requeue(self.held)
+        self.held = []
+
+
+def here() -> Process:
+    """The process of what runs now."""
+    process = PROCESS.get()
+    assert process is not None, "nobody's code asks for its process"
+    return process
+
+
+class _Gated:
+    """Of handles: whether they run, now or later."""
+
+    __slots__ = ()
+    _context: Context
+
+    def _run(self) -> None:
+        process = self._context.get(PROCESS)
+        if process is None or (process.is_alive and not process.is_stopped):
+            super()._run()  # type: ignore[misc]
+        elif process.is_alive:
+            process.held.append(self)  # type: ignore[arg-type]
+
+
+class _Handle(_Gated, asyncio.Handle):
+    __slots__ = ()
+
+
+class _Timer(_Gated, asyncio.TimerHandle):
+    """Of two that are due at once the one that was made first is."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __lt__(self, other: Any) -> bool:
+        return (self._when, self.number) < (other._when, other.number)  # type: ignore[attr-defined]
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """``threads`` makes the threads in which what blocks runs, ``net`` connections; both are given
+    later. ``graveyard`` keeps what was killed from being collected, which would end it in order."""
+
+    threads: Any
+    net: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now, self._num_timers, self._num_turns = BEGIN_S, 0, 0
+        self._selector = self
+        self._clock_resolution = 1e-9
+        self.graveyard: list[Any] = []
+        self.set_task_factory(self._task)
+
+    def time(self) -> float:
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """The selector's: nothing comes from outside, so waiting is to be there."""
+        if timeout is None:
+            raise Deadlock("no process has anything to do")
+        self._now += max(0.0, timeout)
+        self._num_turns = 0 if timeout > 0 else self._num_turns + 1
+        if self._num_turns > MOST_TURNS:
+            raise Deadlock(f"{MOST_TURNS} turns at {self._now:.6f}, and no end of them")
+        return []
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _call_soon(self, callback: Any, args: Any, context: Context | None) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self, context)
+        self._num_timers += 1
+        timer.number = self._num_timers
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def requeue(self, handles: list[asyncio.Handle]) -> None:
+        self._ready.extend(handles)  # type: ignore[attr-defined]
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(func(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.threads.Thread(target=run, name="executor").start()
+        return asyncio.wrap_future(future, loop=self)
+
+    async def create_connection(self, protocol_factory: Any, host: Any, port: Any, **_: Any) -> Any:  # type: ignore[override]
+        return await self.net.connect(protocol_factory, host, port)
+
+    async def create_server(self, protocol_factory: Any, host: Any, port: Any, **_: Any) -> Any:  # type: ignore[override]
+        return self.net.listen(protocol_factory, host, port)
+
+    def _task(self, loop: Any, coro: Any, context: Context | None = None) -> "asyncio.Task[Any]":
+        task = asyncio.Task(coro, loop=loop, context=context)
+        process = (context or copy_context()).get(PROCESS)
+        if process is not None:
+            process.tasks.add(task)
+            task.add_done_callback(process.tasks.discard)
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        return task

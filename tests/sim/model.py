@@ -1,0 +1,143 @@
+"""A checkpoint whose next token is a hash of all that it reads in the cache.
+
+So any wrong, stale or foreign entry on the way of a request gives other tokens. Steps take virtual
+time. ``expected`` writes the same answers without a cache.
+"""
+
+import random
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.config import TandemConfig
+from core.pace import LOADING, on_start
+from core.placement import Placement
+from core.request import Request
+from core.stopping import cut, num_budget, stop_ids
+from model.checkpoint.config import ModelConfig
+from model.drafters.none import NoDrafter
+from model.kernels.base import Kernels
+from model.loaded import LoadedModel
+from model.network.batch import Batch, gather_pages
+from model.network.cache import MAIN, Caches
+from model.network.dispatch.base import Dispatch
+from model.sampling.sampler import SamplingRows, draw
+
+MODULUS = 4093
+NUM_TOKENS = 96
+SHARPNESS = 3.0
+
+
+@cache
+def _table() -> Tensor:
+    """Logits of each hash."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(MODULUS, NUM_TOKENS, generator=generator) * SHARPNESS
+
+
+@cache
+def _factors(num_slots: int) -> Tensor:
+    """Of each place in a text; no two are the same for a thousand places."""
+    draw_ = random.Random(9)
+    return torch.tensor([draw_.randrange(1, MODULUS) for _ in range(num_slots)])
+
+
+class HashNetwork:
+    """As DeepseekV3 is called. A step takes ``step_s`` and more for each token."""
+
+    def __init__(self, draw_: random.Random, step_s: float = 0.01) -> None:
+        self._draw, self._step_s = draw_, step_s
+
+    def __call__(self, batch: Batch, caches: Caches) -> Tensor:
+        num_tokens = batch.token_ids_BQ.numel()
+        time.sleep(self._step_s * self._draw.uniform(0.5, 1.5) + 1e-4 * num_tokens)
+        cache = caches[MAIN][0]
+        flat = cache.view(-1, cache.shape[-1])
+        flat[batch.write_slots_BQ.flatten(), 0] = batch.token_ids_BQ.flatten().float() + 1
+        if batch.segments is None:
+            hash_BQ = _hashes(gather_pages(cache, batch.page_table_BP), batch.context_lens_BQ)
+        else:
+            hash_BQ = self._of_segments(batch, cache)
+        hidden = torch.zeros(*hash_BQ.shape, 2)
+        hidden[..., 0] = hash_BQ.float()
+        return hidden
+
+    def _of_segments(self, batch: Batch, cache: Tensor) -> Tensor:
+        segments, size = batch.segments, cache.shape[1]
+        assert segments is not None
+        found, first, page = [], 0, 0
+        for length, context in zip(segments.lengths, segments.contexts, strict=True):
+            num_pages = -(-context // size)
+            pages_1P = batch.page_table_BP[:, page : page + num_pages]
+            lens_1Q = batch.context_lens_BQ[:, first : first + length]
+            found.append(_hashes(gather_pages(cache, pages_1P), lens_1Q))
+            first, page = first + length, page + num_pages
+        num_padding = batch.token_ids_BQ.shape[1] - first
+        return torch.cat([*found, torch.zeros(1, num_padding, dtype=torch.int64)], 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _table()[hidden[..., 0].long()]
+
+
+def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
+    """Of the first so many entries of each row [B, Q]."""
+    entries_BS = context_BSL[..., 0].long()
+    terms_BS = entries_BS * entries_BS * _factors(1024)[: entries_BS.shape[1]] % MODULUS
+    sums_BS = torch.nn.functional.pad(terms_BS.cumsum(1), (1, 0)) % MODULUS
+    return sums_BS.gather(1, context_lens_BQ.clamp(max=entries_BS.shape[1]))
+
+
+def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of the answer."""
+    sampling = request.sampling
+    num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
+    stops, text = stop_ids(sampling, eos_ids), list(request.prompt_ids)
+    rows = SamplingRows.of([sampling], torch.device("cpu"))
+    factors, table = _factors(1024), _table()
+    entries = torch.tensor(text) + 1
+    total = int((entries * entries * factors[: len(text)] % MODULUS).sum())
+    output: list[int] = []
+    while True:
+        logits_1V = table[total % MODULUS].unsqueeze(0)
+        token = int(draw(logits_1V, rows, torch.tensor([len(output)])))
+        output.append(token)
+        kept, reason = cut((*output,), stops, num_most)
+        if reason is not None:
+            return kept
+        total += (token + 1) * (token + 1) * int(factors[len(text)])
+        text.append(token)
+
+
+class _Dispatch(Dispatch):
+    """Nothing travels; ranks of a gang are in lockstep all the same."""
+
+    def __init__(self, placement: Placement | None) -> None:
+        super().__init__(1)
+        self.placement = placement
+
+    def join(self, group: Any) -> None:
+        pass
+
+
+class Loads:
+    """In the place of runtime.parts.load_model."""
+
+    def __init__(self, folder: Path, draw_: random.Random) -> None:
+        self._config, self._draw = ModelConfig.from_dir(folder), draw_
+        self.num_loaded = 0
+
+    def __call__(
+        self, config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
+    ) -> LoadedModel:
+        for share in (0.25, 0.5, 0.75, 1.0):
+            time.sleep(self._draw.uniform(0.1, 0.6))
+            on_start.get()(LOADING, share)
+        self.num_loaded += 1
+        network: Any = HashNetwork(self._draw)
+        most = config.model.max_model_len or self._config.max_position_embeddings
+        parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
+        return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None)

@@ -1,0 +1,133 @@
+"""One seed from its begin to its end, and the shortest list of faults with which it still fails."""
+
+import asyncio
+import gc
+import logging
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from tests.sim.checks import Checks
+from tests.sim.faults import Fault, Faults, drawn
+from tests.sim.loop import Deadlock, Process
+from tests.sim.world import World
+
+UP_S, SERVE_S, SETTLE_S = 12.0, 60.0, 240.0
+MOST_REAL_S = 60
+NUM_CLIENTS, NUM_FAULTS = 20, 10
+WALL = 1_700_000_000.0
+SHAPES = (
+    ("prefill.replicas=2", "decode.replicas=2"),
+    ("prefill.replicas=2", "decode.replicas=1", "decode.dp_size=2"),
+    ("prefill.replicas=2", "decode.replicas=2", "decode.dp_size=2"),
+    ("prefill.replicas=1", "prefill.dp_size=2", "decode.replicas=2"),
+    ("prefill.replicas=1", "decode.replicas=1"),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Result:
+    seed: int
+    trace: str
+    failures: list[str]
+    num_told: dict[str, int]
+    num_faults: dict[str, int]
+    faults: list[Fault]
+
+
+def faults_of(seed: int) -> list[Fault]:
+    draw = random.Random(f"faults {seed}")
+    return drawn(draw, NUM_FAULTS, UP_S, UP_S + SERVE_S)
+
+
+def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool = False) -> Result:
+    torch.set_num_threads(1)
+    level = logging.getLogger().level
+    logging.getLogger().setLevel(logging.INFO if keeps_log else logging.CRITICAL + 1)
+    gc.collect()
+    gc.disable()
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(MOST_REAL_S)
+    try:
+        shape = SHAPES[seed % len(SHAPES)]
+        return _run(
+            World(seed, *shape), list(faults_of(seed) if faults is None else faults), keeps_log
+        )
+    finally:
+        signal.alarm(0)
+        logging.getLogger().setLevel(level)
+        gc.enable()
+
+
+def shortest(seed: int, faults: list[Fault]) -> list[Fault]:
+    """Left out one by one as long as it fails without them."""
+    i = 0
+    while i < len(faults):
+        fewer = faults[:i] + faults[i + 1 :]
+        if run_seed(seed, fewer).failures:
+            faults = fewer
+        else:
+            i += 1
+    return faults
+
+
+def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
+    world.keeps_log = keeps_log
+    world.loop.set_exception_handler(lambda loop, told: _unhandled(world, told))
+    applied = Faults(world, random.Random(f"chances {world.seed}"))
+    wall = lambda: WALL + world.loop.time() + applied.wall_offset_s  # noqa: E731
+    with world.patched(), patch.object(time, "time", wall):
+        driver = Process(world.loop, "driver")
+        main = driver.start(_live(world, applied, faults))
+        try:
+            world.loop.run_until_complete(main)
+        except (Deadlock, RuntimeError) as error:
+            if not world.failures:
+                world.failures.append(f"{world.loop.time():.3f}: {error!r}")
+    return Result(
+        world.seed, world.trace, world.failures, world.num_told, applied.num_applied, faults
+    )
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"a seed takes more than {MOST_REAL_S} s: something never ends")
+
+
+def _unhandled(world: World, told: dict) -> None:
+    of = told.get("future") or told.get("task") or told.get("handle")
+    world.wrong(f"{told['message']}: {told.get('exception')!r}, {of}")
+
+
+async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
+    checks = Checks(world)
+    for _ in range(3):
+        world.add_machine(4.0)
+    for name in ("g0", "g1"):
+        world.begin_gateway(name)
+    for number in range(NUM_CLIENTS):
+        at = world.draw.uniform(UP_S / 2, UP_S + SERVE_S)
+        world.loop.call_later(at, world.begin_client, world.make_client(number))
+    began_at = world.loop.time()
+    for fault in faults:
+        world.loop.call_later(fault.at, applied.apply, fault)
+    while world.loop.time() - began_at < UP_S + SERVE_S:
+        checks.look()
+        await asyncio.sleep(0.5)
+    applied.end()
+    rest = "nothing was looked at"
+    for _ in range(int(SETTLE_S)):
+        checks.look()
+        rest = next(
+            (f"client {one.number}: {one.refused}" for one in world.clients if not one.is_done), ""
+        )
+        rest = rest or checks.is_whole()
+        if not rest:
+            return
+        await asyncio.sleep(1.0)
+    world.wrong(f"not whole after {SETTLE_S:.0f} s: {rest}")

@@ -1,0 +1,170 @@
+"""The backend of channels: two ends meet in a store by their nonce, and copy tensors later."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tests.sim.loop import Process, here
+from tests.sim.net import Net
+from tests.sim.threads import Threads, Waiter
+
+BYTES_PER_S = 50e6
+
+
+@dataclass(eq=False)
+class Store:
+    """Of one prefill rank: who waits for whom."""
+
+    host: str
+    port: int
+    process: Process
+    waiting: dict[str, "Pipe"] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Half:
+    process: Process
+    posted: tuple[int, str, Tensor, Any] | None = None
+    """Transfer id, direction, tensor, and who waits for it."""
+
+
+@dataclass(eq=False)
+class Pipe:
+    halves: list[Half] = field(default_factory=list)
+    is_closed: bool = False
+    met: list[Waiter] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Posted:
+    is_done: bool = False
+    failure: str = ""
+    waiter: Waiter | None = None
+
+    def end(self, failure: str = "") -> None:
+        if not self.is_done:
+            self.is_done, self.failure = True, failure
+            if self.waiter is not None:
+                self.waiter.wake()
+
+
+class Wires:
+    """All of them; what ChannelMaker gets in the place of torch's stores and gloo."""
+
+    def __init__(self, net: Net, threads: Threads, draw: random.Random) -> None:
+        self.net, self.threads, self.draw = net, threads, draw
+        self.stores: dict[tuple[str, int], Store] = {}
+        self.num_copied = 0
+
+    def store_server(self, host: str, timeout_s: float) -> tuple[Store, int]:
+        store = Store(host, self.net.next_port(), here())
+        self.stores[host, store.port] = store
+        return store, store.port
+
+    def store_client(self, host: str, port: int, timeout_s: float, nonce: str = "") -> Any:
+        store = self.stores.get((host, port))
+        self.threads.sleep(self.net.latency_s())
+        if store is None or not store.process.is_alive or self.net.is_cut(here(), store.process):
+            raise RuntimeError(f"nobody answers at {host}:{port}")
+        return store, nonce
+
+    def backend(self, host: str, timeout_s: float) -> "Backend":
+        return Backend(self, timeout_s)
+
+    def close(self, pipe: Pipe, by: Process) -> None:
+        """What is posted there fails, at the other end a little later."""
+        if pipe.is_closed:
+            return
+        pipe.is_closed = True
+        for half in pipe.halves:
+            if half.posted is not None and half.process is not by:
+                half.process.call(half.posted[3].end, "the other end has closed", after_s=0.001)
+
+
+@dataclass(eq=False)
+class Backend:
+    wires: Wires
+    timeout_s: float
+    name: str = "gloo"
+    device: str = "cpu"
+
+    def join(self, met: tuple[Store, str], rank: int) -> "Wire":
+        store, nonce = met
+        pipe = store.waiting.setdefault(nonce, Pipe())
+        half = Half(here())
+        pipe.halves.append(half)
+        half.process.on_death.append(lambda: self.wires.close(pipe, half.process))
+        if len(pipe.halves) == 1:
+            waiter = Waiter(self.wires.threads)
+            pipe.met.append(waiter)
+            if not waiter.park(self.timeout_s):
+                raise RuntimeError("the other end has not come")
+        else:
+            del store.waiting[nonce]
+            first = pipe.halves[0]
+            for waiter in pipe.met:
+                first.process.call(waiter.wake, after_s=self.wires.net.latency_s())
+        return Wire(self.wires, pipe, half)
+
+
+@dataclass(eq=False)
+class Wire:
+    wires: Wires
+    pipe: Pipe
+    half: Half
+
+    def post(self, direction: str, tensor: Tensor, transfer_id: int) -> Posted:
+        if self.pipe.is_closed:
+            raise RuntimeError("the other end has closed")
+        posted = Posted()
+        self.half.posted = transfer_id, direction, tensor, posted
+        both = [half.posted for half in self.pipe.halves]
+        if len(both) == 2 and all(both):
+            self._copy()
+        return posted
+
+    def _copy(self) -> None:
+        """By the kernels: nobody's process has to run for that."""
+        told = {half.posted[1]: half for half in self.pipe.halves if half.posted}
+        sender, receiver = told["send"], told["recv"]
+        assert sender.posted and receiver.posted and sender.posted[0] == receiver.posted[0]
+        (_, _, source, sent), (_, _, target, came) = sender.posted, receiver.posted
+        assert source.nbytes == target.nbytes, "sizes differ"
+        sender.posted = receiver.posted = None
+        after_s = self.wires.net.latency_s() + source.nbytes / BYTES_PER_S
+        data = source.clone()
+
+        def arrive() -> None:
+            if self.pipe.is_closed or self.wires.net.is_cut(sender.process, receiver.process):
+                self.wires.close(self.pipe, sender.process)
+                for half, posted in ((sender, sent), (receiver, came)):
+                    half.process.call(posted.end, "the connection broke")
+                return
+            target.copy_(data.view_as(target))
+            self.wires.num_copied += 1
+            sender.process.call(sent.end)
+            receiver.process.call(came.end)
+
+        self.wires.net.loop.call_later(after_s, arrive, context=KERNEL)
+
+    def wait(self, posted: Posted, timeout_s: float) -> None:
+        if not posted.is_done:
+            posted.waiter = Waiter(self.wires.threads)
+            if not posted.waiter.park(timeout_s):
+                raise RuntimeError(f"not done within {timeout_s} s")
+        if posted.failure:
+            raise RuntimeError(posted.failure)
+
+    def abort(self) -> None:
+        """As gloo: a wait that blocks is left to its deadline."""
+
+    def destroy(self) -> None:
+        self.wires.close(self.pipe, self.half.process)
+
+
+from contextvars import Context  # noqa: E402
+
+KERNEL = Context()
+"""Nobody's."""

@@ -1,0 +1,172 @@
+"""The simulated cluster (tests/sim): what it rests on, and some seeds of it."""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tests.sim.loop import PROCESS, Deadlock, Process, SimLoop
+from tests.sim.net import Net
+from tests.sim.threads import Threads
+
+NUM_SEEDS = 10
+ENDED = "the finally of a process that was killed"
+
+
+def sim_loop() -> SimLoop:
+    loop = SimLoop()
+    loop.threads, loop.net = Threads(loop), Net(loop, random.Random(1))
+    return loop
+
+
+def run(loop: SimLoop, *works: tuple[Process, object]) -> None:
+    """Until the last one's end."""
+    tasks = [process.start(work) for process, work in works]
+    with loop.threads.patched():
+        try:
+            loop.run_until_complete(tasks[-1])
+        finally:
+            loop.threads.end()
+
+
+def test_time_passes_where_all_wait() -> None:
+    loop = sim_loop()
+    began_at = time.monotonic()
+
+    async def wait() -> None:
+        await asyncio.sleep(3600)
+
+    run(loop, (Process(loop, "a"), wait()))
+    assert loop.time() == pytest.approx(4600) and time.monotonic() - began_at < 60
+
+
+def test_the_killed_never_run_again_and_the_stopped_go_on() -> None:
+    loop, told = sim_loop(), []
+    killed, stopped, driver = (Process(loop, name) for name in ("killed", "stopped", "driver"))
+
+    async def work(name: str) -> None:
+        try:
+            while True:
+                await asyncio.sleep(1)
+                told.append((name, loop.time() - 1000))
+        finally:
+            told.append((name, ENDED))
+
+    async def drive() -> None:
+        await asyncio.sleep(2.5)
+        killed.kill()
+        stopped.stop()
+        await asyncio.sleep(5)
+        stopped.resume()
+        await asyncio.sleep(1.2)
+
+    run(loop, (killed, work("k")), (stopped, work("s")), (driver, drive()))
+    assert [at for name, at in told if name == "k"] == [1, 2]
+    assert [at for name, at in told if name == "s"] == [1, 2, 7.5, 8.5]
+
+
+def test_threads_block_in_virtual_time() -> None:
+    """Conditions, futures and sleep; a process's threads die with it."""
+    loop, told = sim_loop(), []
+    process, other = Process(loop, "a"), Process(loop, "b")
+
+    def block(name: str, future: "Future[int]") -> None:
+        condition = threading.Condition()
+        with condition:
+            assert not condition.wait(2.0)
+        time.sleep(1.0)
+        told.append((name, future.result(9.0), time.monotonic() - 1000))
+
+    async def work(name: str, value: int) -> None:
+        future: Future[int] = Future()
+        threading.Thread(target=block, args=(name, future)).start()
+        await asyncio.sleep(4.0)
+        future.set_result(value)
+        await asyncio.to_thread(time.sleep, 2.0)
+
+    async def kill() -> None:
+        await asyncio.sleep(3.5)
+        other.kill()
+        await asyncio.sleep(4.0)
+
+    run(loop, (process, work("a", 7)), (other, work("b", 8)), (Process(loop, "c"), kill()))
+    assert told == [("a", 7, 4.0)]
+
+
+def test_connections_end_with_their_process_and_wait_behind_a_cut() -> None:
+    loop, told = sim_loop(), []
+    server, client = Process(loop, "s", "m0"), Process(loop, "c", "m1")
+    is_cut = False
+    loop.net.is_cut = lambda a, b: is_cut and a.machine != b.machine
+
+    async def serve() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(9):
+                writer.write(data.upper())
+
+        await asyncio.start_server(answer, "h", 5)
+        await asyncio.sleep(100)
+
+    async def ask() -> None:
+        nonlocal is_cut
+        reader, writer = await asyncio.open_connection("h", 5)
+        for word in (b"one", b"two"):
+            writer.write(word)
+            told.append((await reader.read(9), round(loop.time() - 1000)))
+            is_cut = not is_cut
+            loop.call_later(7, heal)
+        server.kill()
+        told.append((await reader.read(9), round(loop.time() - 1000)))
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("h", 5)
+
+    def heal() -> None:
+        nonlocal is_cut
+        is_cut = False
+        loop.net.heal()
+
+    run(loop, (server, serve()), (client, ask()))
+    assert told == [(b"ONE", 0), (b"TWO", 7), (b"", 14)]
+
+
+def test_nothing_to_do_is_told() -> None:
+    loop = sim_loop()
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock):
+        run(loop, (Process(loop, "a"), wait()))
+    assert PROCESS.get() is None
+
+
+def test_nothing_is_lost() -> None:
+    """In a process of its own: threads of other tests have no part in its time."""
+    told = sim("--seeds", str(NUM_SEEDS), "--jobs", "1")
+    assert f"{NUM_SEEDS} seeds, 0 with failures" in told
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_in_more() -> None:
+    assert "1000 seeds, 0 with failures" in sim("--first", "1001", "--seeds", "1000")
+
+
+def test_a_seed_decides_everything() -> None:
+    """The hash of all that happened, in two processes of different hashes of strings."""
+    traces = {sim("--seed", "7", hashes=hashes).partition("\n")[0] for hashes in ("1", "2")}
+    assert len(traces) == 1 and "seed 7, trace" in traces.pop()
+
+
+def sim(*asked: str, hashes: str = "random") -> str:
+    """What ``python -m tests.sim`` says."""
+    command = [sys.executable, "-m", "tests.sim", *asked]
+    environment = os.environ | {"PYTHONHASHSEED": hashes}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
