@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import ray
 
-from cluster.control.gang import Epochs, GangKeeper
+from cluster.control.gang import POLL_S, Epochs, GangKeeper
 from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
 from cluster.control.next_life import History
-from cluster.control.plan import plan_gangs, whole_gangs
+from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
 from core.config import TandemConfig, differences
 from core.errors import TandemError
@@ -44,10 +44,14 @@ class Controller:
         ray.get_runtime_context().current_actor.begin.remote()
 
     async def begin(self) -> None:
-        """Adopt what is there, once: every other call waits for it."""
+        """Adopt what is there, once: every other call waits for it, also while it fails."""
         async with self._adopting:
-            if self._epochs.seen[0] == 0:
-                await self._adopt()
+            while self._epochs.seen[0] == 0:
+                try:
+                    await self._adopt()
+                except Exception:
+                    log.exception("what is there cannot be adopted yet")
+                    await asyncio.sleep(POLL_S)
 
     async def attach(self, config_json: str) -> bytes:
         """The packed Membership; starts the gangs if nobody has, and again those that are down.
@@ -127,30 +131,33 @@ class Controller:
         self._publish()
 
     async def _adopt(self) -> None:
-        """Go on with every whole gang of the latest config; end all other ranks."""
+        """Go on with what lives of every gang of the latest config; end all other ranks."""
         ranks = await asyncio.to_thread(find_ranks)
         asked = await asyncio.gather(*(_told(rank, rank.who(0, 0)) for rank in ranks))
+        told = {rank.name: rank for rank, state in zip(ranks, asked, strict=True) if state}
         states = [state for state in asked if state is not None]
-        seen = [state.seen for state in states]
-        incarnation = max(int(time.time()), *(1 + seen_by[0] for seen_by in seen), 1)
-        self._epochs.seen = incarnation, max((seen_by[1] for seen_by in seen), default=0)
-        by_name = {rank.name: rank for rank in ranks}
-        whole = whole_gangs(states)
-        kept = [state for gang in whole.values() for state in gang]
+        gangs = living([state for state in states if _read(state.config_json) is not None])
+        kept = [state for gang in gangs.values() for state in gang]
         names = {state.spec.process for state in kept}
         for rank in [rank for rank in ranks if rank.name not in names]:
-            log.warning("%s belongs to no whole gang: ended", rank.name)
+            log.warning("%s is of no gang that goes on: ended", rank.name)
             rank.kill()
         await asyncio.to_thread(remove_groups, [state.spec for state in kept])
-        if kept:
-            self._configure(TandemConfig.model_validate_json(kept[0].config_json))
-        for gang, keeper in self._gangs.items():
-            life = whole.get(gang, [])
-            adopted = [by_name[state.spec.process] for state in life]
-            if life and life[0].placement:  # unknown, its ranks differ: then it ends
-                keeper.placement = await _told(adopted[0], adopted[0].placement())
+        where = {gang: found[0] for gang, found in gangs.items() if found[0].placement}
+        placed = {
+            gang: await _told(told[state.spec.process], told[state.spec.process].placement())
+            for gang, state in where.items()
+        }
+        # From here on nothing fails: it is done once.
+        incarnation = max(int(time.time()), *(1 + state.seen[0] for state in states), 1)
+        self._epochs.seen = incarnation, max((state.seen[1] for state in states), default=0)
+        if kept and (config := _read(kept[0].config_json)) is not None:
+            self._configure(config)
+        for name, keeper in self._gangs.items():
+            found = gangs.get(name, [])
+            keeper.placement = placed.get(name)  # unknown, its ranks differ: then it ends
             keeper.history = History(has_served=True)
-            keeper.start(adopted, life)
+            keeper.start([told[state.spec.process] for state in found], found)
         self._publish()
 
     def _publish(self) -> None:
@@ -159,6 +166,15 @@ class Controller:
         self._snapshot = Membership(version, gangs)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _read(config_json: str) -> TandemConfig | None:
+    """None if it is one of another release."""
+    try:
+        return TandemConfig.model_validate_json(config_json)
+    except ValueError as error:
+        log.warning("a rank has a config that cannot be read: %s", error)
+        return None
 
 
 async def _told(rank: RayRank, answer: Awaitable[Answer]) -> Answer | None:

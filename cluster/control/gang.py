@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
 from cluster.control.next_life import History, next_life
-from cluster.control.plan import Birth, GangPlan
+from cluster.control.plan import Birth, GangPlan, is_whole, room_of
 from cluster.control.verdict import Death, LifeOver, check, has_failed
 from core.config import TandemConfig
 from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
@@ -65,19 +65,20 @@ class GangKeeper:
         self.ranks = Company(self.plan, self.config.control)
 
     def start(self, ranks: "Sequence[RayRank]" = (), life: Sequence[RankState] = ()) -> None:
-        """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, or a new one. One
-        that is kept already only has its deaths forgotten."""
+        """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, a new one with
+        those that are left of it, or without. One that is kept already only has its deaths
+        forgotten."""
         is_kept = self._task is not None and not self._task.done()
         before = self.history
         self.history = History(before.has_served, before.proven_at if is_kept else None)
         if is_kept:
             return self._set()
-        self.ranks.handles = dict(enumerate(ranks))
-        epoch = self.gang.epoch
+        self.ranks.handles = {s.spec.rank: rank for s, rank in zip(life, ranks, strict=True)}
+        epoch = max((state.spec.epoch for state in life), default=self.gang.epoch)
         if life:
-            spec = life[0].spec
-            epoch, self.ranks.room = spec.epoch, spec.room or spec.epoch
-        self._set(epoch=epoch, state=STARTING, failure=None)
+            self.ranks.room = room_of(life[0].spec)
+        goes_on = not life or is_whole(life)
+        self._set(epoch=epoch, state=STARTING if goes_on else LOST, failure=None)
         self._task = asyncio.create_task(self._run(), name=f"keep-{self.plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
@@ -103,6 +104,8 @@ class GangKeeper:
 
     async def _run(self) -> None:
         pause_s: float | None = 0.0
+        if self.gang.state == LOST:
+            await self.ranks.leave()
         while pause_s is not None:
             await asyncio.sleep(pause_s)
             try:

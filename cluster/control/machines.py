@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
 from cluster.control.actors import ACTORS, NAMESPACE
-from cluster.control.plan import Birth, GangPlan, hosts_of, no_room
+from cluster.control.plan import Birth, GangPlan, hosts_of, no_room, room_of
 from cluster.control.verdict import LastWords
 from core.config import TandemConfig
 from core.errors import Overloaded, RankLost
@@ -150,7 +150,7 @@ def _last_words_there(state: RankState) -> LastWords:
     """By a task on the machine of the rank, while its placement group tells which one that was."""
     spec = state.spec
     placed = ray.util.placement_group_table(
-        get_placement_group(_group_name(spec.gang, spec.room or spec.epoch))
+        get_placement_group(_group_name(spec.gang, room_of(spec)))
     )["bundles_to_node_id"]
     there = scheduling.NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
     task: Any = ray.remote(_last_words).options(num_cpus=0, scheduling_strategy=there)
@@ -178,7 +178,7 @@ def find_ranks() -> list[RayRank]:
 def remove_groups(kept: Sequence[RankSpec] = (), prefix: str = "") -> None:
     """Give back the room of every life whose ``gang.epoch`` begins with ``prefix``, but those of
     the ranks that are kept. Blocks."""
-    names = {_group_name(spec.gang, spec.room or spec.epoch) for spec in kept}
+    names = {_group_name(spec.gang, room_of(spec)) for spec in kept}
     for group in ray.util.placement_group_table().values():
         if group["name"].startswith(GROUPS + prefix) and group["name"] not in names:
             with suppress(ValueError):  # it is gone already

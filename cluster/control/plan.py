@@ -80,18 +80,28 @@ def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -
     return [addresses[machine] for machine in machines]
 
 
-def whole_gangs(states: Sequence[RankState]) -> dict[str, list[RankState]]:
-    """By name, gangs of which every rank answered and none has failed; their ranks in order.
-
-    Of two lives of a gang the later one counts, of several configs that of the latest epoch.
-    """
+def living(states: Sequence[RankState]) -> dict[str, list[RankState]]:
+    """By name, what of each gang goes on: those of the config of the latest epoch that are well,
+    in the room that was taken last, of each rank the latest process; in order."""
     latest = max(states, key=lambda state: state.spec.epoch, default=None)
-    lives: dict[tuple[str, int], list[RankState]] = {}
-    for state in sorted(states, key=lambda state: (state.spec.epoch, state.spec.rank)):
-        if latest is not None and state.config_json == latest.config_json:
-            lives.setdefault((state.spec.gang, state.spec.epoch), []).append(state)
-    return {
-        gang: life
-        for (gang, _), life in lives.items()
-        if len(life) == life[0].spec.num_ranks and all(state.failure is None for state in life)
-    }
+    config_json = None if latest is None else latest.config_json
+    well = [s for s in states if s.failure is None and s.config_json == config_json]
+    rooms: dict[str, int] = {}
+    for state in well:
+        rooms[state.spec.gang] = max(room_of(state.spec), rooms.get(state.spec.gang, 0))
+    ranks: dict[str, dict[int, RankState]] = {}
+    for state in sorted(well, key=lambda state: state.spec.born or state.spec.epoch):
+        if room_of(state.spec) == rooms[state.spec.gang]:
+            ranks.setdefault(state.spec.gang, {})[state.spec.rank] = state
+    return {gang: [found[rank] for rank in sorted(found)] for gang, found in ranks.items()}
+
+
+def room_of(spec: RankSpec) -> int:
+    """The life for which its room was taken."""
+    return spec.room or spec.epoch
+
+
+def is_whole(states: Sequence[RankState]) -> bool:
+    """Whether these are all ranks of one life of a gang."""
+    epochs = {state.spec.epoch for state in states}
+    return len(epochs) == 1 and len(states) == states[0].spec.num_ranks

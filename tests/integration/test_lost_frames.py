@@ -146,3 +146,33 @@ async def test_an_orphan_that_decodes_is_ended(small_model: Path) -> None:
         assert gate.num_given < 20
         gate.open()
         await cluster.check_empty()
+
+
+class Doubled:
+    """Calls to a rank that all come twice; the first one's answer counts, the second one's may be
+    a refusal."""
+
+    def __init__(self, inner: Control) -> None:
+        self._inner = inner
+        self.refused: list[bytes] = []
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        first, second = (asyncio.create_task(self._inner.call(method, payload)) for _ in range(2))
+        first_answer, second_answer = await asyncio.gather(first, second)
+        if b"already" in second_answer:
+            self.refused.append(second_answer)
+        return first_answer
+
+
+async def test_calls_that_come_twice_take_nothing_from_the_first(small_model: Path) -> None:
+    """As long as the second is under way beside the first, and when it comes after it."""
+    asked = [greedy(f"r{i}", ids, 12, ignore_eos=True) for i, ids in enumerate(prompts(6, 9))]
+    async with rig(small_model, *SETS) as cluster:
+        right = [(await cluster.complete(request))[0] for request in asked]
+        handles = [*cluster.gateway.fleet.ranks.values()]
+        for handle in handles:
+            handle.control = Doubled(handle.control)
+        told = await asyncio.gather(*map(cluster.complete, asked))
+        assert [ids for ids, _, _ in told] == right
+        assert sum(len(one.control.refused) for one in handles) >= 2 * len(asked)  # type: ignore[attr-defined]
+        await cluster.check_empty()

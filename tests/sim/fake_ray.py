@@ -229,20 +229,33 @@ class FakeRay:
         self.actors: dict[str, Actor] = {}
         self.actor_of: dict[Process, Actor] = {}
         self.trouble: Callable[[Actor, str], Trouble] = lambda actor, method: Trouble()
+        self.fails: Callable[[], bool] = lambda: False
+        """Whether what is asked of Ray itself raises now."""
+        self.on_kill: Callable[[str], None] = lambda name: None
+        """Is told who is killed that lives."""
         self.context = Process(loop, "ray").context
         self.util = SimpleNamespace(
             list_named_actors=self._named, placement_group_table=self._table
         )
 
+    def _answers(self) -> None:
+        if self.fails():
+            raise RayError("the GCS does not answer")
+
     # What is asked of Ray itself.
 
     def get_actor(self, name: str, namespace: str = "") -> Handle:
+        self._answers()
         actor = self.actors.get(name)
         if actor is None or actor.is_dead:
             raise ValueError(f"Failed to look up actor with name {name!r}")
         return Handle(actor)
 
     def kill(self, handle: Handle) -> None:
+        self._answers()
+        process = handle.actor.process
+        if process is not None and process.is_alive:
+            self.on_kill(process.name)
         handle.actor.kill()
 
     def get_runtime_context(self) -> Any:
@@ -260,6 +273,7 @@ class FakeRay:
         return SimpleNamespace(options=options)
 
     def nodes(self) -> list[dict[str, Any]]:
+        self._answers()
         return [
             {"NodeID": one.name, "NodeManagerAddress": one.address, "Alive": not one.is_known_lost}
             for one in self.machines
@@ -280,10 +294,12 @@ class FakeRay:
     # Placement groups.
 
     def placement_group(self, bundles: Any, strategy: str, name: str, lifetime: str) -> Group:
+        self._answers()
         group = self.groups[name] = Group(name, bundles, self)
         return group
 
     def get_placement_group(self, name: str) -> Group:
+        self._answers()
         if name not in self.groups:
             raise ValueError(f"Failed to look up placement group with name {name}")
         return self.groups[name]
@@ -323,12 +339,14 @@ class FakeRay:
         return True
 
     def _table(self, group: Group | None = None) -> Any:
+        self._answers()
         if group is not None:
             placed = enumerate(group.machines)
             return {"bundles_to_node_id": {i: machine.name for i, machine in placed}}
         return {name: {"name": name} for name in self.groups}
 
     def _named(self, all_namespaces: bool) -> list[dict[str, str]]:
+        self._answers()
         alive = [actor for actor in self.actors.values() if not actor.is_dead]
         return [{"namespace": "tandem", "name": actor.name} for actor in alive]
 

@@ -29,20 +29,32 @@ KINDS = {
     "late machine": 1,
     "lose calls": 4,
     "cut": 1,
+    "lose head": 2,
+    "fail step": 2,
     "clock back": 1,
 }
 """How often each is drawn."""
+HARMLESS = (
+    *("kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"),
+)
+"""To whom they leave alive: where no others are drawn nobody else's process may end."""
 SLOW_S = 6.0
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
 
 
-def drawn(draw: random.Random, num: int, first: float, last: float) -> list[Fault]:
-    kinds = draw.choices([*KINDS], [*KINDS.values()], k=num)
+def drawn(
+    draw: random.Random, num: int, first: float, last: float, is_harmless: bool
+) -> list[Fault]:
+    often = {kind: num for kind, num in KINDS.items() if kind in HARMLESS or not is_harmless}
+    kinds = draw.choices([*often], [*often.values()], k=num)
     faults = [
         Fault(draw.uniform(first, last), kind, draw.randrange(1 << 30), draw.choice((1, 3, 7, 20)))
         for kind in kinds
     ]
+    failing = [fault for fault in faults if fault.kind == "fail step"]
+    for fault in failing[1:]:  # who is in two such steps may be refused
+        faults.remove(fault)
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -55,7 +67,9 @@ class Faults:
         self._cuts: dict[frozenset[str], float] = {}
         self.wall_offset_s = 0.0
         self.num_applied: dict[str, int] = {}
+        self._no_head_until = 0.0
         world.ray.trouble = self._trouble
+        world.ray.fails = self._fails
         world.net.is_cut = lambda a, b: self._is_cut(a.machine, b.machine)
 
     def apply(self, fault: Fault) -> None:
@@ -67,7 +81,7 @@ class Faults:
     def end(self) -> None:
         """Nothing is wrong from now on."""
         world = self.world
-        self._trouble_until, self._cuts = 0.0, {}
+        self._trouble_until, self._no_head_until, self._cuts = 0.0, 0.0, {}
         world.net.heal()
         for actor in self._actors():
             if actor.process is not None and actor.process.is_stopped:
@@ -94,6 +108,14 @@ class Faults:
         assert rank.process is not None
         rank.process.kill()
         return rank.name
+
+    def _fail_step(self, fault: Fault) -> str:
+        ranks = self._actors()
+        if not ranks:
+            return ""
+        name = ranks[fault.number % len(ranks)].name
+        self.world.loads.failing.add(name)
+        return name
 
     def _stop_rank(self, fault: Fault) -> str:
         ranks = [one for one in self._actors() if one.process and not one.process.is_stopped]
@@ -142,6 +164,14 @@ class Faults:
     def _lose_calls(self, fault: Fault) -> str:
         self._trouble_until = self.world.loop.time() + fault.for_s
         return f"{fault.for_s} s"
+
+    def _lose_head(self, fault: Fault) -> str:
+        """What is asked of Ray itself raises, or does not; calls to actors arrive."""
+        self._no_head_until = self.world.loop.time() + fault.for_s
+        return f"{fault.for_s} s"
+
+    def _fails(self) -> bool:
+        return self.world.loop.time() < self._no_head_until and self._draw.random() < 0.6
 
     def _cut(self, fault: Fault) -> str:
         names = [one.name for one in self.world.ray.machines if one.is_alive]

@@ -27,7 +27,7 @@ class Process:
 
     def __init__(self, loop: "SimLoop", name: str, machine: str = "") -> None:
         self.loop, self.name, self.machine = loop, name, machine
-        self.is_alive, self.is_stopped = True, False
+        self.is_alive, self.is_stopped, self.runs = True, False, True
         self.on_death: list[Callable[[], None]] = []
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -43,16 +43,16 @@ class Process:
 
     def kill(self) -> None:
         if self.is_alive:
-            self.is_alive = False
+            self.is_alive = self.runs = False
             self.loop.graveyard.append(self)
             for told in self.on_death:
                 told()
 
     def stop(self) -> None:
-        self.is_stopped = True
+        self.is_stopped, self.runs = True, False
 
     def resume(self) -> None:
-        self.is_stopped = False
+        self.is_stopped, self.runs = False, self.is_alive
         self.loop.requeue(self.held)
         self.held = []
 
@@ -64,32 +64,18 @@ def here() -> Process:
     return process
 
 
-class _Gated:
-    """Of handles: whether they run, now or later."""
-
-    __slots__ = ()
-    _context: Context
-
-    def _run(self) -> None:
-        process = self._context.get(PROCESS)
-        if process is None or (process.is_alive and not process.is_stopped):
-            super()._run()  # type: ignore[misc]
-        elif process.is_alive:
-            process.held.append(self)  # type: ignore[arg-type]
-
-
-class _Handle(_Gated, asyncio.Handle):
+class _Handle(asyncio.Handle):
     __slots__ = ()
 
+    def __init__(self, callback: Any, args: Any, loop: Any, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
 
-class _Timer(_Gated, asyncio.TimerHandle):
-    """Of two that are due at once the one that was made first is."""
 
-    __slots__ = ("number",)
-    number: int
-
-    def __lt__(self, other: Any) -> bool:
-        return (self._when, self.number) < (other._when, other.number)  # type: ignore[attr-defined]
+class _Timer(asyncio.TimerHandle):
+    __slots__ = ()
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -102,23 +88,48 @@ class SimLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now, self._num_timers, self._num_turns = BEGIN_S, 0, 0
-        self._selector = self
-        self._clock_resolution = 1e-9
+        self._due: list[tuple[float, int, _Timer]] = []
+        """Of two that are due at once the one that was made first is."""
         self.graveyard: list[Any] = []
         self.set_task_factory(self._task)
 
     def time(self) -> float:
         return self._now
 
-    def select(self, timeout: float | None) -> list[Any]:
-        """The selector's: nothing comes from outside, so waiting is to be there."""
-        if timeout is None:
+    def _run_once(self) -> None:
+        """All that is ready, or else the time of what is due next has come."""
+        ready = self._ready  # type: ignore[attr-defined]
+        if ready:
+            self._num_turns += 1
+            if self._num_turns > MOST_TURNS:
+                raise Deadlock(f"{MOST_TURNS} turns at {self._now:.6f}, and no end of them")
+        else:
+            self._now, self._num_turns = self._next_at(), 0
+            while self._due and self._due[0][0] <= self._now:
+                ready.append(heapq.heappop(self._due)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                self._run_handle(handle)
+
+    def _next_at(self) -> float:
+        while self._due and self._due[0][2]._cancelled:
+            heapq.heappop(self._due)
+        if not self._due:
             raise Deadlock("no process has anything to do")
-        self._now += max(0.0, timeout)
-        self._num_turns = 0 if timeout > 0 else self._num_turns + 1
-        if self._num_turns > MOST_TURNS:
-            raise Deadlock(f"{MOST_TURNS} turns at {self._now:.6f}, and no end of them")
-        return []
+        return max(self._now, self._due[0][0])
+
+    def _run_handle(self, handle: Any) -> None:
+        process = handle._context.get(PROCESS)
+        if process is not None and not process.runs:
+            if process.is_alive:
+                process.held.append(handle)
+            return
+        try:
+            handle._context.run(handle._callback, *handle._args)
+        except Exception as error:
+            told = {"message": f"{handle._callback}", "exception": error, "handle": handle}
+            self.call_exception_handler(told)
 
     def _process_events(self, event_list: list[Any]) -> None:
         pass
@@ -136,9 +147,7 @@ class SimLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         timer = _Timer(when, callback, args, self, context)
         self._num_timers += 1
-        timer.number = self._num_timers
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
+        heapq.heappush(self._due, (when, self._num_timers, timer))
         return timer
 
     def call_soon_threadsafe(  # type: ignore[override]

@@ -26,6 +26,7 @@ from model.network.batch import Batch, gather_pages
 from model.network.cache import MAIN, Caches
 from model.network.dispatch.base import Dispatch
 from model.sampling.sampler import SamplingRows, draw
+from tests.sim.loop import here
 
 MODULUS = 4093
 NUM_TOKENS = 96
@@ -47,13 +48,17 @@ def _factors(num_slots: int) -> Tensor:
 
 
 class HashNetwork:
-    """As DeepseekV3 is called. A step takes ``step_s`` and more for each token."""
+    """As DeepseekV3 is called. A step takes ``step_s`` and more for each token. The next one of a
+    process that is among the ``failing`` raises."""
 
-    def __init__(self, draw_: random.Random, step_s: float = 0.01) -> None:
-        self._draw, self._step_s = draw_, step_s
+    def __init__(self, draw_: random.Random, failing: set[str], step_s: float = 0.01) -> None:
+        self._draw, self._failing, self._step_s = draw_, failing, step_s
 
     def __call__(self, batch: Batch, caches: Caches) -> Tensor:
-        num_tokens = batch.token_ids_BQ.numel()
+        num_tokens, me = batch.token_ids_BQ.numel(), here().name
+        if me in self._failing:
+            self._failing.remove(me)
+            raise RuntimeError("a step that fails")
         time.sleep(self._step_s * self._draw.uniform(0.5, 1.5) + 1e-4 * num_tokens)
         cache = caches[MAIN][0]
         flat = cache.view(-1, cache.shape[-1])
@@ -129,6 +134,7 @@ class Loads:
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw = ModelConfig.from_dir(folder), draw_
         self.num_loaded = 0
+        self.failing: set[str] = set()
 
     def __call__(
         self, config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
@@ -137,7 +143,7 @@ class Loads:
             time.sleep(self._draw.uniform(0.1, 0.6))
             on_start.get()(LOADING, share)
         self.num_loaded += 1
-        network: Any = HashNetwork(self._draw)
+        network: Any = HashNetwork(self._draw, self.failing)
         most = config.model.max_model_len or self._config.max_position_embeddings
         parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
         return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None)

@@ -214,7 +214,7 @@ class World:
         draw = self.draw
         prompt = tuple(draw.randrange(3, 90) for _ in range(draw.randint(4, 60)))
         sampling = SamplingParams(
-            max_tokens=draw.randint(3, 30),
+            max_tokens=draw.choice((1, 2, 4, 8, 16, 24)),
             temperature=draw.choice((0.0, 0.0, 0.0, 0.8)),
             seed=draw.randrange(1 << 30),
             ignore_eos=True,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.control.gang import Epochs
-from cluster.control.plan import plan_gangs, whole_gangs
+from cluster.control.plan import is_whole, living, plan_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import RankLost
 from core.info import ModelInfo
@@ -32,24 +32,37 @@ def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: An
 
 
 def names(states: list[RankState]) -> list[list[str]]:
-    return [[state.spec.life for state in gang] for gang in whole_gangs(states).values()]
+    return [[state.spec.life for state in gang] for gang in living(states).values()]
 
 
-def test_whole_gangs_are_adopted_in_the_order_of_their_ranks() -> None:
+def test_what_lives_of_gangs_is_adopted_in_the_order_of_ranks() -> None:
     found = [state("decode-0", 4, 1, 2), state("prefill-0", 3), state("decode-0", 4, 0, 2)]
     assert names(found) == [["prefill-0.3.0"], ["decode-0.4.0", "decode-0.4.1"]]
+    assert all(map(is_whole, living(found).values()))
 
 
-def test_what_is_not_whole_is_not_adopted() -> None:
-    assert names([state("decode-0", 4, 1, 2), state("prefill-0", 3)]) == [["prefill-0.3.0"]]
+def test_survivors_and_newcomers_are_adopted_together() -> None:
+    """A controller that died while one of two was being replaced left both to its next life."""
+    survivor, newcomer = state("decode-0", 4, 0, 2), state("decode-0", 7, 1, 2)
+    newcomer = replace(newcomer, spec=replace(newcomer.spec, room=4))
+    assert names([newcomer, survivor]) == [["decode-0.4.0", "decode-0.7.1"]]
+    assert names([survivor]) == [["decode-0.4.0"]]
+    assert not is_whole([survivor, newcomer]) and not is_whole([survivor])
+
+
+def test_who_has_failed_is_not_adopted() -> None:
     assert names([state("prefill-0", 3, failure=Failure("ValueError", "no"))]) == []
     assert names([]) == []
 
 
-def test_the_later_life_and_the_latest_config_count() -> None:
+def test_the_later_room_and_process_and_the_latest_config_count() -> None:
     assert names([state("decode-0", 9), state("decode-0", 4)]) == [["decode-0.9.0"]]
     stale = state("prefill-0", 3, config='{"mode": "split"}')
     assert names([stale, state("decode-0", 4)]) == [["decode-0.4.0"]]
+    again = state("decode-0", 9, 1, 2)
+    again = replace(again, spec=replace(again.spec, room=4))
+    found = [again, state("decode-0", 4, 1, 2), state("decode-0", 4, 0, 2)]
+    assert names(found) == [["decode-0.4.0", "decode-0.9.1"]]
 
 
 def test_a_config_asks_for_its_gangs() -> None:
