@@ -23,7 +23,7 @@ from tests.conformance import (
     told,
 )
 
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 
 
 class Models:
@@ -58,10 +58,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) -> None:
-    """All of them in fp32, the first and the highest in bf16; and drafts are accepted."""
+    """All of them in fp32, the highest in bf16; and drafts are accepted."""
     loaded = models.of(name, dtype)
     levels = loaded.drafter.levels(depth_of(name))
-    numbers = range(1, len(levels)) if dtype == "float32" else (1, len(levels) - 1)
+    numbers = range(1 if dtype == "float32" else len(levels) - 1, len(levels))
     for level in numbers:
         bench = bench_of(loaded, name, level)
         assert told(bench, models.asked) == models.plain(dtype), levels[level]
@@ -99,14 +99,15 @@ def test_few_pages_and_old_entries(models: Models, name: str) -> None:
     bench = bench_of(models.of(name), name, page_size=2, num_pages=400)
     for cache in bench.all_caches():
         cache.fill_(POISON)
-    assert tokens_of(told(bench, models.asked, spare=20)) == tokens_of(models.plain())
+    assert tokens_of(told(bench, models.asked, spare=10)) == tokens_of(models.plain())
     assert len(bench.updates()) < NUM_TOKENS, "the last one ran alone: it had been preempted"
 
 
 def test_the_end_of_the_model(models: Models, name: str) -> None:
     """Drafts reach beyond the last slot that there is."""
     loaded = replace(models.of(name), max_model_len=70)
-    long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in models.asked]
+    asked = sorted(models.asked, key=lambda one: len(one.prompt_ids))[-3:]
+    long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in asked]
     expected = told(Bench(loaded, num_drafts=0, max_rows=8), long)
     assert told(bench_of(loaded, name, page_size=4), long) == expected
     assert max(len(one.prompt_ids) + len(e) for one, e in zip(long, expected, strict=True)) == 70

@@ -15,7 +15,7 @@ from tests.sim.loop import PROCESS, Deadlock, Process, SimLoop
 from tests.sim.net import Net
 from tests.sim.threads import Threads
 
-NUM_SEEDS = 20
+NUM_SEEDS = 8
 ENDED = "the finally of a process that was killed"
 
 
