@@ -19,6 +19,8 @@ from tests.sim.loop import PROCESS, Process, SimLoop
 from tests.sim.net import Net
 from tests.sim.threads import Threads
 
+CUT_S = 0.5
+"""Between tries to get through."""
 START_S, NOTICE_S, LOST_S, KILL_STOPPED_S = 0.4, 0.05, 15.0, 5.0
 
 
@@ -151,12 +153,20 @@ class Call:
         ray.loop.call_later(after_s, self.arrive, context=ray.context)
 
     def arrive(self) -> None:
-        actor = self.actor
-        if actor.is_dead:
+        """Once no cut is in the way."""
+        actor, ray = self.actor, self.actor.ray
+        if self._is_cut():
+            ray.loop.call_later(CUT_S, self.arrive, context=ray.context)
+        elif actor.is_dead:
             self.fail(Died(f"{actor.name}: the actor is dead: {actor.why}"))
         elif actor.instance is not None:
             assert actor.process is not None
             actor.process.call(self._run, actor.process)
+
+    def _is_cut(self) -> bool:
+        caller, process = self.caller, self.actor.process
+        is_there = caller is not None and process is not None
+        return is_there and self.actor.ray.net.is_cut(caller, process)  # type: ignore[arg-type]
 
     def _run(self, process: Process) -> None:
         process.start(self._answer())
@@ -180,9 +190,11 @@ class Call:
         self._tell(None, error)
 
     def _tell(self, result: Any, error: Exception | None) -> None:
-        if self.caller is not None:
-            net = self.actor.ray.net
-            self.caller.call(self._resolve, result, error, after_s=net.latency_s())
+        ray = self.actor.ray
+        if self._is_cut():
+            ray.loop.call_later(CUT_S, self._tell, result, error, context=ray.context)
+        elif self.caller is not None:
+            self.caller.call(self._resolve, result, error, after_s=ray.net.latency_s())
 
     def _resolve(self, result: Any, error: Exception | None) -> None:
         if self.answer.done():

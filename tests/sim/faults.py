@@ -28,7 +28,7 @@ KINDS = {
     "lose machine": 1,
     "late machine": 1,
     "lose calls": 4,
-    "cut": 1,
+    "cut": 3,
     "lose head": 2,
     "fail step": 2,
     "clock back": 1,
@@ -174,9 +174,7 @@ class Faults:
         return self.world.loop.time() < self._no_head_until and self._draw.random() < 0.6
 
     def _cut(self, fault: Fault) -> str:
-        names = [one.name for one in self.world.ray.machines if one.is_alive]
-        if len(names) < 2:
-            return ""
+        names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
         first = names[fault.number % len(names)]
         second = names[(fault.number // 7) % len(names)]
         if first == second:

@@ -15,7 +15,7 @@ import torch
 from tests.sim.checks import Checks
 from tests.sim.faults import HARMLESS, Fault, Faults, drawn
 from tests.sim.loop import Deadlock, Process
-from tests.sim.world import World
+from tests.sim.world import GATEWAYS, World
 
 UP_S, SERVE_S, SETTLE_S = 12.0, 60.0, 240.0
 MOST_REAL_S = 60
@@ -111,7 +111,7 @@ async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
     checks = Checks(world)
     for _ in range(3):
         world.add_machine(4.0)
-    for name in ("g0", "g1"):
+    for name in GATEWAYS:
         world.begin_gateway(name)
     for number in range(NUM_CLIENTS):
         at = world.draw.uniform(UP_S / 2, UP_S + SERVE_S)

@@ -48,6 +48,8 @@ SETS = (
 BUILDERS = "colocated_node.rank", "decode_node.service.rank", "prefill_node.rank"
 for _name in BUILDERS:
     import_module(_name)  # not in the middle of a seed
+GATEWAYS = {"g0": "m0", "g1": "away"}
+"""And the machines that they run on."""
 log = logging.getLogger(__name__)
 
 
@@ -186,7 +188,7 @@ class World:
         return machine
 
     def begin_gateway(self, name: str) -> Gateway:
-        process = Process(self.loop, name, "m0")
+        process = Process(self.loop, name, GATEWAYS[name])
         gateway = Gateway(name, process)
         self.gateways = [one for one in self.gateways if one.name != name] + [gateway]
         self.told("begin", name)
