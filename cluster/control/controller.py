@@ -69,6 +69,9 @@ class Controller:
     async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
         """The packed Membership, as soon as it is newer than that version or ``wait_s`` is over."""
         await self.begin()
+        if incarnation > self._epochs.seen[0]:  # no rank lived to tell, and the clock was set back
+            self._epochs.seen = incarnation + 1, self._epochs.seen[1]
+            self._publish()
         if self._snapshot.version <= (incarnation, counter):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), wait_s)

@@ -152,6 +152,11 @@ def test_nothing_is_lost() -> None:
     assert f"{NUM_SEEDS} seeds, 0 with failures" in told
 
 
+def test_what_once_failed() -> None:
+    """The clock set back, the controller killed while no rank lives: 1334."""
+    assert "WRONG" not in sim("--seed", "1334")
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_in_more() -> None:
     assert "1000 seeds, 0 with failures" in sim("--first", "1001", "--seeds", "1000")
