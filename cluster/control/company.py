@@ -35,6 +35,7 @@ class Company:
     suspicion: str = ""
     room: int = 0
     """The life for which the room was taken that they are in."""
+    _doomed: "list[RayRank]" = field(default_factory=list)
     _silent: list[int] = field(default_factory=list)
     _since: dict[object, float] = field(default_factory=dict)
     """When a rank said first what it says of its start."""
@@ -58,6 +59,7 @@ class Company:
         """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
         LifeOver if one is dead, silent when there is, or has not got on for too long."""
         suspicion, self.suspicion = self.suspicion, ""
+        self._end_doomed()
         self._stalled()
         silent = self._silent = await self._ask(self.handles, seen)
         if stalled := self._stalled():
@@ -132,11 +134,18 @@ class Company:
 
     def kill(self, ranks: Iterable[int]) -> None:
         self._since.clear()
-        for rank in list(ranks):
+        self._doomed += [self.handles.pop(rank) for rank in list(ranks)]
+        self._end_doomed()
+
+    def _end_doomed(self) -> None:
+        """Whom Ray cannot kill now it is asked to kill again, while the gang is looked after."""
+        doomed, self._doomed = self._doomed, []
+        for rank in doomed:
             try:
-                self.handles.pop(rank).kill()
-            except Exception as error:  # it goes with the room that it has
-                log.error("%s, rank %d cannot be killed: %r", self.plan.name, rank, error)
+                rank.kill()
+            except Exception as error:
+                log.error("%s cannot be killed: %r", rank.name, error)
+                self._doomed.append(rank)
 
     async def _leave(self, rank: int) -> None:
         try:

@@ -139,22 +139,23 @@ class Controller:
         asked = await asyncio.gather(*(_told(rank, rank.who(0, 0)) for rank in ranks))
         told = {rank.name: rank for rank, state in zip(ranks, asked, strict=True) if state}
         states = [state for state in asked if state is not None]
-        gangs = living([state for state in states if _read(state.config_json) is not None])
+        configs = {text: _read(text) for text in dict.fromkeys(s.config_json for s in states)}
+        gangs = living([state for state in states if configs[state.config_json] is not None])
         kept = [state for gang in gangs.values() for state in gang]
         names = {state.spec.process for state in kept}
         for rank in [rank for rank in ranks if rank.name not in names]:
             log.warning("%s is of no gang that goes on: ended", rank.name)
             rank.kill()
         await asyncio.to_thread(remove_groups, [state.spec for state in kept])
-        where = {gang: found[0] for gang, found in gangs.items() if found[0].placement}
-        placed = {
-            gang: await _told(told[state.spec.process], told[state.spec.process].placement())
-            for gang, state in where.items()
-        }
+        placed = {}
+        for gang, (first, *_) in gangs.items():
+            if first.placement:
+                rank = told[first.spec.process]
+                placed[gang] = await _told(rank, rank.placement())
         # From here on nothing fails: it is done once.
         incarnation = max(int(time.time()), *(1 + state.seen[0] for state in states), 1)
         self._epochs.seen = incarnation, max((state.seen[1] for state in states), default=0)
-        if kept and (config := _read(kept[0].config_json)) is not None:
+        if kept and (config := configs[kept[0].config_json]) is not None:
             self._configure(config)
         for name, keeper in self._gangs.items():
             found = gangs.get(name, [])

@@ -137,7 +137,7 @@ class Programs:
         rows, shape = self._rows.select(read_B, num_pages, key.extras), self._shapes[key.level]
         drafts = unpacked(shape.level, fed) if fed else None
         output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
-        self._rows.store(write_B, output.state, output.verdict, key.extras)
+        self._rows.store(write_B, output.state, output.emitted, key.extras)
         places = output.hidden_BED if self._loaded.kernels.keeps_outputs else output.logits_BEV
         verdict = output.verdict
         told = verdict.tokens_BE, verdict.num_accepted_B, verdict.path_BE

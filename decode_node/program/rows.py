@@ -12,10 +12,10 @@ from core.request import Request, SamplingParams
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import PLAIN, Extras
 from model.checkpoint.tensors import each, select, upload, write
-from model.drafters.base import Notes, Own
+from model.drafters.base import Emitted, Notes, Own
 from model.loaded import LoadedModel
 from model.sampling.acceptance import KIND_NUMBERS, KINDS
-from model.sampling.acceptance.base import AcceptanceRows, Verdict
+from model.sampling.acceptance.base import AcceptanceRows
 from model.sampling.adjust import AdjustRows, count_emitted, no_rules, set_rules
 from model.sampling.sampler import SamplingRows
 from text.think import thinking_at_start
@@ -134,15 +134,14 @@ class Rows:
         return replace(rows, sampling=sampling, memory=self._memory, rows_B=read_B)
 
     def store(
-        self, write_B: Tensor, new: RowState, verdict: Verdict, extras: Extras = PLAIN
+        self, write_B: Tensor, new: RowState, emitted: Emitted, extras: Extras = PLAIN
     ) -> None:
         """Keep what a step changed."""
         write(self._table.state, write_B, new)
-        self._loaded.drafter.note(self._memory, write_B, new.num_known_B, verdict)
+        self._loaded.drafter.note(self._memory, write_B, new.num_known_B, emitted)
         if extras.has_rules:
             assert self._rules is not None, "no row has rules"
-            num_B = verdict.num_accepted_B + 1
-            count_emitted(self._rules, write_B, verdict.tokens_BE, num_B)
+            count_emitted(self._rules, write_B, emitted.tokens_BE, emitted.num_B)
 
     def _make_up(self, i: int) -> None:
         """One row of trials; their tokens are far apart, as their experts shall be."""

@@ -36,9 +36,10 @@ class Shape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What verification found, with hidden states [B, E, D] and logits [B, E, V] of the places that
-    its verdict tells, and the state of the rows after it."""
+    its verdict tells, and what it gave the rows, with their state after it."""
 
     verdict: Verdict
+    emitted: Emitted
     hidden_BED: Tensor
     logits_BEV: Tensor
     state: RowState
@@ -62,8 +63,10 @@ def decode_step(
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
         hidden_BND, logits_BNV = (along(x, verdict.path_BE) for x in (hidden_BND, logits_BNV))
-    after = commit(loaded, rows.state, key, verdict, hidden_BND)
-    return StepOutput(verdict, hidden_BND, logits_BNV, after)
+    features_BEF = hidden_BND if loaded.drafter.num_features else hidden_BND[..., :0]
+    emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BEF)
+    after = commit(loaded, rows.state, key, verdict, emitted)
+    return StepOutput(verdict, emitted, hidden_BND, logits_BNV, after)
 
 
 def _tree(shape: Shape, drafts: Drafts) -> Tree | None:
@@ -164,18 +167,15 @@ def along(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
 
 
 def commit(
-    loaded: LoadedModel, state: RowState, key: StepKey, verdict: Verdict, hidden_BED: Tensor
+    loaded: LoadedModel, state: RowState, key: StepKey, verdict: Verdict, emitted: Emitted
 ) -> RowState:
     """Lengths advance by what was emitted. Cache slots past the new length are simply written again
     later; what the drafter keeps of the step is its own affair."""
     drafter, think_ids = loaded.drafter, loaded.think_ids
-    num_emitted_B = verdict.num_accepted_B + 1
-    features_BEF = hidden_BED if drafter.num_features else hidden_BED[..., :0]
-    emitted = Emitted(verdict.tokens_BE, num_emitted_B, features_BEF)
     return RowState(
         last_B1=verdict.tokens_BE.gather(1, verdict.num_accepted_B.unsqueeze(1)),
-        num_known_B=state.num_known_B + num_emitted_B,
-        num_output_B=state.num_output_B + num_emitted_B,
-        thinking_B=phase_after(state.thinking_B, verdict.tokens_BE, num_emitted_B, think_ids),
+        num_known_B=state.num_known_B + emitted.num_B,
+        num_output_B=state.num_output_B + emitted.num_B,
+        thinking_B=phase_after(state.thinking_B, emitted.tokens_BE, emitted.num_B, think_ids),
         drafter=drafter.commit(state.drafter, emitted, key.catch_up),
     )

@@ -16,7 +16,6 @@ from core.levels import Level, Levels, chains
 from model.kernels.base import Kernels
 from model.network.batch import Batch
 from model.network.cache import CacheGroup, Caches
-from model.sampling.acceptance.base import Verdict
 from model.sampling.sampler import SamplingRows
 
 UNKNOWN = -1
@@ -152,8 +151,8 @@ class Drafter(Protocol):
         """A row begins whose text this is."""
         return
 
-    def note(self, memory: Notes, rows_B: Tensor, num_known_B: Tensor, told: Verdict) -> None:
-        """Rows have so many tokens, the last of them those of a step's verdict."""
+    def note(self, memory: Notes, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted) -> None:
+        """Rows have so many tokens, the last of them those that a step has given them."""
         return
 
     def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:

@@ -16,13 +16,12 @@ from torch import Tensor
 from core.config import SpeculationConfig
 from core.levels import Level
 from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafts, View
+from model.drafters.base import Drafts, Emitted, View
 from model.drafters.pool import Pool, recalled, remember
 from model.drafters.texts import ReadsTexts, places_of
 from model.kernels.base import Kernels
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
-from model.sampling.acceptance.base import Verdict
 
 
 class NgramDrafter(ReadsTexts):
@@ -65,10 +64,10 @@ class PooledDrafter(NgramDrafter):
         place_1T = torch.arange(len(token_ids), device=text_RT.device).unsqueeze(0)
         self._remember(text_RT, pool, place_1T.new_tensor([row]), place_1T, place_1T >= 0)
 
-    def note(self, memory: Any, rows_B: Tensor, num_known_B: Tensor, told: Verdict) -> None:
+    def note(self, memory: Any, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted) -> None:
         text_RT, pool = memory
-        super().note(text_RT, rows_B, num_known_B, told)
-        place_BE = places_of(told, num_known_B, text_RT.shape[1])
+        super().note(text_RT, rows_B, num_known_B, emitted)
+        place_BE = places_of(emitted, num_known_B, text_RT.shape[1])
         is_told_BE = place_BE < num_known_B.unsqueeze(1)
         self._remember(text_RT, pool, rows_B, place_BE, is_told_BE)
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.tensors import upload
-from model.drafters.base import Drafter
-from model.sampling.acceptance.base import Verdict
+from model.drafters.base import Drafter, Emitted
 
 
 class ReadsTexts(Drafter):
@@ -22,14 +21,14 @@ class ReadsTexts(Drafter):
     def enter(self, memory: Tensor, row: int, token_ids: Sequence[int]) -> None:
         memory[row, : len(token_ids)] = upload(torch.tensor(token_ids), memory.device)
 
-    def note(self, memory: Tensor, rows_B: Tensor, num_known_B: Tensor, told: Verdict) -> None:
+    def note(self, memory: Tensor, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted) -> None:
         """What was not emitted is written over by the next step."""
-        places_BE = places_of(told, num_known_B, memory.shape[1])
-        memory.index_put_((rows_B.unsqueeze(1), places_BE), told.tokens_BE)
+        places_BE = places_of(emitted, num_known_B, memory.shape[1])
+        memory.index_put_((rows_B.unsqueeze(1), places_BE), emitted.tokens_BE)
 
 
-def places_of(told: Verdict, num_known_B: Tensor, num_places: int) -> Tensor:
+def places_of(emitted: Emitted, num_known_B: Tensor, num_places: int) -> Tensor:
     """Where in rows' texts the tokens of a step stand [B, E]."""
-    offsets_E = torch.arange(told.tokens_BE.shape[1], device=num_known_B.device)
-    first_B1 = (num_known_B - 1 - told.num_accepted_B).unsqueeze(1)
+    offsets_E = torch.arange(emitted.tokens_BE.shape[1], device=num_known_B.device)
+    first_B1 = (num_known_B - emitted.num_B).unsqueeze(1)
     return (first_B1 + offsets_E).clamp(max=num_places - 1)

@@ -1,50 +1,72 @@
-"""Run seeds of the simulated cluster; what fails is cut down to the faults that it takes."""
+"""A cluster in virtual time: one seed decides on its faults, and nothing may be lost by them."""
 
 import argparse
 import os
+import subprocess
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
+from tqdm import tqdm
+
+from tests.sim.faults import Fault
 from tests.sim.run import Result, faults_of, run_seed, shortest
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=50, help="how many [50]")
-    parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--seed", type=int, help="this one alone")
-    parser.add_argument("--log", action="store_true", help="all that happens")
-    parser.add_argument("--no-faults", action="store_true")
-    parser.add_argument("--shrink", action="store_true", help="of a --seed that fails")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--first", type=int, default=1, help="of these [1]")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [cores]")
+    parser.add_argument("--seed", type=int, help="this one alone, with all that can be told of it")
+    parser.add_argument("--log", action="store_true", help="of --seed: all that happens")
+    parser.add_argument("--shrink", action="store_true", help="of --seed: faults it fails without")
+    parser.add_argument(
+        "--fault",
+        type=Fault.of,
+        action="append",
+        metavar="AT,KIND,NUMBER,SECONDS",
+        help="of --seed: these faults in place of its own",
+    )
     args = parser.parse_args()
-    if args.seed is not None:
-        faults = [] if args.no_faults else faults_of(args.seed)
-        if args.shrink:
-            faults = shortest(args.seed, faults)
-        told(run_seed(args.seed, faults, keeps_log=args.log), is_whole=True)
-        return
-    began_at = time.perf_counter()
-    seeds = range(args.first, args.first + args.seeds)
+    if args.seed is None:
+        many(range(args.first, args.first + args.seeds), args.jobs)
+    faults = args.fault or faults_of(args.seed)
+    if args.shrink:
+        faults = shortest(args.seed, faults)
+    result = run_seed(args.seed, faults, keeps_log=args.log)
+    tell(result)
+    print(result.num_told, *(f"--fault '{fault}'" for fault in result.faults), sep="\n  ")
+    raise SystemExit(bool(result.failures))
+
+
+def many(seeds: range, num_jobs: int) -> None:
+    began_at, num_bad = time.perf_counter(), 0
     faults_seen: Counter[str] = Counter()
-    num_bad = 0
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for result in pool.map(run_seed, seeds, chunksize=10):
+    with ProcessPoolExecutor(num_jobs) as pool:
+        for result in tqdm(pool.map(run_seed, seeds), total=len(seeds), unit="seed", disable=None):
             faults_seen.update(result.num_faults)
             if result.failures:
                 num_bad += 1
-                told(result)
-    took_s = time.perf_counter() - began_at
-    print(f"{len(seeds)} seeds, {num_bad} with failures, {len(seeds) / took_s:.2f} a second")
+                tell(result)
+    per_s = len(seeds) / (time.perf_counter() - began_at)
+    print(f"{len(seeds)} seeds, {num_bad} with failures, {per_s:.2f} a second")
     print(", ".join(f"{num} x {kind}" for kind, num in sorted(faults_seen.items())))
     raise SystemExit(num_bad > 0)
 
 
-def told(result: Result, is_whole: bool = False) -> None:
-    print(f"seed {result.seed}, trace {result.trace}", *result.failures, sep="\n  ", flush=True)
-    if is_whole:
-        print(*result.faults, result.num_told, sep="\n  ")
+def tell(result: Result) -> None:
+    """What failed, at which commit."""
+    told = [f"seed {result.seed}, trace {result.trace}"]
+    if result.failures:
+        asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        told += [
+            *result.failures,
+            f"at {commit}; python -m tests.sim --seed {result.seed} --shrink",
+        ]
+    print(*told, sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """All that is drawn, from one seed: the cluster's own nonces and pauses as well as what happens."""
 
-import os
 import random
 import secrets
 import uuid
@@ -18,9 +17,7 @@ def patched(draw: random.Random) -> Iterator[None]:
         (secrets, "token_bytes", lambda num=32: draw.randbytes(num)),
         (secrets, "token_hex", lambda num=32: draw.randbytes(num).hex()),
         (random, "uniform", draw.uniform),
-        (random, "random", draw.random),
         (uuid, "uuid4", lambda: uuid.UUID(int=draw.getrandbits(128))),
-        (os, "getpid", lambda: 1),
     ]
     with ExitStack() as stack:
         for owner, name, value in changes:

@@ -1,4 +1,4 @@
-"""What may never be, looked at whenever no process is in the middle of something."""
+"""What may never be. Processes are in the middle of nothing but what they wait for."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Checks:
     """The latest epoch to which a decode rank had a link, by seat."""
 
     def look(self) -> None:
-        """Every so often: integrity, and nothing held in two places or for nobody."""
+        """Every second and at every fault: integrity, nothing held in two places or for nobody."""
         now, world = self.world.loop.time(), self.world
         held_by: dict[Identity, str] = {}
         orphans = {}
@@ -58,6 +58,10 @@ class Checks:
         gangs = controller.instance._snapshot.gangs
         if not gangs or any(gang.state != READY for gang in gangs):
             return f"gangs: {[(gang.name, gang.state, gang.cause) for gang in gangs]}"
+        members = {info.spec.process for gang in gangs for info in gang.members}
+        alive = {name for name, _ in self.ranks()}
+        if members != alive:
+            return f"ranks {members} and {alive}"
         for name, rank in self.ranks():
             if held := self._held(rank):
                 return f"{name} holds {held}"

@@ -5,18 +5,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.machines import CONTROLLER
-from tests.sim.fake_ray import Actor, Machine, Trouble
+from tests.sim.actors import Actor, Machine
+from tests.sim.fake_ray import Trouble
 from tests.sim.world import World
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``number`` chooses among what there is then; ``for_s`` is how long it lasts."""
+    """``at`` so many seconds; ``number`` chooses among what there is then; ``for_s`` is how long it
+    lasts. As text it is what ``--fault`` takes."""
 
     at: float
     kind: str
     number: int
     for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at:.6f},{self.kind},{self.number},{self.for_s}"
+
+    @classmethod
+    def of(cls, text: str) -> "Fault":
+        """Raises ValueError for what is no fault."""
+        at, kind, number, for_s = text.split(",")
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(KINDS)}")
+        return cls(float(at), kind, int(number), float(for_s))
 
 
 KINDS = {
@@ -34,24 +47,20 @@ KINDS = {
     "clock back": 1,
 }
 """How often each is drawn."""
-HARMLESS = (
-    *("kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"),
-)
-"""To whom they leave alive: where no others are drawn nobody else's process may end."""
+OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
+"""These touch one process or none: where there are no others nobody else's may end."""
 SLOW_S = 6.0
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
 
 
-def drawn(
-    draw: random.Random, num: int, first: float, last: float, is_harmless: bool
-) -> list[Fault]:
-    often = {kind: num for kind, num in KINDS.items() if kind in HARMLESS or not is_harmless}
+def drawn(draw: random.Random, num: int, first: float, last: float, is_own: bool) -> list[Fault]:
+    often = {kind: num for kind, num in KINDS.items() if kind in OWN or not is_own}
     kinds = draw.choices([*often], [*often.values()], k=num)
-    faults = [
-        Fault(draw.uniform(first, last), kind, draw.randrange(1 << 30), draw.choice((1, 3, 7, 20)))
-        for kind in kinds
-    ]
+    faults = []
+    for kind in kinds:
+        at, for_s = round(draw.uniform(first, last), 6), draw.choice((1, 3, 7, 20))
+        faults.append(Fault(at, kind, draw.randrange(1 << 30), for_s))
     failing = [fault for fault in faults if fault.kind == "fail step"]
     for fault in failing[1:]:  # who is in two such steps may be refused
         faults.remove(fault)
@@ -129,6 +138,8 @@ class Faults:
 
     def _kill_gateway(self, fault: Fault) -> str:
         gateway = self.world.gateways[fault.number % len(self.world.gateways)]
+        if not gateway.process.is_alive:
+            return ""
         gateway.process.kill()
         self._later(2.0, lambda: self.world.begin_gateway(gateway.name))
         return gateway.name
@@ -203,4 +214,4 @@ class Faults:
         )
 
     def _later(self, after_s: float, function: Any) -> None:
-        self.world.loop.call_later(after_s, function, context=self.world.ray.context)
+        self.world.ray.later(after_s, function)

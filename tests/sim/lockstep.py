@@ -1,201 +1,162 @@
-"""The lockstep of a gang, imitated: its planner is real (runtime/gang/rounds.py), its connections
-and collectives are not. Any of its processes' end is the epoch's end for the others.
+"""The lockstep of a gang: a member's end and the planner's rounds are the product's, what lies
+between them and the collectives are not. One process's end is the epoch's end for all.
 
-The real ones are tests/integration/test_lockstep.py, test_gang_steps.py and test_gang_faults.py.
+The real ones: tests/integration/test_lockstep.py, test_gang_steps.py and test_gang_faults.py.
 """
 
+import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.errors import EpochEnded, ProgramFailed
+from core.errors import EpochEnded
 from core.membership import Meeting, RankSpec
 from core.pace import Place
+from core.schema import pack, unpack
+from runtime.gang.collectives import CONNECT_S
+from runtime.gang.member import Member
 from runtime.gang.rounds import Rounds
-from runtime.lockstep import Lockstep, Plan
+from runtime.gang.told import Proposed, Told
 from runtime.watch import Watch
-from tests.sim.loop import Process, here
+from tests.sim.loop import here
 from tests.sim.net import Net
 
-CONNECT_S, DATA_FACTOR = 30.0, 3
+GONE = "the planner has gone"
 
 
 @dataclass(eq=False)
 class Gangs:
-    """All meetings, by the port that they were given. ``joined`` is told of every rank that begins
-    a life."""
+    """All meetings, by the port that they were given."""
 
     net: Net
-    joined: Callable[[RankSpec], None]
     hubs: dict[int, "SimHub"] = field(default_factory=dict)
 
     def hub(self, num_ranks: int, host: str) -> "SimHub":
-        made = SimHub(self, num_ranks, host)
+        made = SimHub(self.net, num_ranks, host)
         self.hubs[made.meeting.port] = made
         return made
 
     def member(
         self, spec: RankSpec, meeting: Meeting, hub: Any, device: Any, watch: Watch
     ) -> "SimMember":
-        return SimMember(self, spec, meeting, hub, watch)
+        return SimMember(self.net, self.hubs[meeting.port], spec, hub, watch)
 
 
 class SimHub:
-    """Rank 0's, in its process."""
+    """Rank 0's, in its process: as runtime/gang/hub.py, but for its thread and connections."""
 
-    def __init__(self, gangs: Gangs, num_ranks: int, host: str) -> None:
-        self.process, self._gangs, self._num_ranks = here(), gangs, num_ranks
-        token = b"t" * 32
-        self.meeting = Meeting(host, gangs.net.next_port(), 0, token)
+    def __init__(self, net: Net, num_ranks: int, host: str) -> None:
+        self.process, self._num_ranks = here(), num_ranks
+        self.meeting = Meeting(host, net.next_port(), 0, b"t" * 32)
         self.members: dict[int, SimMember] = {}
-        self.rounds: Rounds[Any, Any] | None = None
+        self._rounds: Rounds[Any, Any] | None = None
+        self._proposal: type = object
         self.is_closed = False
-        self.process.on_death.append(self.close)
+        self.process.closes.append(self.close)
 
     def run(self, decide: Any, proposal: type) -> None:
-        self.rounds = Rounds(self._num_ranks, decide)
+        self._rounds, self._proposal = Rounds(self._num_ranks, decide), proposal
 
     def come(self, member: "SimMember") -> None:
-        """All are there: they may begin."""
+        """Once all are there they may begin."""
         if self.is_closed:
-            member.later(member.lose, "the planner has gone")
-            return
+            return member.hear(member.lose, GONE)
         self.members[member.rank] = member
         if len(self.members) == self._num_ranks:
             for one in self.members.values():
-                one.later(one.meet)
+                one.hear(one.meet)
 
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
             for member in self.members.values():
-                member.later(member.lose, "the planner has gone")
+                member.hear(member.lose, GONE)
 
-    def propose(self, rank: int, step: int, proposal: Any) -> None:
-        if self.is_closed or self.rounds is None:
+    def propose(self, rank: int, message: Proposed) -> None:
+        if self.is_closed or self._rounds is None:
             return
-        self.rounds.propose(rank, step, proposal)
+        self._rounds.propose(rank, message.step, unpack(self._proposal, message.proposal))
         self._ask()
-        while (planned := self.rounds.plan()) is not None:
+        while (planned := self._rounds.plan()) is not None:
+            step, key = planned
             for member in self.members.values():
-                member.later(member.told, *planned)
+                member.hear(member.take, Told(step, None if key is None else pack(key)))
             self._ask()
 
     def _ask(self) -> None:
-        assert self.rounds is not None
-        for rank in self.rounds.asks():
-            self.members[rank].later(self.members[rank].asked, self.rounds.step)
+        assert self._rounds is not None
+        for rank in self._rounds.asks():
+            member = self.members[rank]
+            member.hear(member.take, Told(self._rounds.step, is_asked=True))
 
 
 class _Peers:
-    """What a dispatch is joined to."""
+    """What stands for collectives: nothing travels."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks, self.is_aborted, self.place = rank, num_ranks, False, Place()
+    is_aborted = False
+
+    def __init__(self) -> None:
+        self.place = Place()
+
+    def begin(self, step: int, timeout_s: float) -> None:
+        self.place = Place(step)
+
+    def abort(self) -> None:
+        """There is nothing to end."""
 
 
-class SimMember(Lockstep):
-    """As runtime/gang/member.py. Made on a thread, which waits for the other ranks."""
-
-    collectives: Any
+class SimMember(Member):
+    """Made on a thread, which waits for the other ranks. What it is told comes by ``hear``."""
 
     def __init__(
-        self, gangs: Gangs, spec: RankSpec, meeting: Meeting, hub: SimHub | None, watch: Watch
+        self, net: Net, there: SimHub, spec: RankSpec, hub: SimHub | None, watch: Watch
     ) -> None:
-        self.process: Process = here()
-        self.rank, self._name, self._gangs, self._hub = spec.rank, spec.life, gangs, hub
-        self.collectives = _Peers(spec.rank, spec.num_ranks)
+        self.process, self.rank, self._net, self._there = here(), spec.rank, net, there
+        self.collectives = _Peers()  # type: ignore[assignment]
         watch.place = lambda: self.collectives.place
-        self._watch = watch
-        self._changed = threading.Condition()
-        self._has_met = False
-        self._lost = ""
-        self._next, self._asked = 1, 0
-        self._plans: dict[int, Any] = {}
+        self._name, self._hub = spec.life, hub  # type: ignore[assignment]
+        self._watch, self._clock, self._due_at = watch, watch.clock, math.inf
+        self._key: Any = None
         self._on_asked: Callable[[], None] = lambda: None
-        gangs.joined(spec)
-        self._there = gangs.hubs[meeting.port]
-        self.process.on_death.append(self._leave)
-        self._there.process.call(self._there.come, self, after_s=gangs.net.latency_s())
+        self._changed = threading.Condition()
+        self._next, self._asked, self._told, self._lost = 1, 0, {}, ""
+        self._reader = threading.Thread(target=lambda: None)
+        self._has_met = False
+        self.process.closes.append(self._leave)
+        self._tell(there.come, self)
         with self._changed:
             self._changed.wait_for(lambda: self._has_met or self._lost, CONNECT_S)
-        if not self._has_met or self._lost:
+        if self._lost or not self._has_met:
             self._leave()
             raise EpochEnded(f"{self._name}: the gang does not come together: {self._lost}")
 
-    def later(self, function: Callable[..., None], *given: Any) -> None:
+    def hear(self, what: Callable[..., None], *given: Any) -> None:
         """In its process, as a message comes."""
-        self.process.call(function, *given, after_s=self._gangs.net.latency_s())
-
-    def planner(self, decide: Any, schema: Any, on_asked: Callable[[], None]) -> "SimMember":
-        self._on_asked = on_asked
-        if self._hub is not None:
-            self._hub.run(decide, schema[0])
-        return self
-
-    @property
-    def is_asked(self) -> bool:
-        return self._asked >= self._next or bool(self._lost)
-
-    def plan(self, proposal: Any) -> Plan[Any]:
-        step, timeout_s = self._next, DATA_FACTOR * self._watch.bound_s
-        self.collectives.place = Place(step)
-        hub = self._there
-        hub.process.call(
-            hub.propose, self.rank, step, proposal, after_s=self._gangs.net.latency_s()
-        )
-        with self._changed:
-            self._changed.wait_for(lambda: step in self._plans or self._lost, timeout_s)
-            if step not in self._plans:
-                raise EpochEnded(f"{self._name}, step {step}: {self._lost or 'no plan in time'}")
-            key = self._plans.pop(step)
-        self._next = step + 1
-        return Plan(step, key)
-
-    @contextmanager
-    def program(self) -> Iterator[None]:
-        try:
-            yield
-        except EpochEnded:
-            raise
-        except Exception as error:
-            raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
-        if self._lost:
-            raise EpochEnded(f"{self._name}: {self._lost}")
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        self._leave()
-        if self._hub is not None:
-            self._hub.close()
+        self.process.call(what, *given, after_s=self._net.latency_s())
 
     def meet(self) -> None:
         with self._changed:
             self._has_met = True
             self._changed.notify_all()
 
-    def told(self, step: int, key: Any) -> None:
-        with self._changed:
-            self._plans[step] = key
-            self._changed.notify_all()
-
-    def asked(self, step: int) -> None:
-        self._asked = step
-        self._on_asked()
+    def take(self, told: Told) -> None:
+        self._take(told)
 
     def lose(self, reason: str) -> None:
-        with self._changed:
-            self._lost = self._lost or reason
-            self._changed.notify_all()
-        self._on_asked()
+        self._lose(reason)
+
+    def close(self) -> None:
+        self._leave()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _send(self, message: Proposed) -> None:
+        self._tell(self._there.propose, self.rank, message)
+
+    def _tell(self, what: Callable[..., None], *given: Any) -> None:
+        self._there.process.call(what, *given, after_s=self._net.latency_s())
 
     def _leave(self) -> None:
         """The planner sees its connection end, and ends all others."""
-        if not getattr(self.process, "is_gone", False):
-            hub = self._there
-            hub.process.call(hub.close, after_s=self._gangs.net.latency_s())
+        self._tell(self._there.close)

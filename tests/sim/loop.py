@@ -22,12 +22,14 @@ class Deadlock(Exception):
 
 
 class Process:
-    """One of the simulated machine's. ``context`` is what runs in it; ``on_death`` is called when
-    it is killed, by whoever holds something of it (the kernel, Ray)."""
+    """One of a simulated machine's. ``context`` is what runs in it. When it is killed its kernel
+    does what it ``closes``, unless the machine is gone with it, and Ray is told by ``on_death``."""
 
     def __init__(self, loop: "SimLoop", name: str, machine: str = "") -> None:
         self.loop, self.name, self.machine = loop, name, machine
         self.is_alive, self.is_stopped, self.runs = True, False, True
+        self.is_gone = False
+        self.closes: list[Callable[[], None]] = []
         self.on_death: list[Callable[[], None]] = []
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -41,11 +43,13 @@ class Process:
         """In it, unless it is dead by then."""
         self.loop.call_later(after_s, function, *given, context=self.context)
 
-    def kill(self) -> None:
+    def kill(self, is_gone: bool = False) -> None:
+        """``is_gone``: its machine is lost, so nothing of it says so."""
         if self.is_alive:
             self.is_alive = self.runs = False
+            self.is_gone = is_gone
             self.loop.graveyard.append(self)
-            for told in self.on_death:
+            for told in [*([] if is_gone else self.closes), *self.on_death]:
                 told()
 
     def stop(self) -> None:
@@ -130,12 +134,6 @@ class SimLoop(asyncio.BaseEventLoop):
         except Exception as error:
             told = {"message": f"{handle._callback}", "exception": error, "handle": handle}
             self.call_exception_handler(told)
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
 
     def _call_soon(self, callback: Any, args: Any, context: Context | None) -> asyncio.Handle:
         handle = _Handle(callback, args, self, context)

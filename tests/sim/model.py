@@ -30,6 +30,7 @@ from tests.sim.loop import here
 
 MODULUS = 4093
 NUM_TOKENS = 96
+MOST_SLOTS = 1024
 SHARPNESS = 3.0
 
 
@@ -41,10 +42,10 @@ def _table() -> Tensor:
 
 
 @cache
-def _factors(num_slots: int) -> Tensor:
-    """Of each place in a text; no two are the same for a thousand places."""
+def _factors() -> Tensor:
+    """Of each place in a text, so that the hash knows their order."""
     draw_ = random.Random(9)
-    return torch.tensor([draw_.randrange(1, MODULUS) for _ in range(num_slots)])
+    return torch.tensor([draw_.randrange(1, MODULUS) for _ in range(MOST_SLOTS)])
 
 
 class HashNetwork:
@@ -59,7 +60,7 @@ class HashNetwork:
         if me in self._failing:
             self._failing.remove(me)
             raise RuntimeError("a step that fails")
-        time.sleep(self._step_s * self._draw.uniform(0.5, 1.5) + 1e-4 * num_tokens)
+        time.sleep(self._step_s * self._draw.uniform(0.5, 1.5) + 1e-4 * num_tokens)  # time: virtual
         cache = caches[MAIN][0]
         flat = cache.view(-1, cache.shape[-1])
         flat[batch.write_slots_BQ.flatten(), 0] = batch.token_ids_BQ.flatten().float() + 1
@@ -91,7 +92,7 @@ class HashNetwork:
 def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
     """Of the first so many entries of each row [B, Q]."""
     entries_BS = context_BSL[..., 0].long()
-    terms_BS = entries_BS * entries_BS * _factors(1024)[: entries_BS.shape[1]] % MODULUS
+    terms_BS = entries_BS * entries_BS * _factors()[: entries_BS.shape[1]] % MODULUS
     sums_BS = torch.nn.functional.pad(terms_BS.cumsum(1), (1, 0)) % MODULUS
     return sums_BS.gather(1, context_lens_BQ.clamp(max=entries_BS.shape[1]))
 
@@ -102,7 +103,7 @@ def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> 
     num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops, text = stop_ids(sampling, eos_ids), list(request.prompt_ids)
     rows = SamplingRows.of([sampling], torch.device("cpu"))
-    factors, table = _factors(1024), _table()
+    factors, table = _factors(), _table()
     entries = torch.tensor(text) + 1
     total = int((entries * entries * factors[: len(text)] % MODULUS).sum())
     output: list[int] = []
@@ -133,16 +134,14 @@ class Loads:
 
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw = ModelConfig.from_dir(folder), draw_
-        self.num_loaded = 0
         self.failing: set[str] = set()
 
     def __call__(
         self, config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
     ) -> LoadedModel:
         for share in (0.25, 0.5, 0.75, 1.0):
-            time.sleep(self._draw.uniform(0.1, 0.6))
+            time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
             on_start.get()(LOADING, share)
-        self.num_loaded += 1
         network: Any = HashNetwork(self._draw, self.failing)
         most = config.model.max_model_len or self._config.max_position_embeddings
         parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()

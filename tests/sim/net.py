@@ -14,6 +14,8 @@ from tests.sim.loop import Process, SimLoop, here
 
 LEAST_S, MOST_S = 0.0002, 0.003
 FIRST_PORT = 20_000
+AGAIN_S = 0.5
+"""Between tries to get through."""
 
 
 class _Socket:
@@ -60,6 +62,10 @@ class Net:
         self._port = FIRST_PORT
         self._ends: list[Transport] = []
 
+    def is_silent(self, a: Process, b: Process) -> bool:
+        """Whether neither word nor refusal gets from one to the other."""
+        return self.is_cut(a, b) or b.is_gone
+
     def latency_s(self) -> float:
         return self.draw.uniform(LEAST_S, MOST_S)
 
@@ -71,15 +77,15 @@ class Net:
         process = here()
         listener = Listener(self, protocol_factory, host, port or self.next_port(), process)
         self.listeners[host, listener.port] = listener
-        process.on_death.append(listener.close)
+        process.closes.append(listener.close)
         return listener
 
     async def connect(self, protocol_factory: Callable[[], Any], host: str, port: int) -> Any:
         me = here()
-        await asyncio.sleep(2 * self.latency_s())
+        await asyncio.sleep(2 * self.latency_s())  # time: virtual
         listener = self.listeners.get((host, port))
-        while listener is not None and self.is_cut(me, listener.process):
-            await asyncio.sleep(0.5)
+        while listener is not None and self.is_silent(me, listener.process):
+            await asyncio.sleep(AGAIN_S)  # time: virtual
         if listener is None or not listener.process.is_alive:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
         mine, theirs = Transport(self, me, protocol_factory()), Transport(self, listener.process)
@@ -113,7 +119,7 @@ class Transport(asyncio.Transport):
 
     def __post_init__(self) -> None:
         self._extra: dict[str, Any] = {}
-        self.process.on_death.append(self._die)
+        self.process.closes.append(self._die)
 
     def accept(self, protocol_factory: Callable[[], Any]) -> None:
         self.protocol = protocol_factory()
@@ -201,8 +207,8 @@ class Transport(asyncio.Transport):
             self.protocol.connection_lost(error)
 
     def _die(self) -> None:
-        """Its kernel ends it, if the machine is still there; what was on its way may arrive."""
-        if self.is_over or getattr(self.process, "is_gone", False):
+        """Its kernel ends it; what was on its way may arrive."""
+        if self.is_over:
             return
         self.sent = self.sent[: self.net.draw.randint(0, len(self.sent))]
         self._is_closing = True

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 
 from tests.sim.checks import Checks
-from tests.sim.faults import HARMLESS, Fault, Faults, drawn
+from tests.sim.clients import Clients
+from tests.sim.faults import OWN, Fault, Faults, drawn
 from tests.sim.loop import Deadlock, Process
 from tests.sim.world import GATEWAYS, World
 
@@ -28,7 +29,10 @@ SHAPES = (
     ("prefill.replicas=1", "prefill.dp_size=2", "decode.replicas=2"),
     ("prefill.replicas=1", "decode.replicas=1"),
 )
-log = logging.getLogger(__name__)
+
+
+class TooLong(BaseException):
+    """Whatever goes on is to end."""
 
 
 @dataclass
@@ -43,26 +47,28 @@ class Result:
 
 def faults_of(seed: int) -> list[Fault]:
     draw = random.Random(f"faults {seed}")
-    return drawn(draw, NUM_FAULTS, UP_S, UP_S + SERVE_S, is_harmless=seed % 4 == 0)
+    return drawn(draw, NUM_FAULTS, UP_S, UP_S + SERVE_S, is_own=seed % 4 == 0)
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool = False) -> Result:
+    """In a process of its own: it changes what threads and clocks are, for all."""
     torch.set_num_threads(1)
-    level = logging.getLogger().level
     logging.getLogger().setLevel(logging.INFO if keeps_log else logging.CRITICAL + 1)
     gc.collect()
     gc.freeze()  # what is there now is not looked at again
     gc.disable()
-    signal.signal(signal.SIGALRM, _too_long)
+    world = World(seed, *SHAPES[seed % len(SHAPES)])
+
+    def end(*_: object) -> None:
+        world.failures.append(f"it takes more than {MOST_REAL_S} s: something never ends")
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, end)
     signal.alarm(MOST_REAL_S)
     try:
-        shape = SHAPES[seed % len(SHAPES)]
-        return _run(
-            World(seed, *shape), list(faults_of(seed) if faults is None else faults), keeps_log
-        )
+        return _run(world, list(faults_of(seed) if faults is None else faults), keeps_log)
     finally:
         signal.alarm(0)
-        logging.getLogger().setLevel(level)
         gc.enable()
 
 
@@ -82,7 +88,7 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
     world.keeps_log = keeps_log
     world.loop.set_exception_handler(lambda loop, told: _unhandled(world, told))
     applied = Faults(world, random.Random(f"chances {world.seed}"))
-    if all(fault.kind in HARMLESS for fault in faults):
+    if all(fault.kind in OWN for fault in faults):
         world.ray.on_kill = lambda name: world.wrong(f"{name} was well and is killed")
     wall = lambda: WALL + world.loop.time() + applied.wall_offset_s  # noqa: E731
     with world.patched(), patch.object(time, "time", wall):
@@ -90,16 +96,14 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
         main = driver.start(_live(world, applied, faults))
         try:
             world.loop.run_until_complete(main)
+        except TooLong:
+            pass  # told already
         except (Deadlock, RuntimeError) as error:
             if not world.failures:
                 world.failures.append(f"{world.loop.time():.3f}: {error!r}")
     return Result(
         world.seed, world.trace, world.failures, world.num_told, applied.num_applied, faults
     )
-
-
-def _too_long(*_: object) -> None:
-    raise TimeoutError(f"a seed takes more than {MOST_REAL_S} s: something never ends")
 
 
 def _unhandled(world: World, told: dict) -> None:
@@ -109,28 +113,31 @@ def _unhandled(world: World, told: dict) -> None:
 
 async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
     checks = Checks(world)
+    clients = Clients(world, random.Random(world.draw.random()))
+
+    def apply(fault: Fault) -> None:
+        applied.apply(fault)
+        checks.look()
+
     for _ in range(3):
         world.add_machine(4.0)
     for name in GATEWAYS:
         world.begin_gateway(name)
-    for number in range(NUM_CLIENTS):
+    for _ in range(NUM_CLIENTS):
         at = world.draw.uniform(UP_S / 2, UP_S + SERVE_S)
-        world.loop.call_later(at, world.begin_client, world.make_client(number))
-    began_at = world.loop.time()
+        world.loop.call_later(at, clients.begin, clients.make())
     for fault in faults:
-        world.loop.call_later(fault.at, applied.apply, fault)
-    while world.loop.time() - began_at < UP_S + SERVE_S:
+        world.loop.call_later(fault.at, apply, fault)
+    for _ in range(int(UP_S + SERVE_S)):
         checks.look()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # time: virtual
     applied.end()
     rest = "nothing was looked at"
     for _ in range(int(SETTLE_S)):
         checks.look()
-        rest = next(
-            (f"client {one.number}: {one.refused}" for one in world.clients if not one.is_done), ""
-        )
-        rest = rest or checks.is_whole()
+        waiting = [f"client {c.number}: {c.last_failure}" for c in clients.all if not c.is_done]
+        rest = waiting[0] if waiting else checks.is_whole()
         if not rest:
             return
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # time: virtual
     world.wrong(f"not whole after {SETTLE_S:.0f} s: {rest}")

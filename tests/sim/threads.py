@@ -4,6 +4,7 @@
 and ThreadPoolExecutor are the library's own on top of these locks.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -67,18 +68,20 @@ class Threads:
         self.Thread, self.Timer, self.Lock, self.RLock = Thread, Timer, Lock, RLock
 
     def end(self) -> None:
-        """Nobody waits any more: all that is left unwinds, and finds nothing to wait for."""
+        """Nobody waits any more: all that is left unwinds, finds nothing to wait for, and what it
+        says of that is of no interest."""
         self.is_over = True
+        logging.disable()
         for one in [*self.by_greenlet]:
             with suppress(BaseException):
                 one.throw(GreenletExit)
+        logging.disable(logging.NOTSET)
 
     def current(self) -> Any:
         return self.by_greenlet.get(getcurrent(), self._loops)
 
     def sleep(self, seconds: float) -> None:
-        waiter = Waiter(self)
-        waiter.park(seconds)
+        Waiter(self).park(seconds)
 
     @contextmanager
     def patched(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""The backend of channels: two ends meet in a store by their nonce, and copy tensors later."""
+"""The backend of channels: two ends meet in a store by their nonce, and copy tensors later. A cut
+in the middle of a copy breaks the connection."""
 
-import random
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from tests.sim.net import Net
 from tests.sim.threads import Threads, Waiter
 
 BYTES_PER_S = 50e6
+KERNEL = Context()
+"""Nobody's."""
 
 
 @dataclass(eq=False)
@@ -53,10 +56,9 @@ class Posted:
 class Wires:
     """All of them; what ChannelMaker gets in the place of torch's stores and gloo."""
 
-    def __init__(self, net: Net, threads: Threads, draw: random.Random) -> None:
-        self.net, self.threads, self.draw = net, threads, draw
+    def __init__(self, net: Net, threads: Threads) -> None:
+        self.net, self.threads = net, threads
         self.stores: dict[tuple[str, int], Store] = {}
-        self.num_copied = 0
 
     def store_server(self, host: str, timeout_s: float) -> tuple[Store, int]:
         store = Store(host, self.net.next_port(), here())
@@ -65,7 +67,7 @@ class Wires:
 
     def store_client(self, host: str, port: int, timeout_s: float, nonce: str = "") -> Any:
         store = self.stores.get((host, port))
-        self.threads.sleep(self.net.latency_s())
+        self.threads.sleep(self.net.latency_s())  # time: virtual
         if store is None or not store.process.is_alive or self.net.is_cut(here(), store.process):
             raise RuntimeError(f"nobody answers at {host}:{port}")
         return store, nonce
@@ -95,7 +97,7 @@ class Backend:
         pipe = store.waiting.setdefault(nonce, Pipe())
         half = Half(here())
         pipe.halves.append(half)
-        half.process.on_death.append(lambda: self.wires.close(pipe, half.process))
+        half.process.closes.append(lambda: self.wires.close(pipe, half.process))
         if len(pipe.halves) == 1:
             waiter = Waiter(self.wires.threads)
             pipe.met.append(waiter)
@@ -143,7 +145,6 @@ class Wire:
                     half.process.call(posted.end, "the connection broke")
                 return
             target.copy_(data.view_as(target))
-            self.wires.num_copied += 1
             sender.process.call(sent.end)
             receiver.process.call(came.end)
 
@@ -162,9 +163,3 @@ class Wire:
 
     def destroy(self) -> None:
         self.wires.close(self.pipe, self.half.process)
-
-
-from contextvars import Context  # noqa: E402
-
-KERNEL = Context()
-"""Nobody's."""

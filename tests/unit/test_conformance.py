@@ -2,12 +2,14 @@
 the last bit of tokens and log probabilities, at every level, in every loop, wherever a row goes."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 import torch
 
 from benchmarks.driven.engines import POISON, Bench
 from core.forms import RECORDED
+from core.request import Request
 from decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
 from model.loaded import LoadedModel
 from tests.conformance import (
@@ -24,6 +26,7 @@ from tests.conformance import (
 )
 
 NUM_TOKENS = 14
+MODEL_LEN = 70
 
 
 class Models:
@@ -45,6 +48,13 @@ class Models:
             self._plain[dtype] = told(bench, self.asked)
         return self._plain[dtype]
 
+    @cached_property
+    def to_the_end(self) -> tuple[list[Request], list[Answer]]:
+        """Requests for more than the model has room for, and their answers without drafts."""
+        long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in self.asked]
+        loaded = replace(self.of("mtp"), max_model_len=MODEL_LEN)
+        return long, told(Bench(loaded, num_drafts=0, max_rows=8), long)
+
 
 @pytest.fixture(scope="module")
 def models() -> Models:
@@ -58,10 +68,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) -> None:
-    """All of them in fp32, the highest in bf16; and drafts are accepted."""
+    """All of them in fp32, the first and the highest in bf16; and drafts are accepted."""
     loaded = models.of(name, dtype)
     levels = loaded.drafter.levels(depth_of(name))
-    numbers = range(1 if dtype == "float32" else len(levels) - 1, len(levels))
+    numbers = range(1, len(levels)) if dtype == "float32" else (1, len(levels) - 1)
     for level in numbers:
         bench = bench_of(loaded, name, level)
         assert told(bench, models.asked) == models.plain(dtype), levels[level]
@@ -105,12 +115,11 @@ def test_few_pages_and_old_entries(models: Models, name: str) -> None:
 
 def test_the_end_of_the_model(models: Models, name: str) -> None:
     """Drafts reach beyond the last slot that there is."""
-    loaded = replace(models.of(name), max_model_len=70)
-    asked = sorted(models.asked, key=lambda one: len(one.prompt_ids))[-3:]
-    long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in asked]
-    expected = told(Bench(loaded, num_drafts=0, max_rows=8), long)
+    loaded = replace(models.of(name), max_model_len=MODEL_LEN)
+    long, expected = models.to_the_end
     assert told(bench_of(loaded, name, page_size=4), long) == expected
-    assert max(len(one.prompt_ids) + len(e) for one, e in zip(long, expected, strict=True)) == 70
+    ends = [len(one.prompt_ids) + len(e) for one, e in zip(long, expected, strict=True)]
+    assert max(ends) == MODEL_LEN
 
 
 def test_an_answer_goes_on_elsewhere(models: Models, name: str) -> None:

@@ -39,6 +39,7 @@ NUM_RANKS = 3
 
 class FakeRank:
     def __init__(self, spec: RankSpec) -> None:
+        self.name = spec.process
         self.state = RankState(spec, "{}", 1, "", (0, 0), is_loaded=True)
         self.joined: list[tuple[RankSpec, Meeting]] = []
         self.num_left = 0
@@ -86,9 +87,9 @@ class FakeRank:
         return
 
     def kill(self) -> None:
-        self.is_killed = True
         if self.kill_error is not None:
             raise self.kill_error
+        self.is_killed = True
 
     def says(self, **fields: object) -> None:
         self.state = replace(self.state, **fields)  # type: ignore[arg-type]
@@ -270,11 +271,16 @@ async def test_the_mistake_of_one_rank_leaves_the_gang_down_as_a_whole() -> None
 
 
 async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
-    """As while Ray's head is away: its room, which is given back later, takes it along."""
+    """As while Ray's head is away: it is killed when that is back."""
     async with ready_gang() as (machines, keeper, _):
-        machines.ranks[1].kill_error = ConnectionError("no head node")
-        machines.ranks[1].death = RankLost("connection reset")
+        lost = machines.ranks[1]
+        lost.kill_error = ConnectionError("no head node")
+        lost.death = RankLost("connection reset")
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert not lost.is_killed
+        lost.kill_error = None
+        await until(lambda: lost.is_killed)
+        assert keeper.gang.epoch == 102 and keeper.gang.state == READY
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import torch
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TINY_MODEL
+from core.identity import Identity
 from core.levels import chains
 from core.request import ERROR, PREEMPTED, Request
 from decode_node.planning.buckets import bucket_for, buckets_of
-from decode_node.planning.states import Granted
+from decode_node.planning.states import Granted, Size
 from decode_node.planning.step_plan import Extras, StepKey
 from decode_node.program.launcher import Launcher
 from decode_node.program.step import Shape, decode_step
@@ -121,6 +122,16 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
     for name, (ids, _) in whole.items():
         told = [t for u in bench.updates() if u.identity.request_id == name for t in u.token_ids]
         assert told == ids[: len(told)] and (name in preempted or told == ids)
+    bench.check_empty()
+
+
+def test_who_has_ended_with_its_first_token_keeps_nobody_turning(loaded: LoadedModel) -> None:
+    """Its gateway knows, and may be late to have it dropped."""
+    bench, identity, prompt = Bench(loaded), Identity("r"), list(range(5, 25))
+    bench.decode.ask(identity, Size(len(prompt), 0, 1))
+    bench.decode.activate(identity, greedy("r", prompt, 1, ignore_eos=True), 7, None)
+    assert not bench.decode.has_work()
+    assert bench.decode.drop(identity)
     bench.check_empty()
 
 

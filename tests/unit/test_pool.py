@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.driven.engines import Bench, greedy, load
+from model.drafters.base import Emitted
 from model.drafters.ngram import PooledDrafter
 from model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
-from model.sampling.acceptance.base import Verdict
 from tests.small import write_small
 
 MOST = 3
@@ -25,7 +25,7 @@ def told(drafter: PooledDrafter, memory: tuple[Tensor, Pool], row: int, text: li
         noise = [draw.randrange(50, 90) for _ in range(3 - num)]
         tokens = torch.tensor([text[at : at + num] + noise])
         at += num
-        step = Verdict(tokens, torch.tensor([num - 1]))
+        step = Emitted(tokens, torch.tensor([num]), torch.zeros(1, 3, 0))
         drafter.note(memory, torch.tensor([row]), torch.tensor([at]), step)
 
 

@@ -1,0 +1,144 @@
+"""Who asks: typed clients' own streams (cluster/client/stream.py) over messages of the product, but
+for gRPC between them and a gateway's admission."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cluster.client.stream import InferenceError, StreamPlan
+from cluster.door.request_mapping import to_unchecked
+from cluster.door.status_codes import status_of
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto.mapping import piece_to_proto
+from cluster.proto.wire import STREAM_KEY
+from core.answer import Delta, Piece
+from core.request import Request, SamplingParams
+from tests.sim.loop import Process
+from tests.sim.model import expected
+from tests.sim.world import Gateway, World
+
+RETRY_S, BACKOFF_S = 60.0, 0.2
+"""A typed client's defaults."""
+HOP_S = 0.001
+
+
+@dataclass(eq=False)
+class Client:
+    """One request; its ``right`` answer, and what of it has come."""
+
+    number: int
+    plan: StreamPlan
+    right: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    last_failure: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.plan.is_done
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A stream's first message, as StreamPlan.begin sends it."""
+
+    message: pb.GenerateRequest
+    metadata: dict[str, str]
+
+    @classmethod
+    def Generate(cls, message: Any, timeout: Any, metadata: Any) -> "Sent":
+        return cls(pb.GenerateRequest.FromString(message.SerializeToString()), dict(metadata))
+
+
+class Clients:
+    """Of one world."""
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self._world, self._draw = world, draw
+        self.all: list[Client] = []
+
+    def make(self) -> Client:
+        draw, number = self._draw, len(self.all)
+        prompt = [draw.randrange(3, 90) for _ in range(draw.randint(4, 60))]
+        asked: Any = {
+            "max_tokens": draw.choice((1, 2, 4, 8, 16, 24)),
+            "temperature": draw.choice((0.0, 0.0, 0.0, 0.8)),
+            "seed": draw.randrange(1 << 30),
+            "ignore_eos": True,
+        }
+        request = Request(f"r{number}", (*prompt,), sampling=SamplingParams(**asked))
+        right = expected(request, self._world.config.model.max_model_len or 0, ())
+        options: Any = asked | {"request_id": request.request_id}
+        client = Client(number, StreamPlan(prompt, options, RETRY_S, BACKOFF_S), right)
+        self.all.append(client)
+        return client
+
+    def begin(self, client: Client) -> None:
+        process = Process(self._world.loop, f"client-{client.number}")
+        process.start(self._follow(client, process))
+
+    async def _follow(self, client: Client, process: Process) -> None:
+        """To any gateway that is there, until the answer is whole. What a client would be told as
+        an error is wrong: every fault here can be borne."""
+        while not client.is_done:
+            ready = [one for one in self._world.gateways if one.admission and one.process.is_alive]
+            if not ready:
+                await asyncio.sleep(0.5)  # time: virtual
+                continue
+            failure = await self._stream(client, process, self._draw.choice(ready))
+            if client.is_done:
+                return
+            client.last_failure = str(failure)
+            self._world.told("again", client.number, failure)
+            try:
+                pause_s = client.plan.pause_after(failure)
+            except InferenceError as error:
+                return self._world.wrong(f"client {client.number} is refused: {error}")
+            await asyncio.sleep(pause_s)  # time: virtual
+
+    async def _stream(
+        self, client: Client, process: Process, gateway: Gateway
+    ) -> InferenceError | None:
+        """One try; why it broke."""
+        over: asyncio.Future[InferenceError | None] = asyncio.get_running_loop().create_future()
+        sent: Any = client.plan.begin(Sent)  # type: ignore[arg-type]
+
+        def end(failure: InferenceError | None) -> None:
+            if not over.done():
+                over.set_result(failure)
+
+        def take(response: pb.GenerateResponse) -> None:
+            if not over.done():
+                self._take(client, client.plan.receive(response))
+
+        async def write(piece: Piece) -> None:
+            process.call(take, piece_to_proto(piece), after_s=HOP_S)
+
+        async def serve() -> None:
+            failure = None
+            assert gateway.admission is not None
+            try:
+                asked, nonce = to_unchecked(sent.message), sent.metadata[STREAM_KEY]
+                await gateway.admission.answer(asked, write, nonce)
+            except Exception as error:
+                status = status_of(error)
+                failure = InferenceError(status.code, status.details)
+            process.call(end, failure, after_s=HOP_S)
+
+        gone = InferenceError(grpc.StatusCode.UNAVAILABLE, "the gateway died")
+        gateway.process.on_death.append(lambda: process.call(end, gone, after_s=HOP_S))
+        gateway.process.call(lambda: gateway.process.start(serve()), after_s=HOP_S)
+        return await over
+
+    def _take(self, client: Client, piece: Piece) -> None:
+        if isinstance(piece, Delta):
+            client.token_ids += piece.token_ids
+            self._world.told("tokens", client.number, *piece.token_ids)
+        else:
+            self._world.told("done", client.number, piece.finish_reason)
+        num = len(client.token_ids)
+        right = client.right if client.is_done else client.right[:num]
+        if tuple(client.token_ids) != right:
+            self._world.wrong(f"client {client.number} got {client.token_ids}, right is {right}")
