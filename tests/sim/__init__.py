@@ -2,11 +2,12 @@
 
 Gateways, controller, keepers, nodes, engines, channels and frames are those of the product, as they
 are. Below them, in place of the machine: time, chance and threads of the standard library
-(``loop.py``, ``threads.py``, ``chance.py``), connections (``net.py``), Ray (``fake_ray.py``), the
-backend of channels (``wire.py``), a gang's collectives (``lockstep.py``) and the checkpoint
-(``model.py``). ``world.py`` puts them together, ``faults.py`` is what goes wrong, ``checks.py``
-what may not.
+(``loop.py``, ``threads.py``, ``chance.py``), connections (``net.py``), Ray (``fake_ray.py``,
+``actors.py``), the backend of channels (``wire.py``), a gang's collectives (``lockstep.py``) and
+the checkpoint (``model.py``). ``world.py`` puts them together, ``clients.py`` asks, ``faults.py``
+is what goes wrong, ``checks.py`` what may not; ``run.py`` is one seed. docs/failures.md tells it
+all.
 
     python -m tests.sim --seeds 1000 [--first 1]
-    python -m tests.sim --seed 7 [--log | --shrink]
+    python -m tests.sim --seed 7 [--log] [--shrink] [--fault AT,KIND,NUMBER,SECONDS ..]
 """
