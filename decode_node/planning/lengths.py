@@ -20,13 +20,13 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, EAGER_LOOKS = 256, 2, 16
-"""Steps between looks at the other levels in turns, a quarter of that for the first looks: what
-was measured while idle was of made-up rows. The first step of one may have to catch up."""
+LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.003
+"""Steps between looks at other levels, at least; the first step of one may have to catch up. Looks
+at a level lose at most this share of the time: one that seems as good is looked at often, one that
+takes four times as long for no more every 2,000 steps."""
 HOLD = 8
-"""Steps for which a choice holds after the first LOOK_EVERY: to think costs 1 % of a small step."""
-LOSSES = 5
-"""Who loses a fifth of the tokens is looked at every second time, who loses two every third."""
+"""Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
+NUM_NEW = 256
 GAIN = 1.02
 """Another level must promise so much more."""
 WEIGHT, LOOK_WEIGHT = 0.25, 0.8
@@ -42,11 +42,13 @@ MEMORY, PRIOR = 100.0, 8.0
 class SizeCosts:
     """Of one size of batch: the mean step time of each level, 0 if unknown, how many of its steps
     were planned, how many of all while serving, and the level in use. What was ``chosen``, it or
-    one to look at, holds for ``num_left`` steps. ``surprise`` is one that brought so much more than
-    expected that it is looked at again, if there is such a one."""
+    one to look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at
+    it, ``surprise`` one that brought so much more than expected that it is looked at again, if
+    there is such a one."""
 
     step_s: list[float]
     num_tries: list[int]
+    looked: list[int]
     current: int
     chosen: int = 0
     num_left: int = 0
@@ -89,7 +91,7 @@ class Costs:
         """Row buckets that differ by less than a factor of two share what is known."""
         if (bits := num_rows.bit_length()) not in self.sizes:
             num = len(self.levels)
-            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, num - 1)
+            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, [0] * num, num - 1)
         return self.sizes[bits]
 
     def expected_tokens(self) -> list[list[float]]:
@@ -179,11 +181,12 @@ def _choose(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> N
         size.chosen, size.num_left = max(few), 1
     elif (other := _looked_at(size, worth, loses)) is not None:
         size.chosen, size.num_left = other, LOOK_STEPS
+        size.looked[other] = size.num_planned
     else:
         used, best = min(size.current, levels[-1]), worth.index(max(worth))
         if worth[best] > worth[used] * GAIN:
-            size.current = best
-        is_new = size.num_planned < LOOK_EVERY
+            size.looked[used], size.current = size.num_planned, best
+        is_new = size.num_planned < NUM_NEW
         size.chosen, size.num_left = size.current, 1 if is_new else HOLD - size.num_planned % HOLD
     size.surprise = None
 
@@ -200,19 +203,16 @@ def _worth(
 
 
 def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
-    """A level to look at now; those that promise least seldom, but one at each time to look."""
-    levels = range(len(worth))
-    every = LOOK_EVERY // (4 if size.num_planned < EAGER_LOOKS * LOOK_EVERY // 4 else 1)
-    num_looks, step = divmod(size.num_planned, every)
-    if num_looks == 0 or step >= LOOK_STEPS:
+    """A level to look at now, for which enough steps were planned since it was last."""
+    if size.num_planned < max(size.looked) + LOOK_EVERY:
         return None
-    current, best = min(size.current, levels[-1]), max(worth) or 1.0
-    periods = [1 + int(LOSSES * (1 - one / best)) for one in worth]
-    others = [n for n in levels if n != current and not loses[n]]
-    due = [n for n in others if num_looks % periods[n] == 0]
-    if not due:
-        return min(others, key=periods.__getitem__, default=None)
-    return due[num_looks // max(periods) % len(due)]
+    current, best, due = min(size.current, len(worth) - 1), max(worth) or 1.0, []
+    for level in range(len(worth)):
+        lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
+        saved_s = LOOK_SHARE * size.step_s[current] * (size.num_planned - size.looked[level])
+        if level != current and not loses[level] and lost_s <= saved_s:
+            due.append(level)
+    return min(due, key=size.looked.__getitem__, default=None)
 
 
 FIXED = "fixed"

@@ -15,8 +15,8 @@ from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
 from core.levels import Level, chains
 from decode_node.planning.lengths import (
-    EAGER_LOOKS,
     LOOK_EVERY,
+    LOOK_SHARE,
     LOOK_STEPS,
     NUM_TRIES,
     Costs,
@@ -125,7 +125,7 @@ class Shared(Server):
         return super().step_s(num_rows, num_drafts, step) * drift * stop
 
 
-@pytest.mark.parametrize("a", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("slope", [0.02, 0.1, 0.2])
 def test_a_machine_whose_speed_varies_does_not_hide_the_length_that_pays(
     a: float, slope: float
@@ -152,12 +152,10 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     lengths = server.run([3] * 40, 3000)
     (first, most), *looks = [(i, n) for i, n in enumerate(lengths) if n]
     assert (first, most) == (0, 3), "all count as accepted until a step was read"
-    often = LOOK_EVERY // 4
-    for step, _ in looks:
-        every = often if step < EAGER_LOOKS * often else LOOK_EVERY
-        assert step % every < LOOK_STEPS, f"step {step} drafts, and is no look"
     looked = Counter(n for _, n in looks)
     assert looked[1] > looked[2] >= looked[3] > 0, "the worst most seldom"
+    lost = {n: looked[n] * (server.cost(40, n) - server.cost(40, 0)) for n in looked}
+    assert max(lost.values()) <= LOOK_SHARE * len(lengths) * server.cost(40, 0)
     assert server.idle() == []
 
 
@@ -227,7 +225,7 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
 
 def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None:
     server = Server(local_planner(), 0.6, 1.0, 0.2)
-    assert server.run([3] * 2, 300)[-100:].count(0) == 0
+    assert server.run([3] * 2, 300)[-100:].count(0) <= LOOK_STEPS
     busy = server.run([3] * 64, 300)[-128:]
     assert busy.count(0) >= 120 and any(busy)
     assert server.run([3] * 2, 40).count(0) <= 4
