@@ -131,7 +131,9 @@ class KvTransferConfig(Section):
     staging_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """staging memory per rank, of which a transfer takes 16 MB at most; bounds what is in flight"""
     host: str = Field(default=AUTO, min_length=1)
-    """address that nodes listen on; auto is 127.0.0.1, each machine's own in a Ray of several"""
+    """address that nodes listen on; auto is that by which Ray knows the machine"""
+    checksums: bool = False
+    """find flipped bits: prefill sums up each page as it is computed, decode what has come"""
 
     @property
     def chunk_bytes(self) -> int:

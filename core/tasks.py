@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from core.errors import TandemError
@@ -32,10 +33,14 @@ class Tasks:
         """Await ``work``; cancelling the waiter leaves it running to its end."""
         return await asyncio.shield(self.start(work))
 
-    async def finish(self) -> None:
-        """Wait until all have ended, whatever their results."""
+    async def finish(self, within_s: float | None = None) -> None:
+        """Wait until all have ended, whatever their results; cancelled after ``within_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._tasks:
+                    await asyncio.wait(list(self._tasks))
         while self._tasks:
-            await asyncio.wait(list(self._tasks))
+            await cancelled(*self._tasks)
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

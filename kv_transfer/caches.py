@@ -69,8 +69,8 @@ class PagedCaches:
 
     def gather(self, span: Span, out: Tensor, mark: Mark | None = None) -> None:
         """Read into ``out`` (see `staged`)."""
-        with self._beside(mark):
-            rows, slots_T = _widest_view(out), self._slots_T(span)
+        with self.beside(mark):
+            rows, slots_T = _widest_view(out), self.slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
             self._copy(self._layers(span.group, rows.dtype), slots_T, here, True)
             if here is not rows:
@@ -78,16 +78,22 @@ class PagedCaches:
 
     def scatter(self, span: Span, staged: Tensor) -> None:
         """Write from ``staged``."""
-        with self._beside(None):
-            rows, slots_T = _widest_view(staged), self._slots_T(span)
+        with self.beside(None):
+            rows, slots_T = _widest_view(staged), self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
             self._copy(self._layers(span.group, rows.dtype), slots_T, here, False)
 
     def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
 
+    def layers(self) -> Iterator[Tensor]:
+        """Of all groups, ``[num_slots, width]`` each."""
+        for layers in self._tensors.values():
+            yield from layers
+
     @contextmanager
-    def _beside(self, mark: Mark | None) -> Iterator[None]:
+    def beside(self, mark: Mark | None) -> Iterator[None]:
+        """On a stream of its own, behind ``mark``; what is launched in it is done at its end."""
         if self._stream is None:
             yield
             return
@@ -97,7 +103,8 @@ class PagedCaches:
             yield
             self._stream.synchronize()
 
-    def _slots_T(self, span: Span) -> Tensor:
+    def slots_T(self, span: Span) -> Tensor:
+        """Where its tokens are in each layer."""
         (_, pages, lo, hi), size = span, self.pool.page_size
         assert 0 <= lo < hi <= len(pages) * size, f"tokens [{lo}, {hi}) of {len(pages)} pages"
         token_T = torch.arange(lo, hi)

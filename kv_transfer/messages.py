@@ -68,7 +68,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The KV is complete; ``generations`` are those of P's pages, which its Source adds.
+    """The KV is complete; ``generations`` are those of P's pages, ``sums`` of each
+    ``sum_size`` tokens if ``kv_transfer.checksums`` (sums.py); its Source adds them.
 
     ``features`` of the last prompt token are what the drafter wants of the main model, as raw
     bytes; None for zero_hidden, and if it wants nothing.
@@ -78,6 +79,8 @@ class Seal:
     features: bytes | None = None
     features_dtype: str = ""
     generations: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+    sum_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from kv_transfer.channel import ChannelMaker
 from kv_transfer.staging import StagingPool
 
 Result = TypeVar("Result")
+FAREWELL_S = 5.0
+"""Leases and sweeps tell a peer too, and who leaves a gang has ten seconds."""
 
 
 class EngineThread(Protocol):
@@ -71,5 +73,7 @@ class Side:
         if late > self.staging.num_buffers // 2:
             self.engine.fail(HandoverError(f"{late} staging buffers do not leave quarantine"))
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """What is said to a peer that is silent, as that one hangs up, is cut off."""
+        await self.tasks.finish(FAREWELL_S)
         self.copier.shutdown(wait=False)

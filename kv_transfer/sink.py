@@ -75,8 +75,7 @@ class Sink:
         await cancelled(self._sweeper)
         for rank in list(self._links):
             self._links.pop(rank).drop("closed")
-        await self.idle()
-        self._side.close()
+        await self._side.close()
 
     async def idle(self) -> None:
         """Wait for what finished pulls left behind: releases, and chunks cut off."""
@@ -129,7 +128,7 @@ class Sink:
                 await self._fetch(pull, ready)
                 give_up_at = now() + patience_s
             if ready.seal is not None:
-                pull.check_seal(ready.seal)
+                await pull.check_seal(ready.seal)
                 return ready.seal
             if now() > give_up_at:
                 raise HandoverError(

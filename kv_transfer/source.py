@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from kv_transfer.caches import Span, staged
 from kv_transfer.layout import check_given
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
+from kv_transfer.sums import PageSums
 from kv_transfer.waiting import settled
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Source:
         loop = asyncio.get_running_loop()
         self._book = OfferBook(side.config.lease_s, loop.time)
         self._channels = AcceptedChannels(side)
+        self._sums = PageSums(side.caches)
         self._post = loop.call_soon_threadsafe
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
         self._sweeper = asyncio.create_task(again(every_s, self._sweep))
@@ -54,8 +57,7 @@ class Source:
         for identity in self._book.open_ones():
             self._end(identity, "the prefill node is shutting down")
         self._channels.drop_all()
-        await self.idle()
-        self._side.close()
+        await self._side.close()
 
     async def idle(self) -> None:
         """Wait for what calls left behind."""
@@ -78,7 +80,10 @@ class Source:
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        self._post(self._book.advance, identity, now, seal)
+        if seal is not None and self._side.config.checksums:
+            self._post(lambda: self._side.tasks.start(self._sum_up(identity, now, seal)))
+        else:
+            self._post(self._book.advance, identity, now, seal)
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""
@@ -94,6 +99,16 @@ class Source:
             "quarantined": self._side.staging.num_quarantined(),
             "tasks": len(self._side.tasks),
         }
+
+    async def _sum_up(self, identity: Identity, now: Computed, seal: m.Seal) -> None:
+        try:
+            posted = self._side.copier.submit(self._sums.of, now)
+            sums = await asyncio.wrap_future(posted)
+        except Exception as error:
+            self._end(identity, f"its pages could not be summed up: {error!r}")
+            raise
+        size = self._side.caches.pool.page_size
+        self._book.advance(identity, now, replace(seal, sums=sums, sum_size=size))
 
     async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend

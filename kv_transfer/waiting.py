@@ -20,12 +20,12 @@ async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
     """Run ``make``, which blocks, on a thread of its own.
 
     Raises what it raises, HandoverError after ``timeout_s`` plus a little: its thread is
-    abandoned then, and a channel that it still makes is aborted.
+    abandoned then, as where nobody waits any more, and a channel that it still makes is aborted.
     """
     making = threaded(make)
     try:
         return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
-    except HandoverError:
+    except BaseException:
         if not making.done():
             log.error("setting up a channel hangs; its thread is abandoned")
         making.add_done_callback(_abort_late)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cluster.control.plan import LOOPBACK, plan_gangs
+from cluster.control.plan import plan_gangs
 from cluster.gateway.fan_out import Streams
 from cluster.gateway.gateway import ClusterGateway
 from colocated_node import rank as colocated
@@ -112,7 +112,7 @@ class Rig:
 
     async def start(self, *specs: RankSpec) -> list[Rank]:
         """One more gang, known to every gateway from now on."""
-        hub = Hub(len(specs), LOOPBACK) if len(specs) > 1 else None
+        hub = Hub(len(specs), "127.0.0.1") if len(specs) > 1 else None
         ranks = await asyncio.gather(*(self._start(spec, hub) for spec in specs))
         for rank in ranks:
             if isinstance(rank, PrefillRank | colocated.ColocatedRank):
@@ -194,7 +194,7 @@ async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
     cluster = Rig(config, LocalMembers())
     async with AsyncExitStack() as stack:
         for plan in plan_gangs(config):
-            ranks = await cluster.start(*plan.specs(next(_epochs), [LOOPBACK] * plan.num_ranks))
+            ranks = await cluster.start(*plan.specs(next(_epochs), ["127.0.0.1"] * plan.num_ranks))
             stack.push_async_callback(stop_all, ranks)
         cluster.gateway = await stack.enter_async_context(gateway(cluster))
         yield cluster

@@ -26,12 +26,12 @@ PRODUCT = (
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_150,
+    "cluster": 3_175,
     "colocated_node": 70,
-    "core": 1_055,
+    "core": 1_060,
     "decode_node": 1_610,
-    "kv_transfer": 1_420,
-    "model": 2_670,
+    "kv_transfer": 1_500,
+    "model": 2_665,
     "model/kernels": 1_755,
     "prefill_node": 475,
     "runtime": 1_020,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_700
+MOST_ENTERED = 7_730
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

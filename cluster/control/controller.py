@@ -87,10 +87,9 @@ class Controller:
         """Packed Rebalanced, or why not."""
         await self.begin()
         try:
-            async with self._changing:
-                if gang not in self._gangs:
-                    raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
-                return pack(await rebalance_gang(self._gangs[gang], drain_s))
+            if gang not in self._gangs:
+                raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
+            return pack(await rebalance_gang(self._gangs[gang], drain_s, self._changing))
         except (ValueError, TandemError) as error:
             return encode_failure(error)
 

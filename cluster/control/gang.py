@@ -64,14 +64,17 @@ class GangKeeper:
         self.gang = Gang(self.plan.name, self.plan.kind, 0, STARTING)
         self.ranks = Company(self.plan, self.config.control)
 
+    @property
+    def is_kept(self) -> bool:
+        return self._task is not None and not self._task.done()
+
     def start(self, ranks: "Sequence[RayRank]" = (), life: Sequence[RankState] = ()) -> None:
         """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, a new one with
         those that are left of it, or without. One that is kept already only has its deaths
         forgotten."""
-        is_kept = self._task is not None and not self._task.done()
         before = self.history
-        self.history = History(before.has_served, before.proven_at if is_kept else None)
-        if is_kept:
+        self.history = History(before.has_served, before.proven_at if self.is_kept else None)
+        if self.is_kept:
             return self._set()
         self.ranks.handles = {s.spec.rank: rank for s, rank in zip(life, ranks, strict=True)}
         epoch = max((state.spec.epoch for state in life), default=self.gang.epoch)
@@ -111,9 +114,9 @@ class GangKeeper:
             try:
                 await self._live()
             except LifeOver as over:
-                pause_s = await self._bury(over)
+                pause_s = await self._end(over)
             except Exception as error:
-                pause_s = await self._bury(LifeOver(error, *self.ranks.handles))
+                pause_s = await self._end(LifeOver(error, *self.ranks.handles))
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
@@ -150,6 +153,16 @@ class GangKeeper:
             state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
             members=tuple(state.info for state in states if state.info is not None),
         )
+
+    async def _end(self, over: LifeOver) -> float | None:
+        """Whatever goes wrong at its end, the gang is looked after."""
+        try:
+            return await self._bury(over)
+        except Exception:
+            log.exception("%s, epoch %d: its end failed", self.plan.name, self.gang.epoch)
+            self.ranks.kill(self.ranks.handles)
+            self._set(state=LOST, members=(), starts=())
+            return POLL_S
 
     async def _bury(self, over: LifeOver) -> float | None:
         """Do as the end of this life asks for; returns the pause before the next one."""

@@ -14,7 +14,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 
 from cluster.control.actors import ACTORS, NAMESPACE
 from cluster.control.plan import Birth, GangPlan, hosts_of, no_room, room_of
-from cluster.control.verdict import LastWords
+from cluster.control.verdict import LastWords, LifeOver
 from core.config import TandemConfig
 from core.errors import Overloaded, RankLost
 from core.membership import ExpertRows, Meeting, RankSpec, RankState
@@ -162,7 +162,11 @@ def _hosts(group: Any, host: str) -> list[str]:
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
     machines = [machine for machine in ray.nodes() if machine["Alive"]]
     addresses = {machine["NodeID"]: machine["NodeManagerAddress"] for machine in machines}
-    return hosts_of(host, [placed[index] for index in range(len(placed))], addresses)
+    found = [placed.get(index) for index in range(group.bundle_count)]
+    if lost := [index for index, machine in enumerate(found) if machine not in addresses]:
+        # Ray moves what lay on a machine that it has lost; the other ranks keep theirs.
+        raise LifeOver(RankLost(f"{lost} of its ranks have no machine any more, and none yet"))
+    return hosts_of(host, [machine for machine in found if machine], addresses)
 
 
 def find_ranks() -> list[RayRank]:

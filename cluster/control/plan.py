@@ -8,8 +8,6 @@ from core.info import DECODE, PREFILL
 from core.membership import RankSpec, RankState
 from core.placement import Placement
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True, slots=True)
 class GangPlan:
@@ -68,16 +66,10 @@ def no_room(plan: GangPlan, total: Mapping[str, float], free: Mapping[str, float
 
 
 def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
-    """The address that each rank listens on, by the machine that it is placed on.
-
-    ``host`` is ``kv_transfer.host``, ``addresses`` has every machine of the cluster: auto is the
-    loopback interface when there is but one, else each machine's own address.
-    """
-    if host != AUTO:
-        return [host] * len(machines)
-    if len(addresses) == 1:
-        return [LOOPBACK] * len(machines)
-    return [addresses[machine] for machine in machines]
+    """The address that each rank listens on, by the machine that it is placed on: that by which Ray
+    knows the machine, the loopback interface's in a Ray of one's own, unless ``host``
+    (``kv_transfer.host``) is another. Of machines that join later all reach all."""
+    return [addresses[machine] if host == AUTO else host for machine in machines]
 
 
 def living(states: Sequence[RankState]) -> dict[str, list[RankState]]:

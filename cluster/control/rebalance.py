@@ -34,8 +34,9 @@ class Rebalanced:
     is_moved: bool
 
 
-async def rebalance_gang(keeper: GangKeeper, drain_s: float) -> Rebalanced:
-    """Raises RankLost while the gang is not ready, and what ended its next life."""
+async def rebalance_gang(keeper: GangKeeper, drain_s: float, changing: asyncio.Lock) -> Rebalanced:
+    """``changing`` is held while the gang is stopped and started, not while it is waited for.
+    Raises RankLost while the gang is not ready, and what ended its next life."""
     gang = keeper.gang
     if gang.state != READY:
         raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
@@ -47,11 +48,13 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float) -> Rebalanced:
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
-        await _begin_anew(keeper, best, drain_s)
+        await _begin_anew(keeper, best, drain_s, changing)
     return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
 
 
-async def _begin_anew(keeper: GangKeeper, placement: Placement, drain_s: float) -> None:
+async def _begin_anew(
+    keeper: GangKeeper, placement: Placement, drain_s: float, changing: asyncio.Lock
+) -> None:
     keeper.drain()
     give_up_at = time.monotonic() + drain_s
     await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
@@ -59,13 +62,21 @@ async def _begin_anew(keeper: GangKeeper, placement: Placement, drain_s: float) 
         await asyncio.sleep(POLL_S)
     if num_held(keeper):
         log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, num_held(keeper))
-    await keeper.stop(keeper.config.control.stop_s)
-    keeper.placement = placement
-    keeper.start()
+    async with changing:
+        _check_kept(keeper)
+        await keeper.stop(keeper.config.control.stop_s)
+        keeper.placement = placement
+        keeper.start()
     while keeper.gang.state != READY:
+        _check_kept(keeper)
         if keeper.gang.failure is not None:
             raise error_of(keeper.gang.failure)
         await asyncio.sleep(POLL_S)
+
+
+def _check_kept(keeper: GangKeeper) -> None:
+    if not keeper.is_kept:
+        raise RankLost(f"{keeper.gang.name} was stopped meanwhile")
 
 
 def num_held(keeper: GangKeeper) -> int:

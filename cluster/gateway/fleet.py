@@ -105,14 +105,17 @@ class Fleet:
             await asyncio.sleep(WAIT_S)
         return pairs
 
+    def has_verdict(self, handle: Handle) -> bool:
+        """Whether the controller has told what a lost rank died of, or it lives."""
+        spec = handle.info.spec
+        gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
+        is_told = all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs)
+        return is_told or not handle.liveness.is_out
+
     async def verdict(self, handle: Handle) -> None:
-        """The controller has told what a lost rank died of; not waited for if it lives, nor for
-        longer than VERDICT_S."""
-        spec, give_up_at = handle.info.spec, asyncio.get_running_loop().time() + VERDICT_S
-        while handle.liveness.is_out and asyncio.get_running_loop().time() < give_up_at:
-            gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
-            if all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs):
-                return
+        """``has_verdict``, or VERDICT_S are over."""
+        give_up_at = asyncio.get_running_loop().time() + VERDICT_S
+        while not self.has_verdict(handle) and asyncio.get_running_loop().time() < give_up_at:
             await asyncio.sleep(LOOK_S)
 
     def accuse(self, rank: Handle, error: Exception) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.gateway.fleet import Fleet
-from cluster.gateway.handles import Pair
+from cluster.gateway.handles import Handle, Pair
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
@@ -20,13 +20,14 @@ LONGEST_TRIAL_PAUSE_S = 1.0
 @dataclass(slots=True)
 class Trials:
     """Of one answer in a ``fleet``. It ``has_failed`` once it was in a step that failed; ``lost``
-    are its attempts on ranks that were lost, ``avoided`` pairs of ranks between which a hand-over
-    of it failed."""
+    are its attempts on ranks that were lost, ``dead`` those of them that died, ``avoided`` pairs of
+    ranks between which a hand-over of it failed."""
 
     fleet: Fleet
     retries: Retries = field(default_factory=lambda: Retries(LONGEST_TRIAL_PAUSE_S))
     has_failed: bool = False
     lost: set[Identity] = field(default_factory=set)
+    dead: list[Handle] = field(default_factory=list)
     avoided: set[Ranks] = field(default_factory=set)
 
     async def failed(self, error: Exception, pair: Pair | None, is_begun: bool) -> None:
@@ -52,7 +53,8 @@ class Trials:
         await self.retries.pause()
 
     def is_suspect(self) -> bool:
-        """Whether by what is known now it was in a step that failed, or that killed its rank.
+        """Whether by what is known now it may have been in a step that failed, or that killed its
+        rank: who was there when it died may, until it is told what of.
 
         Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
         """
@@ -61,13 +63,16 @@ class Trials:
             raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
         if len(deaths) >= MAX_DEATHS:
             raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")
-        return self.has_failed or bool(deaths)
+        return self.has_failed or bool(deaths) or not all(map(self.fleet.has_verdict, self.dead))
 
     async def _lose(self, error: RankLost, pair: Pair) -> None:
-        """Leave the rank alone; if it died, wait a little to learn what of."""
+        """Leave the rank alone. If it died of who was suspected before, it is waited a little for
+        the word on that."""
         self.lost.add(pair.identity)
         for rank in dict.fromkeys((pair.prefill, pair.decode)):
             if rank.life == error.rank:
                 self.fleet.accuse(rank, error)
                 if isinstance(error, RankDied):
-                    await self.fleet.verdict(rank)
+                    self.dead.append(rank)
+                    if pair.is_suspect:
+                        await self.fleet.verdict(rank)

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import random
 import signal
 import sys
 import threading
@@ -144,6 +145,64 @@ def _stop_as_it_compiles(build: Any) -> None:
     build._computed_s = computed
 
 
+MESSAGE_S = 2.0
+LATE_S = 3.0
+
+
+class Messages:
+    """When the next one of this process meets a fault."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(os.getpid())
+        self._next_at = time.monotonic() + MESSAGE_S
+
+    def drawn(self, *kinds: str) -> str:
+        """ "" if nothing happens to this one."""
+        if time.monotonic() < self._next_at:
+            return ""
+        self._next_at = time.monotonic() + self._draw.uniform(0.5, 1.5) * MESSAGE_S
+        kind = self._draw.choice(kinds)
+        with Path(os.environ["FAULTS"], f"{os.getpid()}.messages").open("a") as file:
+            file.write(f"{kind}\n")
+        return kind
+
+
+def _lose_calls(actors: Any) -> None:
+    call, messages = actors.RayControl.call, Messages()
+
+    async def troubled(self: Any, method: str, payload: bytes) -> bytes:
+        kind = messages.drawn("call-lost", "answer-lost", "call-late", "answer-late", "call-twice")
+        if kind == "call-late":
+            await asyncio.sleep(LATE_S)  # time: the fault itself
+        if kind != "call-lost":
+            calls = [call(self, method, payload) for _ in range(1 + (kind == "call-twice"))]
+            first, *_ = await asyncio.gather(*calls, return_exceptions=True)
+        if kind == "answer-late":
+            await asyncio.sleep(LATE_S)  # time: the fault itself
+        if kind in ("call-lost", "answer-lost"):
+            raise actors.RankLost(f"{method}: {kind}")
+        if isinstance(first, BaseException):
+            raise first
+        return first
+
+    actors.RayControl.call = troubled
+
+
+def _break_frames(frames: Any) -> None:
+    inner, messages = frames.FrameStream.frames, Messages()
+
+    async def breaking(self: Any) -> Any:
+        async for frame in inner(self):
+            kind = messages.drawn("frames-broken", "frames-late")
+            if kind == "frames-broken":
+                self.writer.transport.abort()
+            elif kind:
+                await asyncio.sleep(LATE_S / 3)  # time: the fault itself
+            yield frame
+
+    frames.FrameStream.frames = breaking
+
+
 PATCHES = {
     "decode_node.program.launcher": _poison_steps,
     "model.checkpoint.files": _stop_as_it_loads,
@@ -173,5 +232,10 @@ class _Patcher(importlib.abc.MetaPathFinder):
         return spec
 
 
+MESSAGE_PATCHES = {"cluster.control.actors": _lose_calls, "runtime.frames": _break_frames}
+
+
+if "MESSAGE_FAULTS" in os.environ:
+    PATCHES |= MESSAGE_PATCHES
 if "FAULTS" in os.environ:
     sys.meta_path.insert(0, _Patcher())

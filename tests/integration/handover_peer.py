@@ -26,7 +26,7 @@ from runtime.engine_loop import EngineLoop
 HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", 2, 3.0, 24
 LAYOUT = Layout((Group("main", 3, 4 * WIDTH), Group("mtp", 1, 4 * WIDTH)), "float32", "tiny")
 # Small chunks: 3 layers of 96 B make 288 B per token, so a chunk holds 7 tokens.
-CONFIG = KvTransferConfig.model_construct(lease_s=1.2, staging_bytes=4 * 2048)
+CONFIG = KvTransferConfig.model_construct(lease_s=1.2, staging_bytes=4 * 2048, checksums=True)
 DEADLINES = Deadlines(wait_s=0.5, call_s=3.0, progress_s=4.0)
 
 

@@ -119,6 +119,31 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
         await cluster.check_empty()
 
 
+async def test_nobody_waits_to_be_told_what_a_rank_died_of(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was on it goes on elsewhere at once, in steps of its own; who dies of that waits."""
+    monkeypatch.setattr(fleet, "VERDICT_S", 3600.0)
+    async with rig(small_model, *SETS, "prefill.replicas=2") as cluster:
+        dying = []
+        for rank in cluster.prefills:
+            handle = cluster.gateway.fleet.ranks[rank.spec.life]
+            handle.control = control = Dying(handle.control)
+            dying.append(control)
+        request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
+        running = asyncio.create_task(cluster.complete(request))
+        await until(lambda: all(one.asked for one in dying))
+        first, second = sorted(dying, key=lambda one: one.asked[0].is_suspect)
+        assert not first.asked[0].is_suspect and second.asked[0].is_suspect
+        for rank in cluster.prefills:
+            tell_death(cluster, rank.spec, InStep((Identity("another"),), True))
+        second.is_back = first.is_back = True
+        ids, _, _ = await running
+        assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
+        assert [asked.is_suspect for one in dying for asked in one.asked[1:]] == [False]
+        await cluster.check_empty()
+
+
 def tell_death(cluster: Rig, spec: RankSpec, in_step: InStep) -> None:
     """The controller's verdict, though the rank lives on here."""
     ended = EndedLife(spec.epoch, in_step)

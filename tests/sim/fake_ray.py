@@ -22,13 +22,18 @@ from tests.sim.threads import Threads
 
 @dataclass(eq=False)
 class Group:
-    """A placement group; ``machines`` are those of its bundles, none while there is no room."""
+    """A placement group; ``machines`` are those of its bundles, none while there is no room, None
+    for one whose machine is lost until there is room elsewhere."""
 
     name: str
     bundles: list[dict[str, float]]
     ray: "FakeRay"
-    machines: list[Machine] = field(default_factory=list)
+    machines: list[Machine | None] = field(default_factory=list)
     is_removed: bool = False
+
+    @property
+    def bundle_count(self) -> int:
+        return len(self.bundles)
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks its thread."""
@@ -145,7 +150,8 @@ class FakeRay:
             return
         group.is_removed = True
         for machine, bundle in zip(group.machines, group.bundles, strict=False):
-            machine.used -= bundle["CPU"]
+            if machine is not None:
+                machine.used -= bundle["CPU"]
         for actor in self.actors.values():
             if actor.options.get("group") is group and not actor.is_dead:
                 actor.kill()
@@ -162,7 +168,7 @@ class FakeRay:
                 machine.used += want
                 return True
         free = {one.name: one.num_cpus - one.used for one in alive}
-        found = []
+        found: list[Machine | None] = []
         for bundle in group.bundles:
             machine = next((m for m in alive if free[m.name] >= bundle["CPU"]), None)  # type: ignore[assignment]
             if machine is None:
@@ -170,15 +176,16 @@ class FakeRay:
             free[machine.name] -= bundle["CPU"]
             found.append(machine)
         group.machines = found
-        for machine, bundle in zip(found, group.bundles, strict=True):
-            machine.used += bundle["CPU"]
+        for one, bundle in zip(found, group.bundles, strict=True):
+            assert one is not None
+            one.used += bundle["CPU"]
         return True
 
     def _table(self, group: Group | None = None) -> Any:
         self._answers()
         if group is not None:
             placed = enumerate(group.machines)
-            return {"bundles_to_node_id": {i: machine.name for i, machine in placed}}
+            return {"bundles_to_node_id": {i: one.name for i, one in placed if one is not None}}
         return {name: {"name": name} for name in self.groups}
 
     def _named(self, all_namespaces: bool) -> list[dict[str, str]]:
@@ -199,7 +206,7 @@ class FakeRay:
             options["group"] = strategy.group
             machine = strategy.group.machines[strategy.index]
         actor = self.actors[name] = Actor(self, what, given, options, machine)
-        if machine.is_alive:
+        if machine is not None and machine.is_alive:
             self.later(self.draw.uniform(0.5, 1.5) * START_S, actor.begin)
         else:
             self.later(LOST_S, actor.bury)
@@ -231,8 +238,25 @@ class FakeRay:
 
         def known() -> None:
             machine.is_known_lost = True
+            for group in self.groups.values():
+                group.machines = [None if one is machine else one for one in group.machines]
+            self.later(1.0, self._move)
 
         self.later(LOST_S, known)
+
+    def _move(self) -> None:
+        """Bundles of lost machines to where there is room."""
+        for group in self.groups.values():
+            homeless = [i for i, one in enumerate(group.machines) if one is None]
+            for i in homeless:
+                want = group.bundles[i]["CPU"]
+                alive = [one for one in self.machines if not one.is_known_lost]
+                found = next((m for m in alive if m.num_cpus - m.used >= want), None)
+                if found is not None:
+                    found.used += want
+                    group.machines[i] = found
+        if any(None in group.machines for group in self.groups.values()):
+            self.later(1.0, self._move)
 
     def patched(self) -> list[Any]:
         """Patches of the modules that ask Ray."""

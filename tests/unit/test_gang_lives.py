@@ -11,7 +11,7 @@ from cluster.control import company, next_life
 from cluster.control import gang as gang_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
-from cluster.control.verdict import LastWords
+from cluster.control.verdict import LastWords, LifeOver
 from core.config import TandemConfig, load
 from core.errors import EpochEnded, ProgramFailed, RankLost
 from core.identity import Identity
@@ -47,6 +47,7 @@ class FakeRank:
         self.may_answer.set()
         self.death: Exception | None = None
         self.kill_error: Exception | None = None
+        self.leave_error: Exception | None = None
         self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
 
@@ -74,6 +75,8 @@ class FakeRank:
         self.state = replace(self.state, spec=spec, is_joined=True, info=info)
 
     async def leave(self) -> None:
+        if self.leave_error is not None:
+            raise self.leave_error
         if not self.can_leave:
             await for_ever()
         self.num_left += 1
@@ -104,6 +107,7 @@ class FakeMachines:
         self.placements: list[Placement | None] = []
         self.asked_for_words: list[int] = []
         self.num_cleared = 0
+        self.is_held, self.troubles = False, list[Exception]()
         self.in_step: dict[int, InStep] = {}
         self.seen = (7, 100)
 
@@ -114,9 +118,13 @@ class FakeMachines:
     async def begin(
         self, plan: GangPlan, birth: Birth, config: TandemConfig
     ) -> dict[int, FakeRank]:
+        if self.troubles:
+            raise self.troubles.pop()
         self.begun.append((birth.epoch, birth.room, list(birth.missing)))
         self.placements.append(birth.placement)
         specs = plan.specs(birth.epoch, ["127.0.0.1"] * plan.num_ranks)
+        if self.is_held:
+            await for_ever()
         made = {r: FakeRank(replace(specs[r], room=birth.room)) for r in birth.missing}
         self.ranks |= made
         return made
@@ -196,6 +204,29 @@ async def test_who_cannot_leave_is_killed_too() -> None:
         await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
         assert machines.begun[1:] == [(102, 101, [0, 2])]
         assert before[0].is_killed and not before[1].is_killed
+
+
+async def test_who_is_left_keeps_its_weights_while_the_others_room_is_moved() -> None:
+    """From a machine that is lost to another, which takes as long as there is none."""
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        moves = RankLost("[2] of its ranks have no machine any more")
+        machines.troubles = [LifeOver(moves), LifeOver(moves)]
+        before[2].death = RankLost("its machine is lost")
+        await until(lambda: keeper.gang.epoch == 104 and keeper.gang.state == READY)
+        assert not machines.troubles and machines.begun == [(101, 101, [0, 1, 2]), (104, 101, [2])]
+        assert not before[0].is_killed and not before[1].is_killed
+
+
+async def test_an_end_that_fails_does_not_end_the_keeping() -> None:
+    """Whatever is raised by what a dead life leaves behind: all begin anew."""
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        before[1].leave_error = RuntimeError("Ray is away")
+        before[2].death = RankLost("connection reset")
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert all(rank.is_killed for rank in before.values())
+        assert machines.begun[1:] == [(102, 102, [0, 1, 2])]
 
 
 async def test_when_nobody_is_left_the_room_is_given_back() -> None:

@@ -1,4 +1,4 @@
-"""Where nodes listen when nobody said so: on the loopback of one machine, or where Ray put them."""
+"""Where nodes listen when nobody said so: where Ray has put them."""
 
 from cluster.control.plan import hosts_of
 from core.config import load
@@ -10,11 +10,10 @@ def found(addresses: dict[str, str], *sets: str) -> list[str]:
     return hosts_of(load(None, list(sets)).kv_transfer.host, placed_on, addresses)
 
 
-def test_one_machine_keeps_to_itself() -> None:
-    assert found({"a": "10.0.0.1"}) == ["127.0.0.1"] * 3
-
-
-def test_each_of_several_machines_listens_on_its_own_address() -> None:
+def test_each_machine_listens_on_its_own_address() -> None:
+    """Also while it is the only one: another may join."""
+    assert found({"a": "127.0.0.1"}) == ["127.0.0.1"] * 3
+    assert found({"a": "10.0.0.1"}) == ["10.0.0.1"] * 3
     assert found({"a": "10.0.0.1", "b": "10.0.0.2"}) == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
 
 

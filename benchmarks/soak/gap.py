@@ -1,0 +1,131 @@
+"""How long streams stand still when their decode rank is killed, and how soon all are back.
+
+    python -m benchmarks.soak.gap [--kills 10] [--streams 8] [--num-tokens 512] [--gangs]
+
+One prefill and two decode ranks, or gangs of two ranks; streams of prompts of half of the tokens
+and answers of the other half run on both decode ranks, then one is killed. Told is each of its
+streams' longest time between two pieces from the kill on, beside that of the other rank's streams,
+and the time until all ranks work together again: that is loading the checkpoint, and before it
+whatever the process imports.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from benchmarks.driven.procs import actors
+from benchmarks.soak.__main__ import show
+from cluster.control.launch import launch
+from cluster.door.server import Server
+from cluster.gateway.gateway import ClusterGateway
+from core.config import TINY_MODEL, load
+from tandem import AsyncClient
+from training.corpus import held_out_prompts
+
+SETS = (
+    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.measure_at_start=false"),
+    "kv.num_pages=600",
+)
+LOOK_S = 0.005
+
+
+class Stream:
+    """One, with the moments of its pieces."""
+
+    def __init__(self, client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
+        self.moments: list[float] = []
+        self.num_tokens = 0
+        options: Any = {"max_tokens": num_tokens, "ignore_eos": True}
+        self.task = asyncio.create_task(self._read(client.generate(prompt, **options)))
+
+    async def _read(self, pieces: Any) -> None:
+        async for piece in pieces:
+            self.moments.append(time.monotonic())
+            self.num_tokens += len(piece.token_ids)
+
+    def gap_s(self, since: float) -> float:
+        """The longest between two pieces, of which the later came after ``since``."""
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        return max((b - a for a, b in pairs if b > since), default=0.0)
+
+
+async def one_kill(
+    gateway: ClusterGateway, address: str, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[list[float], float, float]:
+    """The gaps of all streams from the kill on; the moment until which a pair was lost, and until
+    all were back."""
+    num_pairs = len(gateway.fleet.usable())
+    async with AsyncClient(address) as client:
+        streams = [Stream(client, prompt, num_tokens) for prompt in prompts]
+        while any(stream.num_tokens < num_tokens // 4 for stream in streams):
+            await asyncio.sleep(LOOK_S)
+        victim = random.choice(actors(os.getpid(), "DecodeActor"))
+        killed_at = time.monotonic()
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        await asyncio.gather(*(stream.task for stream in streams))
+        assert all(stream.num_tokens == num_tokens for stream in streams)
+    while len(gateway.fleet.usable()) < num_pairs:
+        await asyncio.sleep(LOOK_S)
+    return [stream.gap_s(killed_at) for stream in streams], killed_at, time.monotonic()
+
+
+async def gaps(args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    half, num = args.num_tokens // 2, 2 * args.streams
+    layout = ["prefill.dp_size=2", "decode.dp_size=2"] if args.gangs else []
+    config = load(None, [*SETS, f"decode.max_rows={num}", *layout, *args.sets])
+    affected, others, back_s = list[float](), list[float](), list[float]()
+    async with Server(config) as server, launch(config) as gateway:
+        await server.attach(gateway)
+        with Progress(console=Console(stderr=True)) as bar:
+            for i in bar.track(range(args.kills), description="killing"):
+                prompts = held_out_prompts(tokenizer, num, half, half, i)
+                found, killed_at, back_at = await one_kill(gateway, server.address, prompts, half)
+                found.sort(reverse=True)
+                affected += found[: args.streams]
+                others += found[args.streams :]
+                back_s.append(back_at - killed_at)
+        await server.stop()
+    return {
+        "kills": args.kills,
+        "gap of its streams": quantiles(affected),
+        "gap of the others": quantiles(others),
+        "all back": quantiles(back_s),
+    }
+
+
+def quantiles(values_s: Sequence[float]) -> str:
+    values = sorted(values_s)
+    p99 = values[min(len(values) - 1, int(0.99 * len(values)))]
+    return f"p50 {statistics.median(values):.2f} s, p99 {p99:.2f} s of {len(values)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak.gap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--kills", type=int, default=10, help="[10]")
+    add("--streams", type=int, default=8, help="on each decode rank [8]")
+    add("--num-tokens", type=int, default=512, help="prompt and answer together [512]")
+    add("--gangs", action="store_true", help="of two ranks each, in place of lone ranks")
+    add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
+    show(asyncio.run(gaps(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Clients with their defaults, of both gateways, until a file ``stop`` is there.
+
+    python -m tests.chaos.asker --address ipv4:A:P,B:P --folder DIR [--clients N] [--seed N]
+
+Appends each answer to ``answers.jsonl``, and writes ``end.json`` at its end.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tokenizers import Tokenizer
+
+from benchmarks.soak.load import nothing_left
+from core.config import TINY_MODEL
+from tandem import AsyncClient, InferenceError
+from training.corpus import held_out_prompts
+
+NUM_REQUESTS, MAX_PROMPT, MIN_TOKENS, MAX_TOKENS = 24, 300, 40, 160
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One of those that are asked again and again, by its number."""
+
+    ids: list[int]
+    options: dict[str, Any]
+
+
+@dataclass
+class Told:
+    """What came of one. ``gap_s`` is the longest between two pieces of its stream; ``refused`` says
+    what the client raised."""
+
+    number: int
+    tokens: list[int]
+    began_at: float
+    took_s: float = 0.0
+    gap_s: float = 0.0
+    refused: str = ""
+
+
+def asked_ones(seed: int) -> list[Asked]:
+    """Greedy and sampled ones in turns."""
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    draw = random.Random(seed)
+    found = []
+    for i, ids in enumerate(held_out_prompts(tokenizer, NUM_REQUESTS, 1, MAX_PROMPT, seed)):
+        options: dict[str, Any] = {"max_tokens": draw.randint(MIN_TOKENS, MAX_TOKENS)}
+        options["ignore_eos"] = True
+        if i % 2:
+            options |= {"temperature": 0.8, "top_p": 0.9, "seed": draw.getrandbits(60)}
+        found.append(Asked(ids, options))
+    return found
+
+
+async def ask(client: AsyncClient, number: int, asked: Asked) -> Told:
+    told = Told(number, [], time.time())
+    last = began = time.monotonic()
+    try:
+        async for piece in client.generate(asked.ids, **asked.options):
+            now = time.monotonic()
+            if told.tokens:
+                told.gap_s = max(told.gap_s, now - last)
+            last = now
+            told.tokens += piece.token_ids
+    except InferenceError as error:
+        told.refused = str(error)
+    told.took_s = time.monotonic() - began
+    return told
+
+
+async def go_on(client: AsyncClient, requests: list[Asked], seed: int, folder: Path) -> None:
+    """One after the other."""
+    draw = random.Random(seed)
+    while not (folder / "stop").exists():
+        number = draw.randrange(len(requests))
+        told = await ask(client, number, requests[number])
+        note(asdict(told), folder)
+
+
+def note(told: dict[str, Any], folder: Path, name: str = "answers.jsonl") -> None:
+    file: TextIO
+    with (folder / name).open("a") as file:
+        file.write(json.dumps(told) + "\n")
+
+
+async def look(address: str, folder: Path) -> None:
+    """The states that the gateways tell, as they change."""
+    before = ""
+    async with AsyncClient(address, retry_s=0) as client:
+        while True:
+            try:
+                state = (await client.status()).state
+            except InferenceError as error:
+                state = error.code.name
+            if state != before:
+                note({"at": time.time(), "state": state}, folder, "states.jsonl")
+            before = state
+            await asyncio.sleep(LOOK_S)  # time: between two looks
+
+
+async def asking(address: str, folder: Path, num_clients: int, seed: int) -> None:
+    requests = asked_ones(seed)
+    looking = asyncio.create_task(look(address, folder))
+    clients = [AsyncClient(address) for _ in range(num_clients)]
+    await asyncio.gather(*(go_on(client, requests, i, folder) for i, client in enumerate(clients)))
+    looking.cancel()
+    status = await clients[0].status()
+    end = {"nothing_left": await nothing_left(clients[0]), "state": status.state}
+    end["num_ranks"] = len(status.ranks)
+    note(end, folder, "end.json")
+    for client in clients:
+        await client.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    asyncio.run(asking(args.address, args.folder, args.clients, args.seed))
+
+
+if __name__ == "__main__":
+    main()

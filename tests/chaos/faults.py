@@ -1,0 +1,125 @@
+"""What goes wrong on the machines, each at one moment; some of it ends by itself."""
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.chaos.machines import Machine, Machines, killed
+
+KINDS = {
+    "kill a rank": 5,
+    "stop a rank for ever": 2,
+    "stop a rank, then continue": 3,
+    "kill the controller": 3,
+    "kill a gateway": 2,
+    "kill a raylet": 2,
+    "cut two machines": 4,
+}
+"""How often each is drawn."""
+STOPPED_S = 1.0, 8.0
+CUT_S = 1.0, 12.0
+
+
+@dataclass
+class Faults:
+    """``applied`` counts by kind; ``_due`` is what ends, and when."""
+
+    machines: Machines
+    draw: random.Random
+    applied: Counter[str] = field(default_factory=Counter)
+    log: list[str] = field(default_factory=list)
+    _due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+    _cut: set[str] = field(default_factory=set)
+
+    def one(self) -> str:
+        """Draw until there is one that can be."""
+        while True:
+            [kind] = self.draw.choices([*KINDS], [*KINDS.values()])
+            done = getattr(self, "_" + kind.replace(" ", "_").replace(",", ""))()
+            if done:
+                self.applied[kind] += 1
+                self.log.append(f"{time.time():.1f} {kind}: {done}")
+                return str(done)
+
+    def sweep(self) -> None:
+        """End what is due."""
+        now = time.monotonic()
+        for due in [due for due in self._due if due[0] <= now]:
+            self._due.remove(due)
+            due[1]()
+
+    def end(self) -> None:
+        """Nothing is wrong from now on."""
+        for _, over in self._due:
+            over()
+        self._due.clear()
+
+    def _ranks(self) -> list[tuple[Machine, int]]:
+        return [(machine, pid) for machine in self.machines.nodes for pid in machine.ranks()]
+
+    def _signal(self, number: int) -> tuple[str, int]:
+        if not (ranks := self._ranks()):
+            return "", 0
+        machine, pid = self.draw.choice(ranks)
+        return (machine.name, pid) if killed(pid, number) else ("", 0)
+
+    def _kill_a_rank(self) -> str:
+        return self._signal(signal.SIGKILL)[0]
+
+    def _stop_a_rank_for_ever(self) -> str:
+        return self._signal(signal.SIGSTOP)[0]
+
+    def _stop_a_rank_then_continue(self) -> str:
+        name, pid = self._signal(signal.SIGSTOP)
+        if not name:
+            return ""
+        for_s = self.draw.uniform(*STOPPED_S)
+        self._later(for_s, lambda: killed(pid, signal.SIGCONT))
+        return f"{name} for {for_s:.1f} s"
+
+    def _kill_the_controller(self) -> str:
+        pids = [p for one in self.machines.all.values() for p in one.pod.pids("ray::Controller")]
+        return "it" if pids and killed(pids[0]) else ""
+
+    def _kill_a_gateway(self) -> str:
+        """With its raylet, if another one serves."""
+        if not all(one.is_ready and not one.has_ended for one in self.machines.gateways):
+            return ""
+        gateway = self.draw.choice(self.machines.gateways)
+        return gateway.name if killed(gateway.pod.init()) else ""
+
+    def _kill_a_raylet(self) -> str:
+        """With all that runs on that machine, if no other is being begun."""
+        nodes = [(one, one.pod.pids("/raylet/raylet\0")) for one in self.machines.nodes]
+        if not all(pids for _, pids in nodes):
+            return ""
+        node, pids = self.draw.choice(nodes)
+        return node.name if killed(pids[0]) else ""
+
+    def _cut_two_machines(self) -> str:
+        """One way or both, all that there is or what is not Ray's."""
+        ends = [*self.machines.nodes, *self.machines.gateways]
+        free = [one for one in ends if one.name not in self._cut]
+        if len(free) < 2:
+            return ""
+        one, other = self.draw.sample(free, 2)
+        is_both, spares_ray = self.draw.random() < 0.5, self.draw.random() < 0.5
+        pairs = [(one, other), (other, one)][: 1 + is_both]
+        for a, b in pairs:
+            self.machines.cut(a, b, spares_ray)
+            self._cut.add(a.name)
+        for_s = self.draw.uniform(*CUT_S)
+        self._later(for_s, lambda: [self._heal(a) for a, _ in pairs])
+        what = "what is not Ray's" if spares_ray else "all"
+        way = "to and from" if is_both else "to"
+        return f"{what} from {one.name} {way} {other.name} for {for_s:.1f} s"
+
+    def _heal(self, machine: Machine) -> None:
+        self.machines.heal(machine)
+        self._cut.discard(machine.name)
+
+    def _later(self, after_s: float, function: Callable[[], object]) -> None:
+        self._due.append((time.monotonic() + after_s, function))

@@ -1,0 +1,114 @@
+"""Every answer beside its reference, and the figures of a run."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.driven.exact import near_ties
+from benchmarks.soak.check import is_plain, score_ties, to_request
+from benchmarks.soak.load import Answer
+from benchmarks.soak.plans import Plan
+from core.config import TINY_MODEL
+from tests.chaos.asker import Asked
+
+PATIENCE_S = 60.0
+"""A typed client's: who is refused though a pair was there again within it counts."""
+
+
+@dataclass
+class Report:
+    """Of one run. An answer is exact if transformers chooses each of its tokens; ``ties`` are
+    places at which float64 tells the best two apart by less than 1e-4."""
+
+    faults: dict[str, int]
+    messages: dict[str, int]
+    num_requests: int = 0
+    num_exact: int = 0
+    refused: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    ties: list[str] = field(default_factory=list)
+    longest_away_s: float = 0.0
+    longest_answer_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    end: dict[str, Any] = field(default_factory=dict)
+    full_size_after_s: float | None = None
+    num_left: int = 0
+
+    @property
+    def is_good(self) -> bool:
+        whole = self.full_size_after_s is not None and self.end.get("nothing_left", False)
+        return not self.wrong and not self.refused and whole and not self.num_left
+
+    def table(self) -> dict[str, Any]:
+        gaps = sorted(self.gaps_s) or [0.0]
+        return {
+            "node faults": sum(self.faults.values()),
+            "faults": self.faults,
+            "message faults": self.messages,
+            "requests": self.num_requests,
+            "exact": self.num_exact,
+            "near ties": len(self.ties),
+            "refused": len(self.refused),
+            "why": self.refused[:5],
+            "wrong": len(self.wrong),
+            "what": self.wrong[:5],
+            "tokens": self.num_tokens,
+            "longest without a pair": f"{self.longest_away_s:.1f} s",
+            "longest answer": f"{self.longest_answer_s:.1f} s",
+            "gap in a stream": f"p50 {statistics.median(gaps):.2f} s, p99 "
+            f"{gaps[int(0.99 * (len(gaps) - 1))]:.2f} s, most {gaps[-1]:.2f} s",
+            "full size after": f"{self.full_size_after_s} s",
+            "left behind": self.num_left,
+            "at the end": self.end,
+        }
+
+
+def take(
+    report: Report,
+    asked: list[Asked],
+    told: Iterable[dict[str, Any]],
+    on_checked: Callable[[], None],
+) -> None:
+    """Count the answers, and compare each different one once."""
+    answers = Counter[tuple[int, tuple[int, ...]]]()
+    for one in told:
+        report.num_requests += 1
+        report.num_tokens += len(one["tokens"])
+        report.longest_answer_s = max(report.longest_answer_s, one["took_s"])
+        report.gaps_s.append(one["gap_s"])
+        if one["refused"]:
+            report.refused.append(f"at {one['began_at']:.1f}: {one['refused']}")
+        answers[one["number"], tuple(one["tokens"])] += 1 if not one["refused"] else 0
+    for (number, tokens), num in answers.items():
+        try:
+            report.ties += compared(asked[number], list(tokens), is_whole=num > 0)
+            report.num_exact += num
+        except AssertionError as error:
+            report.wrong.append(f"request {number}, {max(1, num)} times: {error}")
+        on_checked()
+
+
+def compared(asked: Asked, tokens: list[int], is_whole: bool) -> list[str]:
+    """Near ties. Raises AssertionError where it differs."""
+    options = asked.options
+    if is_whole:
+        assert len(tokens) == options["max_tokens"], f"{len(tokens)} tokens"
+    if not tokens:
+        return []
+    if is_plain(options):
+        return near_ties(TINY_MODEL, asked.ids, tokens)
+    answer = Answer(Plan("chaos", asked.ids, options, "", 0.0), 0)
+    return score_ties(to_request(answer), tokens, frozenset())
+
+
+def longest_away_s(states: list[dict[str, Any]], until: float) -> float:
+    """How long no pair was told to serve, at most."""
+    times = [(one["at"], one["state"] in ("SERVING", "DEGRADED")) for one in states]
+    ends = [at for at, _ in times[1:]] + [until]
+    return max(
+        (end - at for (at, serves), end in zip(times, ends, strict=True) if not serves),
+        default=0.0,
+    )

@@ -1,0 +1,46 @@
+"""A decode rank that leaves its gang does not wait for a prefill rank that has fallen silent: its
+gang would wait for it, and it would lose its weights."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from core.tasks import cancelled
+from kv_transfer import side
+from tests.integration.handover_peer import DEADLINE_S, DEADLINES, Prefill
+from tests.integration.handover_world import offer, world_over
+from tests.loopback import LoopbackChannels
+from tests.waiting import for_ever, until
+
+PATIENT = replace(DEADLINES, call_s=3600.0)
+
+
+@pytest.mark.parametrize("silent_at", ["connect", "pull", "send", "release", "hang_up"])
+async def test_who_leaves_does_not_wait_for_the_silent(
+    silent_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side, "FAREWELL_S", 0.1)
+    maker = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(maker)
+    asked = list[str]()
+
+    async def handle(epoch: int, method: str, payload: bytes) -> bytes:
+        asked.append(method)
+        if method == silent_at:
+            await for_ever()
+        return await prefill.handle(epoch, method, payload)
+
+    async with world_over(handle, maker, deadlines=PATIENT) as world:
+        given = offer(20)
+        await world.prefill(given)
+        pulling = asyncio.create_task(world.pull(given))
+        if silent_at in ("release", "hang_up"):
+            await pulling
+        else:
+            await until(lambda: silent_at in asked)
+        await cancelled(pulling)
+        await world.sink.close()
+        assert not any(world.sink.counts().values()), world.sink.counts()
+    await prefill.source.stop()
+    prefill.engine.stop()
