@@ -62,10 +62,13 @@ class Rank:
 class Prefill(Rank):
     """A prefill engine that computes made-up values, scripted by ``test.*`` control calls."""
 
-    def __init__(self, maker: ChannelMaker, deadlines: Deadlines = DEADLINES) -> None:
+    def __init__(
+        self, maker: ChannelMaker, deadlines: Deadlines = DEADLINES, lease_s: float = CONFIG.lease_s
+    ) -> None:
         super().__init__("prefill", page_size=5, num_pages=200)
         self.maker = maker
-        self.source = Source(Side(self.caches, self.engine, maker, CONFIG, deadlines))
+        config = CONFIG.model_copy(update={"lease_s": lease_s})
+        self.source = Source(Side(self.caches, self.engine, maker, config, deadlines))
         self.service = Service("prefill", EPOCH, self.source.methods)
         self.pages: dict[Identity, list[int]] = {}
         self.num_computed: dict[Identity, int] = {}

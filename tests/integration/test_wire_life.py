@@ -15,7 +15,7 @@ from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
 from kv_transfer.side import Deadlines
-from tests.integration.handover_peer import DEADLINES, EPOCH, HOST, Prefill
+from tests.integration.handover_peer import CONFIG, DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.waiting import PATIENCE_S, turns, until
 
@@ -24,8 +24,10 @@ WIRE_S = 0.5
 
 
 @asynccontextmanager
-async def prefill_rank(deadlines: Deadlines = DEADLINES) -> AsyncIterator[Prefill]:
-    prefill = Prefill(make_channels("gloo", HOST, WIRE_S), deadlines)
+async def prefill_rank(
+    deadlines: Deadlines = DEADLINES, lease_s: float = CONFIG.lease_s
+) -> AsyncIterator[Prefill]:
+    prefill = Prefill(make_channels("gloo", HOST, WIRE_S), deadlines, lease_s)
     yield prefill
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()
@@ -68,7 +70,7 @@ async def test_no_step_of_either_side_is_waited_for() -> None:
 
 async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> None:
     """It asks for a chunk that it does not receive, which is all that it can hold."""
-    async with prefill_rank() as prefill, AsyncExitStack() as stack:
+    async with prefill_rank(lease_s=PATIENCE_S) as prefill, AsyncExitStack() as stack:
         worlds = [await stack.enter_async_context(decode_rank(prefill)) for _ in range(3)]
         still, *others = worlds
         await pull_and_check(still)
@@ -76,7 +78,7 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
         line, channel = await still.sink._links["p0"].ready()
         chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, channel.num_transfers)
         standing = asyncio.create_task(ask(still.control(), "send", chunk, m.Sent, 5.0))
-        await until(lambda: prefill.source.counts()["staging"] == 1)
+        await until(lambda: prefill.source.counts()["staging"] == 1 or standing.done())
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
         with pytest.raises(HandoverError):
