@@ -134,7 +134,9 @@ class Company:
 
     def kill(self, ranks: Iterable[int]) -> None:
         self._since.clear()
-        self._doomed += [self.handles.pop(rank) for rank in list(ranks)]
+        for rank in list(ranks):
+            self.states.pop(rank, None)  # who comes in its place has said nothing yet
+            self._doomed.append(self.handles.pop(rank))
         self._end_doomed()
 
     def _end_doomed(self) -> None:

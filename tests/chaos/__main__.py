@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from benchmarks.soak.__main__ import show
 from tests.chaos.asker import asked_ones
-from tests.chaos.faults import Faults
+from tests.chaos.faults import KINDS, Faults
 from tests.chaos.machines import Machines, asking, lines, machines
 from tests.chaos.report import Report, longest_away_s, take
 from tests.pods import CAN_RUN
@@ -46,7 +46,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         with machines(NUM_NODES, [*SETS, *LAYOUTS[layout], *args.sets], folder) as made:
             task = bar.add_task(f"{layout}: begins", total=minutes * 60)
             made.begin(START_S)
-            faults = Faults(made, draw)
+            faults = Faults(made, draw, args.only)
             with asking(made, args.clients, args.seed):
                 began = time.time()
                 _go_on(made, faults, draw, began, minutes * 60, args.every, bar, task)
@@ -114,8 +114,8 @@ def _keep_logs(made: Machines, faults: Faults, folder: Path) -> None:
     for name, machine in made.all.items():
         (folder / f"{name}.log").write_text(machine.pod.log())
         if not machine.has_ended:
-            root = Path(f"/proc/{machine.pod.init()}/root/tmp/ray/session_latest/logs")
-            for path in root.glob("worker-*.err"):
+            root = Path(f"/proc/{machine.pod.init()}/root/tmp/ray")
+            for path in root.glob("session_2*/logs/worker-*.err"):
                 (folder / f"{name}-{path.name}").write_bytes(path.read_bytes())
     for path in made.folder.glob("*.json*"):
         (folder / path.name).write_text(path.read_text())
@@ -131,6 +131,7 @@ def main() -> None:
     add("--minutes", type=float, default=20.0, help="all layouts together [20]")
     add("--every", type=float, default=16.0, help="seconds between faults, on average [16]")
     add("--layout", choices=[*LAYOUTS], action="append", help="only this one")
+    add("--only", choices=[*KINDS], action="append", default=[], help="this kind of faults")
     add("--clients", type=int, default=6, help="requests at a time [6]")
     add("--seed", type=int, default=0, help="another one does other things [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")

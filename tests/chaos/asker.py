@@ -23,6 +23,8 @@ from training.corpus import held_out_prompts
 
 NUM_REQUESTS, MAX_PROMPT, MIN_TOKENS, MAX_TOKENS = 24, 300, 40, 160
 LOOK_S = 0.5
+LEFT_S = 60.0
+"""A lease, and sweeps: what a lost message should have ended."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ async def asking(address: str, folder: Path, num_clients: int, seed: int) -> Non
     await asyncio.gather(*(go_on(client, requests, i, folder) for i, client in enumerate(clients)))
     looking.cancel()
     status = await clients[0].status()
-    end = {"nothing_left": await nothing_left(clients[0]), "state": status.state}
+    is_empty = await nothing_left(clients[0], LEFT_S)
+    end = {"nothing_left": is_empty, "state": status.state}
     end["num_ranks"] = len(status.ranks)
     note(end, folder, "end.json")
     for client in clients:

@@ -16,6 +16,7 @@ KINDS = {
     "kill the controller": 3,
     "kill a gateway": 2,
     "kill a raylet": 2,
+    "kill the head": 1,
     "cut two machines": 4,
 }
 """How often each is drawn."""
@@ -29,6 +30,7 @@ class Faults:
 
     machines: Machines
     draw: random.Random
+    only: list[str] = field(default_factory=list)
     applied: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
     _due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
@@ -37,7 +39,8 @@ class Faults:
     def one(self) -> str:
         """Draw until there is one that can be."""
         while True:
-            [kind] = self.draw.choices([*KINDS], [*KINDS.values()])
+            often = {kind: KINDS[kind] for kind in self.only} or KINDS
+            [kind] = self.draw.choices([*often], [*often.values()])
             done = getattr(self, "_" + kind.replace(" ", "_").replace(",", ""))()
             if done:
                 self.applied[kind] += 1
@@ -98,6 +101,12 @@ class Faults:
             return ""
         node, pids = self.draw.choice(nodes)
         return node.name if killed(pids[0]) else ""
+
+    def _kill_the_head(self) -> str:
+        """With Ray's own state, which it has on its disk, and the controller."""
+        head = self.machines.all["head"]
+        is_there = not head.has_ended and head.pod.pids("ray::Controller")
+        return "it" if is_there and killed(head.pod.init()) else ""
 
     def _cut_two_machines(self) -> str:
         """One way or both, all that there is or what is not Ray's."""

@@ -76,6 +76,8 @@ class Machines:
             own = [*RAY, f"--node-ip-address={pod.address}"]
             shm, more = SHM_OF_RAY, env
             if name == "head":
+                more = env | {"RAY_gcs_storage": "rocksdb"}
+                more |= {"RAY_gcs_storage_path": str(folder / "gcs")}
                 options = (f"--port={HEAD_PORT}", "--num-cpus=0", "--include-dashboard=false")
                 command = ["ray", "start", "--head", *options, *own]
             elif name in GATEWAYS:

@@ -127,7 +127,7 @@ class Call:
     def arrive(self) -> None:
         """Once no cut is in the way."""
         actor = self.actor
-        if self._is_cut():
+        if self._is_cut(self.caller, actor.process):
             actor.ray.later(AGAIN_S, self.arrive)
         elif actor.is_dead:
             self.fail(Died(f"{actor.name}: the actor is dead"))
@@ -139,10 +139,10 @@ class Call:
         self.actor.calls.pop(self, None)
         self._tell(None, error)
 
-    def _is_cut(self) -> bool:
-        if self.caller is None or self.actor.process is None:
+    def _is_cut(self, sender: Process | None, receiver: Process | None) -> bool:
+        if sender is None or receiver is None:
             return False
-        return self.actor.ray.net.is_cut(self.caller, self.actor.process)
+        return self.actor.ray.net.is_cut(sender, receiver)
 
     def _run(self, process: Process) -> None:
         process.start(self._answer())
@@ -163,7 +163,7 @@ class Call:
 
     def _tell(self, result: Any, error: Exception | None) -> None:
         ray = self.actor.ray
-        if self._is_cut():
+        if self._is_cut(self.actor.process, self.caller):
             ray.later(AGAIN_S, self._tell, result, error)
         elif self.caller is not None:
             self.caller.call(self._resolve, result, error, after_s=ray.net.latency_s())

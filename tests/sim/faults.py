@@ -73,7 +73,7 @@ class Faults:
     def __init__(self, world: World, draw: random.Random) -> None:
         self.world, self._draw = world, draw
         self._trouble_until = 0.0
-        self._cuts: dict[frozenset[str], float] = {}
+        self._cuts: dict[tuple[str, str], float] = {}
         self.wall_offset_s = 0.0
         self.num_applied: dict[str, int] = {}
         self._no_head_until = 0.0
@@ -190,17 +190,19 @@ class Faults:
         second = names[(fault.number // 7) % len(names)]
         if first == second:
             return ""
-        self._cuts[frozenset((first, second))] = self.world.loop.time() + fault.for_s
+        is_one_way = fault.number // 49 % 3 == 0
+        for way in [(first, second), (second, first)][: 1 if is_one_way else 2]:
+            self._cuts[way] = self.world.loop.time() + fault.for_s
         self._later(fault.for_s + 0.001, self.world.net.heal)
-        return f"{first} {second}"
+        return f"{first} {'to' if is_one_way else 'and'} {second}"
 
     def _clock_back(self, fault: Fault) -> str:
         self.wall_offset_s -= 3600.0
         return "an hour"
 
     def _is_cut(self, a: str, b: str) -> bool:
-        until = self._cuts.get(frozenset((a, b)), 0.0)
-        return self.world.loop.time() < until
+        """What ``a`` sends to ``b``."""
+        return self.world.loop.time() < self._cuts.get((a, b), 0.0)
 
     def _trouble(self, actor: Actor, method: str) -> Trouble:
         if self.world.loop.time() >= self._trouble_until:

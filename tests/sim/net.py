@@ -52,8 +52,8 @@ class Listener:
 
 
 class Net:
-    """``is_cut(a, b)`` says whether nothing gets from one machine to another now; what was sent
-    then arrives when it is told to ``heal``."""
+    """``is_cut(a, b)`` says whether nothing gets from the machine of one process to that of another
+    now, which may be so one way; what was sent then arrives when it is told to ``heal``."""
 
     def __init__(self, loop: SimLoop, draw: random.Random) -> None:
         self.loop, self.draw = loop, draw
@@ -63,8 +63,8 @@ class Net:
         self._ends: list[Transport] = []
 
     def is_silent(self, a: Process, b: Process) -> bool:
-        """Whether neither word nor refusal gets from one to the other."""
-        return self.is_cut(a, b) or b.is_gone
+        """Whether neither word nor refusal comes back to one from the other."""
+        return self.is_cut(a, b) or self.is_cut(b, a) or b.is_gone
 
     def latency_s(self) -> float:
         return self.draw.uniform(LEAST_S, MOST_S)

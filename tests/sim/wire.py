@@ -68,7 +68,7 @@ class Wires:
     def store_client(self, host: str, port: int, timeout_s: float, nonce: str = "") -> Any:
         store = self.stores.get((host, port))
         self.threads.sleep(self.net.latency_s())  # time: virtual
-        if store is None or not store.process.is_alive or self.net.is_cut(here(), store.process):
+        if store is None or not store.process.is_alive or self.net.is_silent(here(), store.process):
             raise RuntimeError(f"nobody answers at {host}:{port}")
         return store, nonce
 

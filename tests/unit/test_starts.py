@@ -153,7 +153,6 @@ async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
     ranks = company(lambda n: hangs(n) if n < 3 else serves(n))
     await asked(ranks, 2 * START_S, monkeypatch)
     ranks.kill([0])
-    ranks.states.clear()
     ranks.handles = company(hangs).handles
     await asked(ranks, START_S / 2, monkeypatch, from_s=2 * START_S)
     with pytest.raises(LifeOver):

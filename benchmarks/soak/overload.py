@@ -1,0 +1,175 @@
+"""Three times as many requests as the cluster can carry, while ranks die: what is carried still?
+
+    python -m benchmarks.soak.overload [--load 3] [--seconds 60] [--every 15]
+
+First as many clients as there are rows and some ask one after the other: that is what all ranks
+carry. Then requests come at random moments, ``--load`` times as many, and a random decode rank is
+killed every so often. Goodput is what whole answers bring, told beside what the ranks that lived
+could have carried, by the share of decode ranks that were usable. Who is refused with
+RESOURCE_EXHAUSTED was not admitted; all others have to end. The exit code is 1 if goodput is less
+than 0.8 of that, or an admitted request failed.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from benchmarks.driven.procs import actors
+from benchmarks.soak.__main__ import show
+from cluster.control.launch import launch
+from cluster.door.server import Server
+from cluster.gateway.gateway import ClusterGateway
+from core.config import TINY_MODEL, load
+from core.info import DECODE
+from tandem import AsyncClient, InferenceError
+from training.corpus import held_out_prompts
+
+SETS = (
+    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.measure_at_start=false"),
+    *("kv.num_pages=600", "decode.max_rows=8", "server.max_queued=32"),
+)
+NUM_PROMPTS, PROMPT_LEN, NUM_TOKENS = 64, 128, 96
+LOOK_S, LEAST = 0.05, 0.8
+
+
+@dataclass
+class Ends:
+    """How requests ended, the tokens of whole answers, and when each ended."""
+
+    num: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+    num_tries: int = 0
+
+
+class Asker:
+    """Asks for one prompt after another."""
+
+    def __init__(self, client: AsyncClient, prompts: list[list[int]]) -> None:
+        self.ends = Ends()
+        self._client, self._prompts = client, prompts
+        self._draw = random.Random(0)
+        generate = client._stub.Generate
+
+        def counted(*given: Any, **more: Any) -> Any:
+            self.ends.num_tries += 1
+            return generate(*given, **more)
+
+        client._stub.Generate = counted  # type: ignore[method-assign]
+
+    async def ask(self) -> None:
+        prompt = self._draw.choice(self._prompts)
+        try:
+            done = await self._client.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+            self.ends.num["whole"] += 1
+            self.ends.num_tokens += len(done.token_ids)
+        except InferenceError as error:
+            is_refused = error.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            self.ends.num["refused at the door" if is_refused else "failed"] += 1
+            if not is_refused:
+                self.ends.failures.append(str(error))
+
+
+async def carried(asker: Asker, num_clients: int, for_s: float) -> float:
+    """Tokens a second with so many clients."""
+    until = time.monotonic() + for_s
+
+    async def go_on() -> None:
+        while time.monotonic() < until:
+            await asker.ask()
+
+    began_at = time.monotonic()
+    await asyncio.gather(*(go_on() for _ in range(num_clients)))
+    return asker.ends.num_tokens / (time.monotonic() - began_at)
+
+
+async def share_usable(gateway: ClusterGateway, shares: list[float]) -> None:
+    """Of decode ranks, at every look."""
+    num = len(gateway.fleet.of_kind(DECODE))
+    while True:
+        usable = {decode.life for _, decode in gateway.fleet.usable()}
+        shares.append(len(usable) / num)
+        await asyncio.sleep(LOOK_S)
+
+
+async def kill_some(every_s: float, killed: list[int]) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        if found := actors(os.getpid(), "DecodeActor"):
+            killed.append(random.choice(found))
+            with suppress(ProcessLookupError):
+                os.kill(killed[-1], signal.SIGKILL)
+
+
+async def overload(args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    prompts = held_out_prompts(tokenizer, NUM_PROMPTS, PROMPT_LEN, PROMPT_LEN, 0)
+    config = load(None, [*SETS, *args.sets])
+    num_rows = config.decode.max_rows * config.decode.replicas
+    async with Server(config) as server, launch(config) as gateway:
+        await server.attach(gateway)
+        async with AsyncClient(server.address) as client:
+            capacity = await carried(Asker(client, prompts), num_rows + 4, args.seconds / 3)
+        async with AsyncClient(server.address) as client:
+            asker, shares, killed = Asker(client, prompts), list[float](), list[int]()
+            watching = asyncio.create_task(share_usable(gateway, shares))
+            killing = asyncio.create_task(kill_some(args.every, killed))
+            tasks = []
+            rate, began_at = args.load * capacity / NUM_TOKENS, time.monotonic()
+            with Progress(console=Console(stderr=True)) as bar:
+                task = bar.add_task("overload", total=args.seconds)
+                while (now_s := time.monotonic() - began_at) < args.seconds:
+                    tasks.append(asyncio.create_task(asker.ask()))
+                    bar.update(task, completed=now_s)
+                    await asyncio.sleep(random.expovariate(rate))
+            goodput = asker.ends.num_tokens / (time.monotonic() - began_at)
+            living = capacity * sum(shares) / len(shares)
+            killing.cancel()
+            watching.cancel()
+            num_asked = len(tasks)
+            await asyncio.gather(*tasks)
+        await server.stop()
+    return {
+        "all ranks carry": f"{capacity:.0f} tokens/s",
+        "asked": f"{num_asked} requests, {args.load:g} times as many as that",
+        "killed": len(killed),
+        "usable": f"{sum(shares) / len(shares):.2f} of the decode ranks",
+        "goodput": f"{goodput:.0f} tokens/s",
+        "of what lived": round(goodput / living, 2),
+        "ends": dict(asker.ends.num),
+        "tries per request": round(asker.ends.num_tries / num_asked, 2),
+        "failures": asker.ends.failures[:5],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak.overload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--load", type=float, default=3.0, help="times what is carried [3]")
+    add("--seconds", type=float, default=60.0, help="of the overload [60]")
+    add("--every", type=float, default=15.0, help="seconds between kills [15]")
+    add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
+    result = asyncio.run(overload(parser.parse_args()))
+    show(result)
+    sys.exit(result["of what lived"] < LEAST or bool(result["failures"]))
+
+
+if __name__ == "__main__":
+    main()
