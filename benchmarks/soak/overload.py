@@ -68,7 +68,7 @@ class Asker:
             self.ends.num_tries += 1
             return generate(*given, **more)
 
-        client._stub.Generate = counted  # type: ignore[method-assign]
+        client._stub.Generate = counted
 
     async def ask(self) -> None:
         prompt = self._draw.choice(self._prompts)
