@@ -1,16 +1,19 @@
 """What may never be. Processes are in the middle of nothing but what they wait for."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.control.machines import CONTROLLER
+from cluster.gateway.handles import Pair
 from core.identity import Identity
 from core.info import DECODE, PREFILL
 from core.membership import READY
 from runtime.shell import RankShell
 from tests.sim.world import World
 
+ANSWER_S = 60.0
 SLACK_S = 8.0
 """Beyond a lease, within which what nobody knows of has to be gone: sweeps and beats."""
 
@@ -72,6 +75,18 @@ class Checks:
             if num := side.staging.num_taken:
                 return f"{name} has {num} staging buffers taken"
         return ""
+
+    async def all_pairs_work(self) -> None:
+        """For each gateway, by a request of its own."""
+        for one in self.world.gateways:
+            assert one.gateway is not None
+            for pair in one.gateway.fleet.usable():
+                try:
+                    async with asyncio.timeout(ANSWER_S):
+                        await one.gateway._warm(Pair(*pair, Identity(f"{one.name}-last")))
+                except Exception as error:
+                    names = " and ".join(rank.life for rank in pair)
+                    self.world.wrong(f"{names} do not work together: {error!r}")
 
     def ranks(self) -> Iterator[tuple[str, Any]]:
         """That live and are not stopped."""

@@ -44,6 +44,7 @@ KINDS = {
     "cut": 3,
     "lose head": 2,
     "fail step": 2,
+    "slow rank": 3,
     "clock back": 1,
 }
 """How often each is drawn."""
@@ -91,6 +92,8 @@ class Faults:
         """Nothing is wrong from now on."""
         world = self.world
         self._trouble_until, self._no_head_until, self._cuts = 0.0, 0.0, {}
+        world.loads.failing.clear()
+        world.loads.slow.clear()
         world.net.heal()
         for actor in self._actors():
             if actor.process is not None and actor.process.is_stopped:
@@ -125,6 +128,14 @@ class Faults:
         name = ranks[fault.number % len(ranks)].name
         self.world.loads.failing.add(name)
         return name
+
+    def _slow_rank(self, fault: Fault) -> str:
+        ranks = self._actors()
+        if not ranks:
+            return ""
+        name = ranks[fault.number % len(ranks)].name
+        self.world.loads.slow[name] = self.world.loop.time() + fault.for_s
+        return f"{name} for {fault.for_s} s"
 
     def _stop_rank(self, fault: Fault) -> str:
         ranks = [one for one in self._actors() if one.process and not one.process.is_stopped]

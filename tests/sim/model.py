@@ -32,6 +32,8 @@ MODULUS = 4093
 NUM_TOKENS = 96
 MOST_SLOTS = 1024
 SHARPNESS = 3.0
+SLOW_S = 0.3, 2.0
+"""Less than any bound on silence."""
 
 
 @cache
@@ -50,10 +52,13 @@ def _factors() -> Tensor:
 
 class HashNetwork:
     """As DeepseekV3 is called. A step takes ``step_s`` and more for each token. The next one of a
-    process that is among the ``failing`` raises."""
+    process that is among the ``failing`` raises, those of one among the ``slow`` take SLOW_S until
+    then."""
 
-    def __init__(self, draw_: random.Random, failing: set[str], step_s: float = 0.01) -> None:
-        self._draw, self._failing, self._step_s = draw_, failing, step_s
+    def __init__(
+        self, draw_: random.Random, failing: set[str], slow: dict[str, float], step_s: float = 0.01
+    ) -> None:
+        self._draw, self._failing, self._slow, self._step_s = draw_, failing, slow, step_s
 
     def __call__(self, batch: Batch, caches: Caches) -> Tensor:
         num_tokens, me = batch.token_ids_BQ.numel(), here().name
@@ -61,6 +66,8 @@ class HashNetwork:
             self._failing.remove(me)
             raise RuntimeError("a step that fails")
         time.sleep(self._step_s * self._draw.uniform(0.5, 1.5) + 1e-4 * num_tokens)  # time: virtual
+        if self._slow and time.monotonic() < self._slow.get(me, 0.0):
+            time.sleep(self._draw.uniform(*SLOW_S))  # time: virtual
         cache = caches[MAIN][0]
         flat = cache.view(-1, cache.shape[-1])
         flat[batch.write_slots_BQ.flatten(), 0] = batch.token_ids_BQ.flatten().float() + 1
@@ -135,6 +142,7 @@ class Loads:
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw = ModelConfig.from_dir(folder), draw_
         self.failing: set[str] = set()
+        self.slow: dict[str, float] = {}
 
     def __call__(
         self, config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
@@ -142,7 +150,7 @@ class Loads:
         for share in (0.25, 0.5, 0.75, 1.0):
             time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
             on_start.get()(LOADING, share)
-        network: Any = HashNetwork(self._draw, self.failing)
+        network: Any = HashNetwork(self._draw, self.failing, self.slow)
         most = config.model.max_model_len or self._config.max_position_embeddings
         parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
         return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None)

@@ -138,6 +138,6 @@ async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
         waiting = [f"client {c.number}: {c.last_failure}" for c in clients.all if not c.is_done]
         rest = waiting[0] if waiting else checks.is_whole()
         if not rest:
-            return
+            return await checks.all_pairs_work()
         await asyncio.sleep(1.0)  # time: virtual
     world.wrong(f"not whole after {SETTLE_S:.0f} s: {rest}")
