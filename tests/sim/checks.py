@@ -61,6 +61,9 @@ class Checks:
         gangs = controller.instance._snapshot.gangs
         if not gangs or any(gang.state != READY for gang in gangs):
             return f"gangs: {[(gang.name, gang.state, gang.cause) for gang in gangs]}"
+        for one in self.world.gateways:
+            if not one.process.is_alive or one.gateway is None or not one.gateway.is_healthy():
+                return f"{one.name} does not serve"
         members = {info.spec.process for gang in gangs for info in gang.members}
         alive = {name for name, _ in self.ranks()}
         if members != alive:
