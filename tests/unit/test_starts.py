@@ -159,6 +159,18 @@ async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
         await asked(ranks, 2 * START_S, monkeypatch, from_s=2.5 * START_S)
 
 
+async def test_who_has_said_nothing_is_not_taken_for_who_was_there_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And served: it is no excuse for one that never answers."""
+    ranks = company(serves)
+    await asked(ranks, START_S / 2, monkeypatch)
+    ranks.kill([0])
+    ranks.handles = company(silent).handles
+    with pytest.raises(LifeOver, match="starting its process"):
+        await asked(ranks, 2 * START_S, monkeypatch, from_s=START_S / 2)
+
+
 async def test_each_rank_tells_what_it_does() -> None:
     ranks = company(lambda n: {"doing": LOADING, "progress": 0.4}, silent)
     assert ranks.starts == ("d.0: starting its process", "d.1: starting its process")
