@@ -133,7 +133,7 @@ class KvTransferConfig(Section):
     host: str = Field(default=AUTO, min_length=1)
     """address that nodes listen on; auto is that by which Ray knows the machine"""
     checksums: bool = False
-    """find flipped bits: prefill sums up each page as it is computed, decode what has come"""
+    """find flipped bits: decode compares sums of its pages with prefill's before it begins"""
 
     @property
     def chunk_bytes(self) -> int:

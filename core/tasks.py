@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from core.errors import TandemError
@@ -23,6 +22,9 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(list(self._tasks))
+
     def start(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -33,14 +35,10 @@ class Tasks:
         """Await ``work``; cancelling the waiter leaves it running to its end."""
         return await asyncio.shield(self.start(work))
 
-    async def finish(self, within_s: float | None = None) -> None:
-        """Wait until all have ended, whatever their results; cancelled after ``within_s``."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while self._tasks:
-                    await asyncio.wait(list(self._tasks))
+    async def finish(self) -> None:
+        """Wait until all have ended, whatever their results."""
         while self._tasks:
-            await cancelled(*self._tasks)
+            await asyncio.wait(list(self._tasks))
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
@@ -67,6 +65,14 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition: Callable[[], Result], within_s: float, every_s: float) -> Result:
+    """What it gives once that is true, asked every ``every_s`` seconds, or after ``within_s``."""
+    ends_at = asyncio.get_running_loop().time() + within_s
+    while not (found := condition()) and asyncio.get_running_loop().time() < ends_at:
+        await asyncio.sleep(every_s)
+    return found
 
 
 def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> None:

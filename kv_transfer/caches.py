@@ -72,7 +72,7 @@ class PagedCaches:
         with self.beside(mark):
             rows, slots_T = _widest_view(out), self.slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
-            self._copy(self._layers(span.group, rows.dtype), slots_T, here, True)
+            self._copy(self.layers(span.group, rows.dtype), slots_T, here, True)
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
@@ -81,15 +81,11 @@ class PagedCaches:
         with self.beside(None):
             rows, slots_T = _widest_view(staged), self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
-            self._copy(self._layers(span.group, rows.dtype), slots_T, here, False)
+            self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
 
-    def _layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
+    def layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
+        """``[num_slots, W]`` each, as integers of this type."""
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
-
-    def layers(self) -> Iterator[Tensor]:
-        """Of all groups, ``[num_slots, width]`` each."""
-        for layers in self._tensors.values():
-            yield from layers
 
     @contextmanager
     def beside(self, mark: Mark | None) -> Iterator[None]:

@@ -29,9 +29,7 @@ class Line:
     def is_usable(self) -> bool:
         """Being built, or built and not failed since."""
         task = self._building
-        if not task.done() or task.cancelled():
-            return not task.done()
-        return task.exception() is None and task.result().failure is None
+        return not task.done() or (task.exception() is None and task.result().failure is None)
 
     def is_idle(self, for_s: float) -> bool:
         return time.monotonic() - self._used_at > for_s
@@ -50,7 +48,7 @@ class Line:
 
     async def _drop(self, reason: str) -> None:
         await asyncio.wait([self._building])
-        if not self._building.cancelled() and self._building.exception() is None:
+        if self._building.exception() is None:
             channel = self._building.result()
             channel.abort(reason)
             if self.hang_up is not None:

@@ -6,13 +6,14 @@ method     reply     meaning
 connect    Accepted  P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
 send       Sent      D's receive is launched: P reads a chunk into staging and sends it
+sums       Sums      what P's pages hold, for D to compare
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine
 hang_up    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
-What is renewed is told by its Identity alone. A request that fails is answered by a Failure
-(core.schema). The epoch of P that is meant is in the call's envelope (core.control).
+What is summed up or renewed is told by its Identity alone. A request that fails is answered by a
+Failure (core.schema). The epoch of P that is meant is in the call's envelope (core.control).
 """
 
 from dataclasses import dataclass
@@ -68,8 +69,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The KV is complete; ``generations`` are those of P's pages, ``sums`` of each
-    ``sum_size`` tokens if ``kv_transfer.checksums`` (sums.py); its Source adds them.
+    """The KV is complete; ``generations`` are those of P's pages, which its Source adds.
 
     ``features`` of the last prompt token are what the drafter wants of the main model, as raw
     bytes; None for zero_hidden, and if it wants nothing.
@@ -79,8 +79,6 @@ class Seal:
     features: bytes | None = None
     features_dtype: str = ""
     generations: tuple[int, ...] = ()
-    sums: tuple[int, ...] = ()
-    sum_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,15 @@ class Sent:
     num_bytes: int
     first_page: int
     generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of what P has of a sequence (sums.py): of each ``num_tokens`` of it, by the name of the group,
+    of which D may have fewer."""
+
+    num_tokens: int
+    groups: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

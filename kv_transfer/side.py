@@ -1,13 +1,15 @@
 """What either end of hand-overs works with: a rank's KV, its threads, staging and wire."""
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from core.config import KvTransferConfig
 from core.errors import HandoverError
-from core.tasks import Tasks
+from core.tasks import Tasks, cancelled
 from kv_transfer.caches import PagedCaches, check_chunks
 from kv_transfer.channel import ChannelMaker
 from kv_transfer.staging import StagingPool
@@ -75,5 +77,9 @@ class Side:
 
     async def close(self) -> None:
         """What is said to a peer that is silent, as that one hangs up, is cut off."""
-        await self.tasks.finish(FAREWELL_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self.tasks.finish()
+        while self.tasks:  # what is cancelled may start what says so
+            await cancelled(*self.tasks)
         self.copier.shutdown(wait=False)

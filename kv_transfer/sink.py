@@ -15,6 +15,7 @@ from kv_transfer.layout import PROTOCOL, check_given
 from kv_transfer.links import Link
 from kv_transfer.pull import Pulling
 from kv_transfer.side import Side
+from kv_transfer.sums import check_sums
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Sink:
         try:
             await self._check(link, offer)
             seal = await self._follow(pull)
+            if self._side.config.checksums:
+                await check_sums(pull)
             reason = "pulled"
             return Pulled(seal, pull.stats())
         except asyncio.CancelledError:
@@ -128,7 +131,7 @@ class Sink:
                 await self._fetch(pull, ready)
                 give_up_at = now() + patience_s
             if ready.seal is not None:
-                await pull.check_seal(ready.seal)
+                pull.check_seal(ready.seal)
                 return ready.seal
             if now() > give_up_at:
                 raise HandoverError(

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -37,8 +36,7 @@ class Source:
         self._layout = side.caches.layout
         loop = asyncio.get_running_loop()
         self._book = OfferBook(side.config.lease_s, loop.time)
-        self._channels = AcceptedChannels(side)
-        self._sums = PageSums(side.caches)
+        self._channels, self._sums = AcceptedChannels(side), PageSums(side.caches)
         self._post = loop.call_soon_threadsafe
         every_s = min(self._book.lease_s, side.deadlines.idle_s) / 4
         self._sweeper = asyncio.create_task(again(every_s, self._sweep))
@@ -46,6 +44,7 @@ class Source:
             "connect": (m.Connect, self._connect),
             "pull": (m.Pull, self._pull),
             "send": (m.Send, lambda ask: side.tasks.detached(self._send(ask))),
+            "sums": (Identity, self._sum_up),
             "renew": (Identity, self._book.renew),
             "release": (m.Release, lambda ask: self._end(ask.identity, f"released: {ask.reason}")),
             "hang_up": (m.HangUp, lambda ask: self._channels.drop(ask.nonce, "hung up")),
@@ -80,10 +79,7 @@ class Source:
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = Computed(num_tokens, tuple(pages), pool.generations(pages), caches.mark())
-        if seal is not None and self._side.config.checksums:
-            self._post(lambda: self._side.tasks.start(self._sum_up(identity, now, seal)))
-        else:
-            self._post(self._book.advance, identity, now, seal)
+        self._post(self._book.advance, identity, now, seal)
 
     def fail(self, identity: Identity, text: str) -> None:
         """Prefill gives a sequence up; D gets a HandoverError with this text."""
@@ -100,16 +96,6 @@ class Source:
             "tasks": len(self._side.tasks),
         }
 
-    async def _sum_up(self, identity: Identity, now: Computed, seal: m.Seal) -> None:
-        try:
-            posted = self._side.copier.submit(self._sums.of, now)
-            sums = await asyncio.wrap_future(posted)
-        except Exception as error:
-            self._end(identity, f"its pages could not be summed up: {error!r}")
-            raise
-        size = self._side.caches.pool.page_size
-        self._book.advance(identity, now, replace(seal, sums=sums, sum_size=size))
-
     async def _connect(self, ask: m.Connect) -> m.Accepted:
         backend = self._side.maker.backend
         if ask.backend != backend:
@@ -123,6 +109,10 @@ class Source:
         if entry is None:
             return m.Ready(False, 0, None)
         return m.Ready(True, entry.computed.num_tokens, entry.seal)
+
+    async def _sum_up(self, identity: Identity) -> m.Sums:
+        summing = self._side.copier.submit(self._sums.of, self._book.need(identity).computed)
+        return await asyncio.wrap_future(summing)
 
     async def _send(self, ask: m.Send) -> m.Sent:
         """Read and send what D's receive is launched for. Must run to its end.

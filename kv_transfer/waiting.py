@@ -27,7 +27,7 @@ async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
         return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
     except BaseException:
         if not making.done():
-            log.error("setting up a channel hangs; its thread is abandoned")
+            log.error("setting up a channel is waited for no more; its thread is abandoned")
         making.add_done_callback(_abort_late)
         raise
 

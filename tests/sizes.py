@@ -26,7 +26,7 @@ PRODUCT = (
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_175,
+    "cluster": 3_155,
     "colocated_node": 70,
     "core": 1_060,
     "decode_node": 1_610,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_730
+MOST_ENTERED = 7_700
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

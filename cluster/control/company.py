@@ -120,7 +120,7 @@ class Company:
             raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
 
     async def leave(self) -> None:
-        """All that are left leave this life; who does not confirm it is killed."""
+        """All that are left leave this life; who cannot, for whatever reason, is killed."""
         await asyncio.gather(*map(self._leave, list(self.handles)))
 
     async def stop(self, deadline_s: float) -> None:
@@ -153,7 +153,7 @@ class Company:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.handles[rank].leave()
-        except (RankLost, TimeoutError) as error:
+        except Exception as error:
             log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
             self.kill([rank])
 

@@ -114,9 +114,9 @@ class GangKeeper:
             try:
                 await self._live()
             except LifeOver as over:
-                pause_s = await self._end(over)
+                pause_s = await self._bury(over)
             except Exception as error:
-                pause_s = await self._end(LifeOver(error, *self.ranks.handles))
+                pause_s = await self._bury(LifeOver(error, *self.ranks.handles))
 
     async def _live(self) -> None:
         """One life; returns only by raising what ended it."""
@@ -153,16 +153,6 @@ class GangKeeper:
             state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
             members=tuple(state.info for state in states if state.info is not None),
         )
-
-    async def _end(self, over: LifeOver) -> float | None:
-        """Whatever goes wrong at its end, the gang is looked after."""
-        try:
-            return await self._bury(over)
-        except Exception:
-            log.exception("%s, epoch %d: its end failed", self.plan.name, self.gang.epoch)
-            self.ranks.kill(self.ranks.handles)
-            self._set(state=LOST, members=(), starts=())
-            return POLL_S
 
     async def _bury(self, over: LifeOver) -> float | None:
         """Do as the end of this life asks for; returns the pause before the next one."""

@@ -160,13 +160,12 @@ def _last_words_there(state: RankState) -> LastWords:
 
 def _hosts(group: Any, host: str) -> list[str]:
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    machines = [machine for machine in ray.nodes() if machine["Alive"]]
-    addresses = {machine["NodeID"]: machine["NodeManagerAddress"] for machine in machines}
-    found = [placed.get(index) for index in range(group.bundle_count)]
+    addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+    found = [placed.get(index, "") for index in range(group.bundle_count)]
     if lost := [index for index, machine in enumerate(found) if machine not in addresses]:
         # Ray moves what lay on a machine that it has lost; the other ranks keep theirs.
-        raise LifeOver(RankLost(f"{lost} of its ranks have no machine any more, and none yet"))
-    return hosts_of(host, [machine for machine in found if machine], addresses)
+        raise LifeOver(RankLost(f"ranks {lost} have lost their machine and have no other yet"))
+    return hosts_of(host, found, addresses)
 
 
 def find_ranks() -> list[RayRank]:

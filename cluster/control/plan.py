@@ -68,7 +68,7 @@ def no_room(plan: GangPlan, total: Mapping[str, float], free: Mapping[str, float
 def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
     """The address that each rank listens on, by the machine that it is placed on: that by which Ray
     knows the machine, the loopback interface's in a Ray of one's own, unless ``host``
-    (``kv_transfer.host``) is another. Of machines that join later all reach all."""
+    (``kv_transfer.host``) is another. Machines that join later reach it there."""
     return [addresses[machine] if host == AUTO else host for machine in machines]
 
 

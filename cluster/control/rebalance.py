@@ -5,7 +5,6 @@ The gang is drained and begun anew with it; who asks does so for one gang after 
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from core.errors import RankLost
 from core.membership import READY, ExpertRows, Gang
 from core.placement import Placement
 from core.schema import error_of
+from core.tasks import until
 
 MIN_GAIN = 0.01
 """Of the ratio, for which a gang is begun anew."""
@@ -48,29 +48,25 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float, changing: asyncio.L
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
-        await _begin_anew(keeper, best, drain_s, changing)
+        await _move(keeper, best, drain_s, changing)
     return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
 
 
-async def _begin_anew(
-    keeper: GangKeeper, placement: Placement, drain_s: float, changing: asyncio.Lock
-) -> None:
+async def _move(keeper: GangKeeper, to: Placement, drain_s: float, lock: asyncio.Lock) -> None:
     keeper.drain()
-    give_up_at = time.monotonic() + drain_s
     await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
-    while num_held(keeper) and time.monotonic() < give_up_at:
-        await asyncio.sleep(POLL_S)
+    await until(lambda: not num_held(keeper), drain_s - 2 * POLL_S, POLL_S)
     if num_held(keeper):
         log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, num_held(keeper))
-    async with changing:
+    async with lock:
         _check_kept(keeper)
         await keeper.stop(keeper.config.control.stop_s)
-        keeper.placement = placement
+        keeper.placement = to
         keeper.start()
     while keeper.gang.state != READY:
-        _check_kept(keeper)
         if keeper.gang.failure is not None:
             raise error_of(keeper.gang.failure)
+        _check_kept(keeper)
         await asyncio.sleep(POLL_S)
 
 

@@ -20,13 +20,11 @@ from core.control import Control
 from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
-from core.tasks import Tasks, cancelled
+from core.tasks import Tasks, cancelled, until
 
 log = logging.getLogger(__name__)
-LOOK_S, WAIT_S = 0.05, 0.2
+AGAIN_S = 0.1
 LONGEST_BEAT_S = RELEASED_S = 1.0
-VERDICT_S = 3.0
-"""How long an answer waits to learn what a rank died of before it goes on elsewhere."""
 
 
 class Members(Protocol):
@@ -99,24 +97,13 @@ class Fleet:
 
     async def pairs(self, patience_s: float) -> list[Ranks]:
         """``usable`` as soon as there is one, or after ``patience_s``."""
-        now = asyncio.get_running_loop().time
-        give_up_at = now() + patience_s
-        while not (pairs := self.usable()) and now() < give_up_at:
-            await asyncio.sleep(WAIT_S)
-        return pairs
+        return await until(self.usable, patience_s, AGAIN_S)
 
     def has_verdict(self, handle: Handle) -> bool:
         """Whether the controller has told what a lost rank died of, or it lives."""
         spec = handle.info.spec
-        gangs = [gang for gang in self._applied.gangs if gang.name == spec.gang]
-        is_told = all(gang.ended and gang.ended.epoch >= spec.epoch for gang in gangs)
-        return is_told or not handle.liveness.is_out
-
-    async def verdict(self, handle: Handle) -> None:
-        """``has_verdict``, or VERDICT_S are over."""
-        give_up_at = asyncio.get_running_loop().time() + VERDICT_S
-        while not self.has_verdict(handle) and asyncio.get_running_loop().time() < give_up_at:
-            await asyncio.sleep(LOOK_S)
+        ends = [gang.ended for gang in self._applied.gangs if gang.name == spec.gang]
+        return not handle.liveness.is_out or all(end and end.epoch >= spec.epoch for end in ends)
 
     def accuse(self, rank: Handle, error: Exception) -> None:
         """A call to it failed: left out until one is answered."""

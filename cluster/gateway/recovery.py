@@ -1,13 +1,15 @@
 """What one answer has been through, and what follows from another failure."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
-from cluster.gateway.fleet import Fleet
+from cluster.gateway.fleet import AGAIN_S, Fleet
 from cluster.gateway.handles import Handle, Pair
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
 from core.identity import Identity
+from core.tasks import until
 
 MAX_FAILURES = 4
 """Lost nodes, broken hand-overs and failed steps that one answer may meet without a token in
@@ -15,13 +17,15 @@ between."""
 MAX_DEATHS = 3
 """Steps that killed a rank with one answer in them, whatever tokens came in between."""
 LONGEST_TRIAL_PAUSE_S = 1.0
+VERDICT_S = 3.0
+"""How long an answer that may have killed a rank waits to be told before it goes on elsewhere."""
 
 
 @dataclass(slots=True)
 class Trials:
     """Of one answer in a ``fleet``. It ``has_failed`` once it was in a step that failed; ``lost``
-    are its attempts on ranks that were lost, ``dead`` those of them that died, ``avoided`` pairs of
-    ranks between which a hand-over of it failed."""
+    are its attempts on ranks that were lost, ``dead`` ranks that died meanwhile, ``avoided`` pairs
+    of ranks between which a hand-over of it failed."""
 
     fleet: Fleet
     retries: Retries = field(default_factory=lambda: Retries(LONGEST_TRIAL_PAUSE_S))
@@ -66,8 +70,8 @@ class Trials:
         return self.has_failed or bool(deaths) or not all(map(self.fleet.has_verdict, self.dead))
 
     async def _lose(self, error: RankLost, pair: Pair) -> None:
-        """Leave the rank alone. If it died of who was suspected before, it is waited a little for
-        the word on that."""
+        """Leave the rank alone. Who was suspected there, so that it was alone in its steps, waits a
+        little to be told whether it is to blame."""
         self.lost.add(pair.identity)
         for rank in dict.fromkeys((pair.prefill, pair.decode)):
             if rank.life == error.rank:
@@ -75,4 +79,4 @@ class Trials:
                 if isinstance(error, RankDied):
                     self.dead.append(rank)
                     if pair.is_suspect:
-                        await self.fleet.verdict(rank)
+                        await until(partial(self.fleet.has_verdict, rank), VERDICT_S, AGAIN_S)

@@ -1,6 +1,5 @@
 """One bit that flips anywhere between prefill's pages and decode's ends the pull."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from core.errors import HandoverError
 from kv_transfer.caches import PagedCaches
 from kv_transfer.offered import Computed
+from kv_transfer.pages import PagePool
 from kv_transfer.sums import PageSums
-from tests.integration.handover_peer import DEADLINE_S, Prefill, Rank
+from tests.integration.handover_peer import DEADLINE_S, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels
-from tests.waiting import until
 
 NUM_TOKENS = 23
 
@@ -61,80 +60,68 @@ def written(prefill: Prefill, world: World) -> None:
 
 
 def read(prefill: Prefill, world: World) -> None:
-    """In a page of P's, once D has read it."""
+    """In a page of P's, once D has all of it."""
+    handle = world.handler
 
+    async def flipping(epoch: int, method: str, payload: bytes) -> bytes:
+        if method == "sums":
+            [pages] = prefill.pages.values()
+            flip(prefill.layers()[3][prefill.slots(pages, 0, 1)[0]])
+        return await handle(epoch, method, payload)
 
-def flip_page(prefill: Prefill) -> None:
-    [pages] = prefill.pages.values()
-    flip(prefill.layers()[3][prefill.slots(pages, 0, 1)[0]])
+    world.handler = flipping
 
 
 @pytest.mark.parametrize("where", [sent, received, written, read])
 async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], None]) -> None:
+    """Without one it does not: all tests of hand-overs compare sums."""
     maker = LoopbackChannels(DEADLINE_S)
     prefill = Prefill(maker)
     async with world_over(prefill.handle, maker) as world:
         where(prefill, world)
-        asked = offer(NUM_TOKENS)
-        await world.prefill(asked, seal=False)
-        pulling = asyncio.create_task(world.pull(asked))
-
-        async def has_all() -> bool:
-            return pulling.done() or bool((await world.tell("report"))["waiting"])
-
-        await until(has_all)
-        assert not pulling.done(), pulling.exception()
-        if where is read:
-            flip_page(prefill)
-        await world.tell(
-            "seal", request_id=asked.identity.request_id, attempt=asked.identity.attempt
-        )
-        with pytest.raises(HandoverError, match="other bits from token"):
-            await pulling
+        await world.prefill(asked := offer(NUM_TOKENS))
+        with pytest.raises(HandoverError, match="other bits than prefill has"):
+            await world.pull(asked)
         await world.check_clean()
     await prefill.source.stop()
     prefill.engine.stop()
 
 
 @pytest.mark.parametrize("width", [24, 3])
-def test_what_lies_in_a_full_page_has_the_sum_of_when_it_was_computed(width: int) -> None:
+def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int) -> None:
     """So that what flips while it lies there is found by who gets it next; another owner's page
     has a sum of its own."""
-    rank = Rank("p", page_size=4, num_pages=9)
-    try:
-        tensors = {"main": [torch.rand(9 * 4, width) for _ in range(2)]}
-        caches = PagedCaches(tensors, rank.pool, "float32", "tiny")
-        sums = PageSums(caches)
-        pages = tuple(rank.pool.allocate(3))
-        now = Computed(10, pages, rank.pool.generations(pages))
-        first = sums.of(now)
-        for layer in tensors["main"]:
-            for slot in rank.slots(list(pages), 0, 12):
-                flip(layer[slot], 2)
-        second = sums.of(now)
-        assert first[:2] == second[:2] and first[2] != second[2]
-        assert len({*first, *second}) == 4
-        rank.pool.release([pages[0]])
-        assert rank.pool.allocate(1) == [pages[0]]
-        later = Computed(10, pages, rank.pool.generations(pages))
-        assert sums.of(later)[0] not in first and sums.of(later)[1] == first[1]
-    finally:
-        rank.engine.stop()
+    pool = PagePool(9, page_size=4)
+    tensors = [torch.rand(9 * 4, width) for _ in range(2)]
+    sums = PageSums(PagedCaches({"main": tensors}, pool, "float32", "tiny"))
+    pages = tuple(pool.allocate(3))
+    now = Computed(10, pages, pool.generations(pages))
+    first = sums.of(now).groups["main"]
+    for tensor in tensors:
+        for page in pages:
+            for slot in range(4 * page, 4 * page + 4):
+                flip(tensor[slot], 2)
+    second = sums.of(now).groups["main"]
+    assert first[:2] == second[:2] and first[2] != second[2]
+    assert len({*first, *second}) == 4
+    pool.release([pages[0]])
+    assert pool.allocate(1) == [pages[0]]
+    later = sums.of(Computed(10, pages, pool.generations(pages))).groups["main"]
+    assert later[0] not in first and later[1] == first[1]
 
 
 def test_every_bit_counts() -> None:
-    rank = Rank("p", page_size=2, num_pages=3)
-    try:
-        layer = torch.rand(6, 2)
-        caches = PagedCaches({"main": [layer]}, rank.pool, "float32", "tiny")
-        now = Computed(3, (1, 2), (0, 0))
-        whole = PageSums(caches).of(now)
-        found = set()
-        for bit in range(64):
-            word = layer.view(torch.int64)[2:5].view(-1)
-            word[bit % 3] ^= 1 << bit if bit < 63 else -(1 << 63)
-            found.add(PageSums(caches).of(now))
-            word[bit % 3] ^= 1 << bit if bit < 63 else -(1 << 63)
-        assert len(found) == 64 and whole not in found
-    finally:
-        rank.engine.stop()
+    pool, layer = PagePool(3, page_size=2), torch.rand(6, 2)
+    caches = PagedCaches({"main": [layer]}, pool, "float32", "tiny")
+    word_T = layer.view(torch.int64)[2:5].view(-1)
+
+    def summed() -> tuple[int, ...]:
+        return PageSums(caches).of(Computed(3, (1, 2), (0, 0))).groups["main"]
+
+    whole, found = summed(), set()
+    for bit in range(64):
+        mask = 1 << bit if bit < 63 else -(1 << 63)
+        word_T[bit % 3] ^= mask
+        found.add(summed())
+        word_T[bit % 3] ^= mask
+    assert len(found) == 64 and whole not in found

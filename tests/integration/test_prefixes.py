@@ -10,7 +10,7 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from tests.rig import rig
 
-SETS = ("kv.num_pages=400", "kv.page_size=16")
+SETS = ("kv.num_pages=400", "kv.page_size=16", "kv_transfer.checksums=true")
 
 
 def prompts(num: int, min_len: int, max_len: int, seed: int = 5) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from cluster.gateway import fleet
+from cluster.gateway import recovery
 from cluster.gateway.liveness import Phase
 from cluster.gateway.recovery import MAX_DEATHS
 from core.control import Control
@@ -123,7 +123,7 @@ async def test_nobody_waits_to_be_told_what_a_rank_died_of(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was on it goes on elsewhere at once, in steps of its own; who dies of that waits."""
-    monkeypatch.setattr(fleet, "VERDICT_S", 3600.0)
+    monkeypatch.setattr(recovery, "VERDICT_S", 3600.0)
     async with rig(small_model, *SETS, "prefill.replicas=2") as cluster:
         dying = []
         for rank in cluster.prefills:
@@ -157,7 +157,7 @@ async def test_a_verdict_that_comes_late_still_marks_its_answers(
 ) -> None:
     """It is waited for no longer than ever: the second attempt is as before, the next one is not,
     though the rank has died of nobody known since."""
-    monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
+    monkeypatch.setattr(recovery, "VERDICT_S", 0.0)
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
         handle = cluster.gateway.fleet.ranks[spec.life]

@@ -300,7 +300,7 @@ async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
 ) -> None:
     """Of a prefill node with MTP: n-grams and nobody's drafts need the main caches alone."""
     [ids] = prompts(1)
-    async with rig(small_model, *SMALL) as cluster:
+    async with rig(small_model, *SMALL, "kv_transfer.checksums=true") as cluster:
         [own] = cluster.decodes
         asked = cluster.config.speculation.model_copy(update={"drafter": drafter})
         cluster.config = cluster.config.model_copy(update={"speculation": asked})
