@@ -119,8 +119,8 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of what P has of a sequence (sums.py): of each ``num_tokens`` of it, by the name of the group,
-    of which D may have fewer."""
+    """Checksums (sums.py) of each ``num_tokens`` of what P has of a sequence, by the name of the
+    group; D may have fewer of those."""
 
     num_tokens: int
     groups: dict[str, tuple[int, ...]]
