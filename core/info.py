@@ -39,7 +39,8 @@ class RankStatus(Held):
     ``kind`` is prefill, decode or colocated; its cache has room for ``max_tokens``. ``kernels``
     names what computes its steps (model/kernels), and for decode steps in which form. Of a rank of
     a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed, and
-    ``balance_ratio`` is how evenly those of its gang are spread (core/eplb.py).
+    ``balance_ratio`` is how evenly those of its gang are spread (core/eplb.py). It was ``born`` in
+    the epoch in which its process loaded its weights.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RankStatus(Held):
     balance_ratio: float = 0.0
     kernels: str = ""
     cause: str = ""
+    born: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,7 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 def threaded(function: Callable[[], Result]) -> "Future[Result]":
     """The result of what runs on a thread of its own; waiters cannot cancel it."""
     future: Future[Result] = pending()
-    given = future, function
-    threading.Thread(target=fulfil, args=given, name="kv-blocking", daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, function), name="blocking", daemon=True).start()
     return future
 
 

@@ -98,6 +98,7 @@ class RankParts:
             max_tokens=self.pool.max_tokens,
             rows_by_layer=tuple(rows),
             kernels=", ".join(filter(None, (loaded.kernels.name, form))),
+            born=spec.born or spec.epoch,
             **asdict(held()),
         )
 

@@ -49,6 +49,8 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
     for rank in state.ranks:
         is_well = f"kernels {rank.kernels}" if rank.alive else "no answer"
         told.setdefault(rank.cause or is_well, []).append(rank.name)
+    if kept := [rank.name for rank in state.ranks if 0 < rank.born < rank.epoch]:
+        told["weights kept from an earlier epoch"] = kept
     lines += [f"{', '.join(names)}: {text}" for text, names in told.items()]
     console = Console(highlight=False)
     console.print("\n".join(lines), markup=False)

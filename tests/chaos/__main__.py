@@ -2,6 +2,7 @@
 
     python -m tests.chaos                        # 20 minutes, half of it gangs, half lone ranks
     python -m tests.chaos --minutes 3 --seed 7
+    python -m tests.chaos --minutes 5 --controllers    # tests/chaos/controllers.py
 
 The exit code is 1 if an answer was wrong or refused, something was left behind, or the full size
 was not back two minutes after the last fault.
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from rich.progress import Progress
 
 from benchmarks.soak.__main__ import show
 from tests.chaos.asker import asked_ones
+from tests.chaos.controllers import Controllers
 from tests.chaos.faults import KINDS, Faults
 from tests.chaos.machines import Machines, asking, lines, machines
 from tests.chaos.report import Report, longest_away_s, take
@@ -46,16 +49,22 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         with machines(NUM_NODES, [*SETS, *LAYOUTS[layout], *args.sets], folder) as made:
             task = bar.add_task(f"{layout}: begins", total=minutes * 60)
             made.begin(START_S)
-            faults = Faults(made, draw, args.only)
+            faults: Faults | Controllers
+            faults = Controllers(made, draw) if args.controllers else Faults(made, draw, args.only)
             with asking(made, args.clients, args.seed):
                 began = time.time()
-                _go_on(made, faults, draw, began, minutes * 60, args.every, bar, task)
+                for _ in fail(faults, draw, began + minutes * 60, args.every):
+                    num = len(lines(folder / "answers.jsonl"))
+                    text = f"{faults.applied.total()} faults, {num} answers"
+                    bar.update(task, completed=time.time() - began, description=text)
                 faults.end()
                 over = time.time()
                 full_s = _back_after(made, NUM_RANKS[layout])
             left = sum(len(node.ranks()) for node in made.nodes) - NUM_RANKS[layout]
             report = Report(dict(faults.applied), _messages(folder))
             report.full_size_after_s, report.num_left = full_s, left
+            if isinstance(faults, Controllers):
+                report.more, report.is_more_good = faults.table(), faults.is_good()
             if args.logs:
                 _keep_logs(made, faults, args.logs / layout.replace(" ", "-"))
         report.end = lines(folder / "end.json")[0]
@@ -66,27 +75,18 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         return report
 
 
-def _go_on(
-    made: Machines,
-    faults: Faults,
-    draw: random.Random,
-    began: float,
-    for_s: float,
-    every_s: float,
-    bar: Progress,
-    task: object,
-) -> None:
-    """Faults at random moments, so far apart on average."""
-    next_at = began + every_s
-    while (now := time.time()) < began + for_s:
+def fail(
+    faults: Faults | Controllers, draw: random.Random, until: float, every_s: float
+) -> Iterator[None]:
+    """Faults at random moments, so far apart on average; yields between two looks."""
+    next_at = time.time() + every_s
+    while (now := time.time()) < until:
         if now >= next_at:
             for _ in range(1 + (draw.random() < TWO_AT_ONCE)):
                 faults.one()
             next_at = now + every_s * draw.uniform(0.4, 1.6)
         faults.sweep()
-        num = len(lines(made.folder / "answers.jsonl"))
-        text = f"{faults.applied.total()} faults, {num} answers"
-        bar.update(task, completed=now - began, description=text)  # type: ignore[arg-type]
+        yield
         time.sleep(LOOK_S)  # time: between two looks
 
 
@@ -108,7 +108,7 @@ def _messages(folder: Path) -> dict[str, int]:
     return dict(Counter(w for p in folder.glob("*.messages") for w in p.read_text().split()))
 
 
-def _keep_logs(made: Machines, faults: Faults, folder: Path) -> None:
+def _keep_logs(made: Machines, faults: Faults | Controllers, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "faults.log").write_text("\n".join(faults.log))
     for name, machine in made.all.items():
@@ -131,6 +131,9 @@ def main() -> None:
     add("--minutes", type=float, default=20.0, help="all layouts together [20]")
     add("--every", type=float, default=16.0, help="seconds between faults, on average [16]")
     add("--layout", choices=[*LAYOUTS], action="append", help="only this one")
+    add(
+        "--controllers", action="store_true", help="they die in each phase, and nobody loads for it"
+    )
     add("--only", choices=[*KINDS], action="append", default=[], help="this kind of faults")
     add("--clients", type=int, default=6, help="requests at a time [6]")
     add("--seed", type=int, default=0, help="another one does other things [0]")
@@ -139,7 +142,8 @@ def main() -> None:
     args = parser.parse_args()
     if not CAN_RUN:
         parser.error("needs root and iproute2")
-    layouts, reports = args.layout or [*LAYOUTS], []
+    layouts = ["gangs"] if args.controllers else args.layout or [*LAYOUTS]
+    reports = []
     with Progress(console=Console(stderr=True)) as bar:
         for layout in layouts:
             reports.append(run(layout, args, args.minutes / len(layouts), bar))

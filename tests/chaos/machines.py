@@ -68,7 +68,7 @@ class Machines:
     def __init__(self, there: dict[str, Pod], sets: Sequence[str], folder: Path) -> None:
         head = f"{there['head'].address}:{HEAD_PORT}"
         wait = f"until ray health-check --address {head} &>/dev/null; do sleep 1; done; "
-        env = {"FAULTS": str(folder), "MESSAGE_FAULTS": "1", "RAY_enable_metrics_collection": "0"}
+        env = {"FAULTS": str(folder), "CHAOS": "1", "RAY_enable_metrics_collection": "0"}
         env["PYTHONPATH"] = f"{Path(__file__).parents[1] / 'faults'}:{Path(__file__).parents[2]}"
         asked = [f"--set={one}" for one in (f"server.address=0.0.0.0:{GATEWAY_PORT}", *sets)]
         self.folder, self.all, self.client = folder, dict[str, Machine](), there["client"]

@@ -13,9 +13,6 @@ from benchmarks.soak.plans import Plan
 from core.config import TINY_MODEL
 from tests.chaos.asker import Asked
 
-PATIENCE_S = 60.0
-"""A typed client's: who is refused though a pair was there again within it counts."""
-
 
 @dataclass
 class Report:
@@ -36,11 +33,14 @@ class Report:
     end: dict[str, Any] = field(default_factory=dict)
     full_size_after_s: float | None = None
     num_left: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+    is_more_good: bool = True
 
     @property
     def is_good(self) -> bool:
         whole = self.full_size_after_s is not None and self.end.get("nothing_left", False)
-        return not self.wrong and not self.refused and whole and not self.num_left
+        lost = self.wrong or self.refused or self.num_left
+        return whole and not lost and self.is_more_good
 
     def table(self) -> dict[str, Any]:
         gaps = sorted(self.gaps_s) or [0.0]
@@ -63,6 +63,7 @@ class Report:
             "full size after": f"{self.full_size_after_s} s",
             "left behind": self.num_left,
             "at the end": self.end,
+            **self.more,
         }
 
 
@@ -81,7 +82,7 @@ def take(
         report.gaps_s.append(one["gap_s"])
         if one["refused"]:
             report.refused.append(f"at {one['began_at']:.1f}: {one['refused']}")
-        answers[one["number"], tuple(one["tokens"])] += 1 if not one["refused"] else 0
+        answers[one["number"], tuple(one["tokens"])] += not one["refused"]
     for (number, tokens), num in answers.items():
         try:
             report.ties += compared(asked[number], list(tokens), is_whole=num > 0)

@@ -76,12 +76,14 @@ def _end_in_lockstep(collectives: Any) -> None:
 
 
 def _tell_who(member: Any) -> None:
-    """``SEAT.pid`` has the process of each rank of a gang."""
+    """``SEAT.pid`` has the process of each rank of a gang, ``lives`` all that were joined."""
     inner = member.Member.__init__
 
     def joining(self: Any, spec: Any, *args: Any) -> None:
         _stop("joining")
         Path(os.environ["FAULTS"], f"{spec.seat}.pid").write_text(str(os.getpid()))
+        with Path(os.environ["FAULTS"], "lives").open("a") as file:
+            file.write(f"{spec.life}\n")
         inner(self, spec, *args)
 
     member.Member.__init__ = joining
@@ -203,6 +205,12 @@ def _break_frames(frames: Any) -> None:
     frames.FrameStream.frames = breaking
 
 
+def _watch_controllers(controller: Any) -> None:
+    from tests.faults import phases
+
+    phases.watched(controller)
+
+
 PATCHES = {
     "decode_node.program.launcher": _poison_steps,
     "model.checkpoint.files": _stop_as_it_loads,
@@ -232,10 +240,14 @@ class _Patcher(importlib.abc.MetaPathFinder):
         return spec
 
 
-MESSAGE_PATCHES = {"cluster.control.actors": _lose_calls, "runtime.frames": _break_frames}
+CHAOS_PATCHES = {
+    "cluster.control.actors": _lose_calls,
+    "cluster.control.controller": _watch_controllers,
+    "runtime.frames": _break_frames,
+}
 
 
-if "MESSAGE_FAULTS" in os.environ:
-    PATCHES |= MESSAGE_PATCHES
+if "CHAOS" in os.environ:
+    PATCHES |= CHAOS_PATCHES
 if "FAULTS" in os.environ:
     sys.meta_path.insert(0, _Patcher())

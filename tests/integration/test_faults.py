@@ -104,6 +104,10 @@ def epochs(server: Serving) -> dict[str, int]:
     return {node.name: node.epoch for node in nodes_of(server)}
 
 
+def born(server: Serving) -> dict[str, int]:
+    return {node.name: node.born for node in nodes_of(server)}
+
+
 def replaced(server: Serving, before: dict[str, int]) -> set[str]:
     """The nodes that have got another life, once nothing is held anywhere."""
     wait_until(lambda: is_empty(server))

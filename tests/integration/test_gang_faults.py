@@ -16,7 +16,7 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import ROOT, Serving, alive, serving
 from core.config import TINY_MODEL
 from tandem import Client, InferenceError
-from tests.integration.test_faults import begun, check, epochs, is_empty
+from tests.integration.test_faults import begun, born, check, epochs, is_empty
 from tests.integration.test_lost_prefill import prompts
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -83,7 +83,7 @@ def test_the_epoch_ends_and_who_is_left_is_in_the_next_one(
 ) -> None:
     """Begun answers go on exactly, the other rank's process stays, the next one is served."""
     asked = prompts(5, 29)
-    before, processes = epochs(server), pids(faults, gang)
+    before, weights, processes = epochs(server), born(server), pids(faults, gang)
     answers = begun(pool, server, asked[:4], NUM_TOKENS)
     armed = faults / f"{processes[rank]}.gang"
     armed.with_suffix(".new").write_text(f"{int(number)} {POINTS[point]}")
@@ -102,6 +102,8 @@ def test_the_epoch_ends_and_who_is_left_is_in_the_next_one(
     assert alive(after[0]) and alive(after[1]) and not alive(processes[rank])
     others = {name for name in before if not name.startswith(gang)}
     assert {name: epochs(server)[name] for name in others} == {n: before[n] for n in others}
+    assert born(server)[f"{gang}.{1 - rank}"] == weights[f"{gang}.{1 - rank}"]
+    assert born(server)[f"{gang}.{rank}"] == epochs(server)[f"{gang}.{rank}"]
     with Client(server.address) as client:
         again = client.complete(asked[4], max_tokens=20, ignore_eos=True)
     assert not near_ties(TINY_MODEL, asked[4], list(again.token_ids))

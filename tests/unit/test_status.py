@@ -1,5 +1,7 @@
 """What `tandem status` shows on a terminal of 80 columns."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.commands.status import _show
@@ -55,3 +57,10 @@ def test_who_is_not_ready_stands_apart_with_its_cause(shown: object) -> None:
     nodes = (node("prefill-0", "native"), node("decode-0", "native, recorded"), lost)
     text = " ".join(line.strip() for line in shown(DEGRADED, *nodes))  # type: ignore[operator]
     assert "DEGRADED" in text and f"decode-1: {CAUSE}" in text
+
+
+def test_who_has_kept_its_weights_is_told(shown: object) -> None:
+    kept = replace(node("decode-0.0", EAGER, 0.9), born=1795433100)
+    new = replace(node("decode-0.1", EAGER, 0.9), born=1795433213)
+    lines = shown(SERVING, kept, new)  # type: ignore[operator]
+    assert "decode-0.0: weights kept from an earlier epoch" in lines

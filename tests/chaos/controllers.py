@@ -1,0 +1,134 @@
+"""Controllers that die in each phase of what they do for gangs that die, and who pays for it.
+
+Ranks are killed, experts placed anew, and 2 to 15 s after a controller has died the next one is to,
+in the phase that has been hit least (``tests/faults/phases.py``). Nobody may load weights for it:
+whoever ends was killed here, or stopped because its gang's experts were placed anew.
+"""
+
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.machines import Machine, Machines, killed
+from tests.faults.phases import PHASES
+
+APART_S = 2.0, 15.0
+REBALANCE_S = 15.0
+GIVEN_UP_S = 20.0
+"""A phase that does not come about by then is asked for later."""
+
+
+@dataclass
+class Controllers:
+    """As tests.chaos.faults.Faults. ``_alive`` are ranks by process, as (address, pid) in there."""
+
+    machines: Machines
+    draw: random.Random
+    applied: Counter[str] = field(default_factory=Counter)
+    log: list[str] = field(default_factory=list)
+    _alive: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _ended: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _killed: set[int] = field(default_factory=set)
+    _hits: list[str] = field(default_factory=list)
+    _asked: str = ""
+    _next_at: float = 0.0
+    _rebalance_at: float = 0.0
+
+    def one(self) -> None:
+        """A rank of a gang is killed, or both."""
+        kind = self.draw.choice(["Prefill", "Decode"])
+        ranks = [p for one in self.machines.nodes for p in one.pod.pids(f"ray::{kind}Actor")]
+        chosen = self.draw.sample(ranks, min(len(ranks), self.draw.choice([1, 1, 2])))
+        for pid in chosen:
+            self._note()
+            if killed(pid):
+                self._killed.add(pid)
+                self._did("kill a rank", f"{pid}")
+
+    def sweep(self) -> None:
+        self._note()
+        now = time.monotonic()
+        if now > self._rebalance_at:
+            self._rebalance_at = now + REBALANCE_S
+            gang = self.draw.choice(["prefill-0", "decode-0"])
+            self._file("rebalance").write_text(gang)
+        hits = self._lines("ended.controllers")
+        for phase in hits[len(self._hits) :]:
+            self._did(f"controller in {phase}", "by itself")
+            self._asked, self._next_at = "", now + self.draw.uniform(*APART_S)
+        self._hits = hits
+        if now > self._next_at:
+            self._ask(now)
+
+    def end(self) -> None:
+        self._file("end.controller").unlink(missing_ok=True)
+        self._file("rebalance").unlink(missing_ok=True)
+
+    def table(self) -> dict[str, object]:
+        """What there is to say of weights and lives."""
+        self._note()
+        lives = self._lines("lives")
+        return {
+            "controllers in each phase": dict(Counter(self._hits)),
+            "ranks begun": len(self._alive) + len(self._ended),
+            "of them killed": len(self._killed),
+            "stopped for their experts": len(self._ended.keys() - self._killed)
+            - len(self.unexplained()),
+            "ended without a reason": self.unexplained(),
+            "lives joined": len(lives),
+            "joined twice": [life for life, num in Counter(lives).items() if num > 1],
+        }
+
+    def unexplained(self) -> list[tuple[str, int]]:
+        stopped = {(h, int(p)) for h, p in map(str.split, self._lines("stopped.ranks"))}
+        ended = {pid: who for pid, who in self._ended.items() if pid not in self._killed}
+        return [who for who in ended.values() if who not in stopped]
+
+    def is_good(self) -> bool:
+        lives = self._lines("lives")
+        enough = all(self._hits.count(phase) >= 3 for phase in PHASES)
+        return enough and not self.unexplained() and len(lives) == len(set(lives))
+
+    def _ask(self, now: float) -> None:
+        least = min(PHASES, key=lambda phase: (self._hits.count(phase), self.draw.random()))
+        others = [phase for phase in PHASES if phase != self._asked]
+        self._asked = self.draw.choice(others) if self._asked == least else least
+        self._next_at = now + GIVEN_UP_S
+        self._file("end.controller").write_text(self._asked)
+        if self._asked == "adoption":
+            for machine in self.machines.all.values():
+                for pid in machine.pod.pids("ray::Controller"):
+                    if killed(pid, signal.SIGKILL):
+                        self._did("controller, so that there is another", machine.name)
+
+    def _note(self) -> None:
+        there = {pid: machine for machine in self.machines.nodes for pid in machine.ranks()}
+        for pid in self._alive.keys() - there.keys():
+            self._ended[pid] = self._alive.pop(pid)
+        for pid in there.keys() - self._alive.keys():
+            if known := _inner(there[pid], pid):
+                self._alive[pid] = known
+
+    def _did(self, kind: str, what: str) -> None:
+        self.applied[kind] += 1
+        self.log.append(f"{time.time():.1f} {kind}: {what}")
+
+    def _file(self, name: str) -> Path:
+        return self.machines.folder / name
+
+    def _lines(self, name: str) -> list[str]:
+        path = self._file(name)
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def _inner(machine: Machine, pid: int) -> tuple[str, int] | None:
+    """Its address and pid as the process knows them; None if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    [line] = [line for line in status.splitlines() if line.startswith("NSpid:")]
+    return machine.pod.address, int(line.split()[-1])

@@ -1,0 +1,85 @@
+"""In a controller under test: it ends itself in the phase that is asked for, and moves experts.
+
+In $FAULTS the file ``end.controller`` names a phase: in the middle of it the controller notes in
+``ended.controllers`` that it was there, and dies. ``rebalance`` names a gang, whose experts are
+placed anew, whatever that gains; which processes end by that is noted in ``stopped.ranks`` (``HOST
+PID``, as they know themselves).
+"""
+
+import asyncio
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cluster.control import rebalance
+from core.membership import DRAINING, LOST, STARTING
+
+PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
+LOOK_S, LATER_S = 0.005, 0.3
+DRAIN_S = 6.0
+
+
+def there(name: str) -> Path:
+    return Path(os.environ["FAULTS"], name)
+
+
+def note(name: str, line: str) -> None:
+    with there(name).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def phases(controller: Any) -> set[str]:
+    """All that it is in the middle of."""
+    if controller._epochs.seen[0] == 0:
+        return {"adoption"}
+    return {_of(keeper) for keeper in controller._gangs.values()}
+
+
+def _of(keeper: Any) -> str:
+    gang, states, num_ranks = keeper.gang, keeper.ranks.states, keeper.plan.num_ranks
+    if gang.state in (DRAINING, LOST):
+        return "drain" if gang.state == DRAINING else "pause"
+    if gang.state != STARTING:
+        return ""
+    num_loaded = sum(rank in keeper.ranks.handles and one.is_loaded for rank, one in states.items())
+    if num_loaded == num_ranks:
+        return "join"
+    return "replacement" if num_loaded else "load"
+
+
+async def watch(controller: Any) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)  # time: between two looks
+        with suppress(FileNotFoundError):
+            gang = there("rebalance").read_text()
+            there("rebalance").unlink()
+            asyncio.get_running_loop().create_task(controller.rebalance(gang, DRAIN_S))
+        with suppress(FileNotFoundError):
+            asked = there("end.controller").read_text()
+            if asked in phases(controller):
+                await asyncio.sleep(random.uniform(0.0, LATER_S))  # time: in the middle of it
+                if asked in phases(controller):
+                    there("end.controller").unlink()
+                    note("ended.controllers", asked)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watched(module: Any) -> None:
+    """cluster.control.controller, whose controllers are watched from their first moment on."""
+    begin, stop = module.Controller.begin, module.GangKeeper.stop
+    rebalance.MIN_GAIN = -1.0
+
+    async def beginning(self: Any) -> None:
+        if not hasattr(self, "_watch"):
+            self._watch = asyncio.get_running_loop().create_task(watch(self))
+        await begin(self)
+
+    async def stopping(self: Any, deadline_s: float) -> None:
+        for state in self.ranks.states.values():
+            note("stopped.ranks", f"{state.spec.host} {state.pid}")
+        await stop(self, deadline_s)
+
+    module.Controller.begin, module.GangKeeper.stop = beginning, stopping
