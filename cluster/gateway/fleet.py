@@ -145,9 +145,8 @@ class Fleet:
             step = gang.ended and gang.ended.in_step
             if step and step not in self.deaths:
                 self.deaths.append(step)
-            if gang.state == DRAINING:
-                for info in gang.members:
-                    self.ranks[info.spec.life].liveness.is_draining = True
+            for rank in [r for r in self.ranks.values() if r.info.spec.gang == gang.name]:
+                rank.liveness.is_draining = gang.state == DRAINING
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
             # A colocated rank goes with itself alone.
             is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)

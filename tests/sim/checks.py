@@ -62,8 +62,11 @@ class Checks:
         if not gangs or any(gang.state != READY for gang in gangs):
             return f"gangs: {[(gang.name, gang.state, gang.cause) for gang in gangs]}"
         for one in self.world.gateways:
-            if not one.process.is_alive or one.gateway is None or not one.gateway.is_healthy():
+            if not one.process.is_alive or one.gateway is None:
                 return f"{one.name} does not serve"
+            fleet = one.gateway.fleet
+            if not fleet.usable() or len(fleet.usable()) < len(fleet._warming):
+                return f"{one.name} uses {len(fleet.usable())} of {len(fleet._warming)} pairs"
         members = {info.spec.process for gang in gangs for info in gang.members}
         alive = {name for name, _ in self.ranks()}
         if members != alive:

@@ -1,10 +1,16 @@
 """What goes wrong in a seed, and when: a list that is drawn once, so that it can be cut down."""
 
+import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.control import rebalance
+from cluster.control.gang import GangKeeper
 from cluster.control.machines import CONTROLLER
+from core.errors import TandemError
+from core.membership import READY
 from tests.sim.actors import Actor, Machine
 from tests.sim.fake_ray import Trouble
 from tests.sim.world import World
@@ -45,12 +51,13 @@ KINDS = {
     "lose head": 2,
     "fail step": 2,
     "slow rank": 3,
+    "drain": 2,
     "clock back": 1,
 }
 """How often each is drawn."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
 """These touch one process or none: where there are no others nobody else's may end."""
-SLOW_S = 6.0
+SLOW_S, DRAIN_S = 6.0, 5.0
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
 
@@ -169,6 +176,21 @@ class Faults:
             one.process.kill()
             return one.name
         return ""
+
+    def _drain(self, fault: Fault) -> str:
+        """A gang is begun anew, as for experts that are placed anew; its controller may die."""
+        for one in self._actors(is_rank=False):
+            gangs = one.instance._gangs if one.instance is not None else {}
+            ready = [keeper for keeper in gangs.values() if keeper.gang.state == READY]
+            if ready and one.process is not None and not one.process.is_stopped:
+                keeper = ready[fault.number % len(ready)]
+                one.process.start(self._moved(keeper, one.instance._changing))
+                return str(keeper.gang.name)
+        return ""
+
+    async def _moved(self, keeper: GangKeeper, changing: asyncio.Lock) -> None:
+        with suppress(TandemError):
+            await rebalance._move(keeper, None, DRAIN_S, changing)  # type: ignore[arg-type]
 
     def _lose_machine(self, fault: Fault) -> str:
         """Not that of the head, on which Ray itself lives; another comes in its place."""

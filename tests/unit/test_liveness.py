@@ -20,7 +20,7 @@ from core.control import Done
 from core.errors import RankDied, RankLost
 from core.identity import Identity
 from core.info import DECODE, PREFILL
-from core.membership import READY, Gang
+from core.membership import DRAINING, READY, Gang
 from core.pace import Pace
 from core.schema import pack
 from tests.rig import LocalMembers
@@ -145,4 +145,25 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
     for rank in owner.ranks.values():
         rank.liveness.tell(Event.HEARD)
     await until(lambda: "do not work together: prompts of two tokens" in caplog.text)
+    await owner.stop()
+
+
+async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
+    """The controller that drained it may die over that, and the next one finds it ready."""
+    members, info = LocalMembers(), replace(INFO, frames=None)
+    spec = info.spec
+    members.controls[spec.life] = Slow()
+    gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (info,))
+    members.tell(gang)
+
+    async def warm(pair: object) -> None:
+        """There is no pair."""
+
+    owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
+    rank = owner.ranks[spec.life].liveness
+    await until(lambda: rank.is_well)
+    members.tell(replace(gang, state=DRAINING))
+    await until(lambda: not rank.is_well)
+    members.tell(gang)
+    await until(lambda: rank.is_well)
     await owner.stop()
