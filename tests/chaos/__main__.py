@@ -25,7 +25,7 @@ from tests.chaos.asker import asked_ones
 from tests.chaos.controllers import Controllers
 from tests.chaos.faults import KINDS, Faults
 from tests.chaos.machines import Machines, asking, lines, machines
-from tests.chaos.report import Report, longest_away_s, take
+from tests.chaos.report import Report, spans, take
 from tests.pods import CAN_RUN
 
 SETS = (
@@ -51,7 +51,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
             made.begin(START_S)
             faults: Faults | Controllers
             faults = Controllers(made, draw) if args.controllers else Faults(made, draw, args.only)
-            with asking(made, args.clients, args.seed):
+            with asking(made, args.clients, args.seed, args.poison):
                 began = time.time()
                 for _ in fail(faults, draw, began + minutes * 60, args.every):
                     num = len(lines(folder / "answers.jsonl"))
@@ -68,7 +68,10 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
             if args.logs:
                 _keep_logs(made, faults, args.logs / layout.replace(" ", "-"))
         report.end = lines(folder / "end.json")[0]
-        report.longest_away_s = longest_away_s(lines(folder / "states.jsonl"), over)
+        states = lines(folder / "states.jsonl")
+        report.away = spans(states, over, {"SERVING", "DEGRADED"})
+        report.short = spans(states, over, {"SERVING"})
+        report.poison = Counter(one["came"] for one in lines(folder / "poison.jsonl"))
         told = lines(folder / "answers.jsonl")
         checking = bar.add_task(f"{layout}: checks {len(told)}", total=None)
         take(report, asked_ones(args.seed), told, lambda: bar.advance(checking))
@@ -136,6 +139,7 @@ def main() -> None:
     )
     add("--only", choices=[*KINDS], action="append", default=[], help="this kind of faults")
     add("--clients", type=int, default=6, help="requests at a time [6]")
+    add("--poison", type=float, metavar="SECONDS", help="as often one asks what kills its rank")
     add("--seed", type=int, default=0, help="another one does other things [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     add("--logs", type=Path, help="where logs are kept")

@@ -2,7 +2,8 @@
 
     python -m tests.chaos.asker --address ipv4:A:P,B:P --folder DIR [--clients N] [--seed N]
 
-Appends each answer to ``answers.jsonl``, and writes ``end.json`` at its end.
+Appends each answer to ``answers.jsonl``, and writes ``end.json`` at its end. With ``--poison``
+every so many seconds one asks what kills its rank; what became of it goes to ``poison.jsonl``.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.soak.load import nothing_left
 from core.config import TINY_MODEL
 from tandem import AsyncClient, InferenceError
+from tests.faults.sitecustomize import POISON
 from training.corpus import held_out_prompts
 
 NUM_REQUESTS, MAX_PROMPT, MIN_TOKENS, MAX_TOKENS = 24, 300, 40, 160
@@ -93,6 +95,17 @@ def note(told: dict[str, Any], folder: Path, name: str = "answers.jsonl") -> Non
         file.write(json.dumps(told) + "\n")
 
 
+async def poison(client: AsyncClient, every_s: float, folder: Path) -> None:
+    while not (folder / "stop").exists():
+        await asyncio.sleep(every_s)  # time: between two
+        told = {"began_at": time.time(), "came": "answered"}
+        try:
+            await client.complete([*POISON, 9], max_tokens=MIN_TOKENS, ignore_eos=True)
+        except InferenceError as error:
+            told["came"] = error.code.name
+        note(told, folder, "poison.jsonl")
+
+
 async def look(address: str, folder: Path) -> None:
     """The states that the gateways tell, as they change."""
     before = ""
@@ -108,11 +121,16 @@ async def look(address: str, folder: Path) -> None:
             await asyncio.sleep(LOOK_S)  # time: between two looks
 
 
-async def asking(address: str, folder: Path, num_clients: int, seed: int) -> None:
+async def asking(
+    address: str, folder: Path, num_clients: int, seed: int, poison_s: float | None
+) -> None:
     requests = asked_ones(seed)
     looking = asyncio.create_task(look(address, folder))
     clients = [AsyncClient(address) for _ in range(num_clients)]
-    await asyncio.gather(*(go_on(client, requests, i, folder) for i, client in enumerate(clients)))
+    work = [go_on(client, requests, i, folder) for i, client in enumerate(clients)]
+    if poison_s is not None:
+        work.append(poison(clients[0], poison_s, folder))
+    await asyncio.gather(*work)
     looking.cancel()
     status = await clients[0].status()
     is_empty = await nothing_left(clients[0], LEFT_S)
@@ -129,8 +147,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--poison", type=float, metavar="SECONDS")
     args = parser.parse_args()
-    asyncio.run(asking(args.address, args.folder, args.clients, args.seed))
+    asyncio.run(asking(args.address, args.folder, args.clients, args.seed, args.poison))
 
 
 if __name__ == "__main__":

@@ -173,10 +173,11 @@ def machines(num_nodes: int, sets: Sequence[str], folder: Path) -> Iterator[Mach
 
 
 @contextmanager
-def asking(made: Machines, num_clients: int, seed: int) -> Iterator[None]:
+def asking(made: Machines, num_clients: int, seed: int, poison_s: float | None) -> Iterator[None]:
     """Clients ask as long as the block goes on; then they end what they have begun."""
     words = ["--address", made.address, "--folder", str(made.folder), "--seed", str(seed)]
     command = ["python", "-m", "tests.chaos.asker", *words, "--clients", str(num_clients)]
+    command += [] if poison_s is None else ["--poison", str(poison_s)]
     process = made.client.run(command)
     try:
         yield

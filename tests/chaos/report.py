@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.driven.exact import near_ties
@@ -13,20 +14,29 @@ from benchmarks.soak.plans import Plan
 from core.config import TINY_MODEL
 from tests.chaos.asker import Asked
 
+PATIENCE_S = 60.0
+"""Of a typed client with its defaults."""
+
 
 @dataclass
 class Report:
     """Of one run. An answer is exact if transformers chooses each of its tokens; ``ties`` are
-    places at which float64 tells the best two apart by less than 1e-4."""
+    places at which float64 tells the best two apart by less than 1e-4. Who is refused while no
+    pair was there for longer than a client's patience is ``excused``. ``away`` are the times
+    without a pair, from and to, ``short`` those in which something was missing. A ``poison`` is to
+    be refused with INTERNAL."""
 
     faults: dict[str, int]
     messages: dict[str, int]
     num_requests: int = 0
     num_exact: int = 0
     refused: list[str] = field(default_factory=list)
+    excused: int = 0
     wrong: list[str] = field(default_factory=list)
     ties: list[str] = field(default_factory=list)
-    longest_away_s: float = 0.0
+    away: list[tuple[float, float]] = field(default_factory=list)
+    short: list[tuple[float, float]] = field(default_factory=list)
+    poison: Counter[str] = field(default_factory=Counter)
     longest_answer_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -39,11 +49,12 @@ class Report:
     @property
     def is_good(self) -> bool:
         whole = self.full_size_after_s is not None and self.end.get("nothing_left", False)
-        lost = self.wrong or self.refused or self.num_left
+        lost = self.wrong or self.refused or self.num_left or self.poison.keys() - {"INTERNAL"}
         return whole and not lost and self.is_more_good
 
     def table(self) -> dict[str, Any]:
         gaps = sorted(self.gaps_s) or [0.0]
+        short = sorted(b - a for a, b in self.short) or [0.0]
         return {
             "node faults": sum(self.faults.values()),
             "faults": self.faults,
@@ -52,15 +63,19 @@ class Report:
             "exact": self.num_exact,
             "near ties": len(self.ties),
             "refused": len(self.refused),
+            f"without a pair for {PATIENCE_S:.0f} s": self.excused,
             "why": self.refused[:5],
             "wrong": len(self.wrong),
             "what": self.wrong[:5],
             "tokens": self.num_tokens,
-            "longest without a pair": f"{self.longest_away_s:.1f} s",
+            "longest without a pair": f"{max((b - a for a, b in self.away), default=0.0):.1f} s",
+            "not in full size": f"{len(short)} times, p50 {statistics.median(short):.1f} s, "
+            f"most {short[-1]:.1f} s",
             "longest answer": f"{self.longest_answer_s:.1f} s",
             "gap in a stream": f"p50 {statistics.median(gaps):.2f} s, p99 "
             f"{gaps[int(0.99 * (len(gaps) - 1))]:.2f} s, most {gaps[-1]:.2f} s",
             "full size after": f"{self.full_size_after_s} s",
+            "poison": dict(self.poison),
             "left behind": self.num_left,
             "at the end": self.end,
             **self.more,
@@ -81,7 +96,13 @@ def take(
         report.longest_answer_s = max(report.longest_answer_s, one["took_s"])
         report.gaps_s.append(one["gap_s"])
         if one["refused"]:
-            report.refused.append(f"at {one['began_at']:.1f}: {one['refused']}")
+            times = one["began_at"], one["began_at"] + one["took_s"]
+            is_excused = any(
+                b - a >= PATIENCE_S and times[0] < b and a < times[1] for a, b in report.away
+            )
+            report.excused += is_excused
+            if not is_excused:
+                report.refused.append(f"at {times[0]:.1f}: {one['refused']}")
         answers[one["number"], tuple(one["tokens"])] += not one["refused"]
     for (number, tokens), num in answers.items():
         try:
@@ -105,11 +126,11 @@ def compared(asked: Asked, tokens: list[int], is_whole: bool) -> list[str]:
     return score_ties(to_request(answer), tokens, frozenset())
 
 
-def longest_away_s(states: list[dict[str, Any]], until: float) -> float:
-    """How long no pair was told to serve, at most."""
-    times = [(one["at"], one["state"] in ("SERVING", "DEGRADED")) for one in states]
-    ends = [at for at, _ in times[1:]] + [until]
-    return max(
-        (end - at for (at, serves), end in zip(times, ends, strict=True) if not serves),
-        default=0.0,
-    )
+def spans(states: list[dict[str, Any]], until: float, well: set[str]) -> list[tuple[float, float]]:
+    """The times, from and to, in which no such state was told."""
+    found: list[tuple[float, float]] = []
+    for one, later in pairwise([*states, {"at": until, "state": ""}]):
+        if one["state"] not in well:
+            begins = found.pop()[0] if found and found[-1][1] == one["at"] else one["at"]
+            found.append((begins, later["at"]))
+    return found

@@ -57,6 +57,8 @@ KINDS = {
 """How often each is drawn."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
 """These touch one process or none: where there are no others nobody else's may end."""
+CLOSE, CLOSE_S = 0.4, 3.0
+"""How many come soon after another, and how soon."""
 SLOW_S, DRAIN_S = 6.0, 5.0
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
@@ -65,10 +67,13 @@ CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 def drawn(draw: random.Random, num: int, first: float, last: float, is_own: bool) -> list[Fault]:
     often = {kind: num for kind, num in KINDS.items() if kind in OWN or not is_own}
     kinds = draw.choices([*often], [*often.values()], k=num)
-    faults = []
+    faults: list[Fault] = []
     for kind in kinds:
-        at, for_s = round(draw.uniform(first, last), 6), draw.choice((1, 3, 7, 20))
-        faults.append(Fault(at, kind, draw.randrange(1 << 30), for_s))
+        at = draw.uniform(first, last)
+        if faults and draw.random() < CLOSE:
+            at = draw.choice(faults).at + draw.uniform(0.0, CLOSE_S)
+        for_s = draw.choice((1, 3, 7, 20))
+        faults.append(Fault(round(at, 6), kind, draw.randrange(1 << 30), for_s))
     failing = [fault for fault in faults if fault.kind == "fail step"]
     for fault in failing[1:]:  # who is in two such steps may be refused
         faults.remove(fault)
