@@ -57,7 +57,8 @@ class Transfer:
 class Channel:
     """Transfers run in order on the channel's own thread, each within ``timeout_s``.
 
-    Takes ownership of ``wire``. Both ends number their transfers alike. After any error or
+    Takes ownership of ``wire``. Both ends number their transfers alike; ``is_asked``: the next one
+    has been asked for here, whose data are being read. After any error or
     `abort` nothing more is accepted and what was fails at once. ``terminal`` resolves once no
     memory given to the channel can be touched: when the wire is destroyed, also when that
     raised. A backend that hangs in it keeps the memory: that is logged, and nothing else can be
@@ -68,6 +69,7 @@ class Channel:
         self.name = name
         self.timeout_s = timeout_s
         self.num_transfers = 0
+        self.is_asked = False
         self.terminal = pending()
         self.failure: Exception | None = None
         self._wire = wire
@@ -95,7 +97,7 @@ class Channel:
             if self.failure is not None:
                 transfer.fail(self.failure)
                 return transfer
-            self.num_transfers += 1
+            self.num_transfers, self.is_asked = self.num_transfers + 1, False
             self._queue.put(transfer)
         return transfer
 

@@ -122,10 +122,11 @@ class Source:
         """
         channel = await self._channels.get(ask.nonce)
         try:
-            if ask.transfer_id != channel.num_transfers:
+            if ask.transfer_id != channel.num_transfers or channel.is_asked:
                 raise HandoverError(
                     f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
                 )
+            channel.is_asked = True  # the call may come twice, and D take its data for the next one
             return await self._transfer(channel, ask, self._span(ask))
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.

@@ -118,8 +118,9 @@ def _keep_logs(made: Machines, faults: Faults | Controllers, folder: Path) -> No
         (folder / f"{name}.log").write_text(machine.pod.log())
         if not machine.has_ended:
             root = Path(f"/proc/{machine.pod.init()}/root/tmp/ray")
-            for path in root.glob("session_2*/logs/worker-*.err"):
-                (folder / f"{name}-{path.name}").write_bytes(path.read_bytes())
+            for logs in ("worker-*.err", "raylet.out", "gcs_server.out"):
+                for path in root.glob(f"session_2*/logs/{logs}"):
+                    (folder / f"{name}-{path.name}").write_bytes(path.read_bytes())
     for path in made.folder.glob("*.json*"):
         (folder / path.name).write_text(path.read_text())
 

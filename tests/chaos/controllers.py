@@ -108,13 +108,18 @@ class Controllers:
         there = {pid: machine for machine in self.machines.nodes for pid in machine.ranks()}
         for pid in self._alive.keys() - there.keys():
             self._ended[pid] = self._alive.pop(pid)
+            self._say(f"rank {self._ended[pid]} has ended, {pid}")
         for pid in there.keys() - self._alive.keys():
             if known := _inner(there[pid], pid):
                 self._alive[pid] = known
+                self._say(f"rank {known} begins, {pid}")
 
     def _did(self, kind: str, what: str) -> None:
         self.applied[kind] += 1
-        self.log.append(f"{time.time():.1f} {kind}: {what}")
+        self._say(f"{kind}: {what}")
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"{time.time():.1f} {text}")
 
     def _file(self, name: str) -> Path:
         return self.machines.folder / name

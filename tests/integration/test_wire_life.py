@@ -110,6 +110,29 @@ async def test_a_send_that_is_not_the_next_transfer_is_refused(off_by: int) -> N
         await world.check_clean(channels=1)
 
 
+async def test_a_send_that_comes_twice_sends_nothing_twice() -> None:
+    """Gloo ends the process of a rank whose receive is too small for what comes."""
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        await pull_and_check(world)
+        await world.prefill(asked := offer(20))
+        line, channel = await world.sink._links["p0"].ready()
+        chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, channel.num_transfers)
+        prefill.may_gather.clear()
+        calls = [asyncio.create_task(ask(world.control(), "send", chunk, m.Sent, 5.0))]
+        await until(lambda: prefill.source.counts()["staging"] == 1)
+        calls.append(asyncio.create_task(ask(world.control(), "send", chunk, m.Sent, 5.0)))
+        with pytest.raises(HandoverError, match="is next here"):
+            await calls[1]
+        prefill.may_gather.set()
+        with pytest.raises(HandoverError):
+            await calls[0]
+        channel.abort("as a pull does whose chunk did not come")
+        line.drop("it failed")
+        _, pages = await world.pull(asked)
+        await world.check_bytes(asked, pages)
+        await world.check_clean(channels=1)
+
+
 async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(20))

@@ -224,7 +224,9 @@ class FakeRay:
         call.send(self.net.latency_s() + trouble.before_s)
         if trouble.is_doubled:
             again: asyncio.Future[Any] = self.loop.create_future()
-            Call(actor, method, given, None, again).send(self.net.latency_s() + 0.05)
+            Call(actor, method, given, None, again).send(
+                self.net.latency_s() + self.draw.choice((0.0, 0.05))
+            )
         return answer
 
     # Machines.

@@ -133,7 +133,9 @@ class Wire:
         sender, receiver = told["send"], told["recv"]
         assert sender.posted and receiver.posted and sender.posted[0] == receiver.posted[0]
         (_, _, source, sent), (_, _, target, came) = sender.posted, receiver.posted
-        assert source.nbytes == target.nbytes, "sizes differ"
+        if source.nbytes > target.nbytes:
+            told = {"message": f"gloo ends a process: {source.nbytes} B for {target.nbytes}"}
+            return self.wires.net.loop.call_exception_handler(told)
         sender.posted = receiver.posted = None
         after_s = self.wires.net.latency_s() + source.nbytes / BYTES_PER_S
         data = source.clone()
