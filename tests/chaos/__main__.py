@@ -58,6 +58,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
                     text = f"{faults.applied.total()} faults, {num} answers"
                     bar.update(task, completed=time.time() - began, description=text)
                 faults.end()
+                (folder / "calm").touch()
                 over = time.time()
                 full_s = _back_after(made, NUM_RANKS[layout])
             left = sum(len(node.ranks()) for node in made.nodes) - NUM_RANKS[layout]

@@ -96,7 +96,7 @@ def note(told: dict[str, Any], folder: Path, name: str = "answers.jsonl") -> Non
 
 
 async def poison(client: AsyncClient, every_s: float, folder: Path) -> None:
-    while not (folder / "stop").exists():
+    while not (folder / "calm").exists():
         await asyncio.sleep(every_s)  # time: between two
         told = {"began_at": time.time(), "came": "answered"}
         try:

@@ -121,9 +121,11 @@ async def test_a_send_that_comes_twice_sends_nothing_twice() -> None:
         calls = [asyncio.create_task(ask(world.control(), "send", chunk, m.Sent, 5.0))]
         await until(lambda: prefill.source.counts()["staging"] == 1)
         calls.append(asyncio.create_task(ask(world.control(), "send", chunk, m.Sent, 5.0)))
-        with pytest.raises(HandoverError, match="is next here"):
-            await calls[1]
-        prefill.may_gather.set()
+        try:
+            with pytest.raises(HandoverError, match="is next here"):
+                await calls[1]
+        finally:
+            prefill.may_gather.set()
         with pytest.raises(HandoverError):
             await calls[0]
         channel.abort("as a pull does whose chunk did not come")
