@@ -1,7 +1,7 @@
 """Controllers that die in each phase of what they do for gangs that die, and who pays for it.
 
 Ranks are killed, experts placed anew, and 2 to 15 s after a controller has died the next one is to,
-in the phase that has been hit least (``tests/faults/phases.py``). Nobody may load weights for it:
+in a phase that has not been hit often enough (``tests/faults/phases.py``). Nobody may load weights for it:
 whoever ends was killed here, or stopped because its gang's experts were placed anew.
 """
 
@@ -18,7 +18,8 @@ from tests.faults.phases import PHASES
 APART_S = 2.0, 15.0
 REBALANCE_S = 15.0
 GIVEN_UP_S = 20.0
-"""A phase that does not come about by then is asked for later."""
+"""What does not come about by then is asked for later."""
+ENOUGH = 3
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Controllers:
     _ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
     _hits: list[str] = field(default_factory=list)
-    _asked: str = ""
+    _asked: list[str] = field(default_factory=list)
     _next_at: float = 0.0
     _rebalance_at: float = 0.0
 
@@ -58,7 +59,7 @@ class Controllers:
         hits = self._lines("ended.controllers")
         for phase in hits[len(self._hits) :]:
             self._did(f"controller in {phase}", "by itself")
-            self._asked, self._next_at = "", now + self.draw.uniform(*APART_S)
+            self._asked, self._next_at = [], now + self.draw.uniform(*APART_S)
         self._hits = hits
         if now > self._next_at:
             self._ask(now)
@@ -89,16 +90,19 @@ class Controllers:
 
     def is_good(self) -> bool:
         lives = self._lines("lives")
-        enough = all(self._hits.count(phase) >= 3 for phase in PHASES)
+        enough = all(self._hits.count(phase) >= ENOUGH for phase in PHASES)
         return enough and not self.unexplained() and len(lives) == len(set(lives))
 
     def _ask(self, now: float) -> None:
-        least = min(PHASES, key=lambda phase: (self._hits.count(phase), self.draw.random()))
-        others = [phase for phase in PHASES if phase != self._asked]
-        self._asked = self.draw.choice(others) if self._asked == least else least
+        """In turns for adoption alone, which comes with every new controller, and for the rest."""
+        rare = [phase for phase in PHASES[1:] if self._hits.count(phase) < ENOUGH]
+        is_adoption = not self._asked and self._hits.count("adoption") <= len(self._hits) // 6
+        self._asked = [PHASES[0]] if is_adoption else rare or [*PHASES[1:]]
         self._next_at = now + GIVEN_UP_S
-        self._file("end.controller").write_text(self._asked)
-        if self._asked == "adoption":
+        new = self._file("end.new")
+        new.write_text("\n".join(self._asked))
+        new.rename(self._file("end.controller"))
+        if is_adoption:
             for machine in self.machines.all.values():
                 for pid in machine.pod.pids("ray::Controller"):
                     if killed(pid, signal.SIGKILL):

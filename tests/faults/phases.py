@@ -1,7 +1,7 @@
-"""In a controller under test: it ends itself in the phase that is asked for, and moves experts.
+"""In a controller under test: it ends itself in a phase that is asked for, and moves experts.
 
-In $FAULTS the file ``end.controller`` names a phase: in the middle of it the controller notes in
-``ended.controllers`` that it was there, and dies. ``rebalance`` names a gang, whose experts are
+In $FAULTS the file ``end.controller`` names phases, by lines: in the middle of the first that comes
+about the controller notes in ``ended.controllers`` that it was there, and dies. ``rebalance`` names a gang, whose experts are
 placed anew, whatever that gains; which processes end by that is noted in ``stopped.ranks`` (``HOST
 PID``, as they know themselves).
 """
@@ -51,19 +51,23 @@ def _of(keeper: Any) -> str:
 
 
 async def watch(controller: Any) -> None:
+    known = controller._known = {}
     while True:
+        for keeper in controller._gangs.values():
+            known |= {s.spec.process: s for s in keeper.ranks.states.values()}
+            keeper.known = known
         await asyncio.sleep(LOOK_S)  # time: between two looks
         with suppress(FileNotFoundError):
             gang = there("rebalance").read_text()
             there("rebalance").unlink()
             asyncio.get_running_loop().create_task(controller.rebalance(gang, DRAIN_S))
         with suppress(FileNotFoundError):
-            asked = there("end.controller").read_text()
-            if asked in phases(controller):
+            asked = set(there("end.controller").read_text().split("\n"))
+            for phase in asked & phases(controller):
                 await asyncio.sleep(random.uniform(0.0, LATER_S))  # time: in the middle of it
-                if asked in phases(controller):
+                if phase in phases(controller):
                     there("end.controller").unlink()
-                    note("ended.controllers", asked)
+                    note("ended.controllers", phase)
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -78,7 +82,8 @@ def watched(module: Any) -> None:
         await begin(self)
 
     async def stopping(self: Any, deadline_s: float) -> None:
-        for state in self.ranks.states.values():
+        for rank in self.ranks.handles.values():
+            state = self.known[rank.name]
             note("stopped.ranks", f"{state.spec.host} {state.pid}")
         await stop(self, deadline_s)
 
