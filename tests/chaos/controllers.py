@@ -1,8 +1,8 @@
 """Controllers that die in each phase of what they do for gangs that die, and who pays for it.
 
 Ranks are killed, experts placed anew, and 2 to 15 s after a controller has died the next one is to,
-in a phase that has not been hit often enough (``tests/faults/phases.py``). Nobody may load weights for it:
-whoever ends was killed here, or stopped because its gang's experts were placed anew.
+in a phase that has not been hit often enough (``tests/faults/phases.py``). Nobody may load weights
+for it: whoever ends was killed here, or stopped because its gang's experts were placed anew.
 """
 
 import random

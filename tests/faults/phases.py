@@ -1,9 +1,9 @@
 """In a controller under test: it ends itself in a phase that is asked for, and moves experts.
 
 In $FAULTS the file ``end.controller`` names phases, by lines: in the middle of the first that comes
-about the controller notes in ``ended.controllers`` that it was there, and dies. ``rebalance`` names a gang, whose experts are
-placed anew, whatever that gains; which processes end by that is noted in ``stopped.ranks`` (``HOST
-PID``, as they know themselves).
+about the controller notes in ``ended.controllers`` that it was there, and dies. ``rebalance`` names
+a gang, whose experts are placed anew, whatever that gains; which processes end by that is noted in
+``stopped.ranks`` (``HOST PID``, as they know themselves).
 """
 
 import asyncio
