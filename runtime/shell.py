@@ -63,12 +63,12 @@ class RankShell:
         self._doing: tuple[str, float] | None = None
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
-        box = os.path.join(os.path.dirname(log_path) or tempfile.gettempdir(), self._spec.process)
+        folder = os.path.dirname(log_path) or tempfile.gettempdir()
+        box, digest = f"{folder}/{self._spec.process}.box", getattr(self._placement, "digest", "")
         self._state = RankState(
-            self._spec, config_json, os.getpid(), log_path, seen, box_path=f"{box}.box"
+            self._spec, config_json, os.getpid(), log_path, seen, box_path=box, placement=digest
         )
-        if self._placement is not None:
-            self._state = replace(self._state, placement=self._placement.digest)
+        self._leaving = asyncio.Lock()
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
         """What outlives every life of the gang (runtime.parts.Memory)."""
@@ -107,22 +107,22 @@ class RankShell:
     async def leave(self) -> None:
         """Void rows, leases and channels; process and weights stay. Returns when nothing of this
         life runs any more, and raises RankLost if that cannot be brought about."""
-        if self._joining is not None:
-            await cancelled(self._joining)
-        if self._hub is not None:
-            self._hub.close()
-        if self._rank is not None:
-            await self._rank.stop()
-            if self._rank.loop.is_running:
-                raise RankLost(f"{self._spec.life}: its engine does not stop")
-        self._joining = self._hub = self._rank = None
-        self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
+        async with self._leaving:  # a controller may die over it, and the next one ask for it too
+            if self._joining is not None:
+                await cancelled(self._joining)
+            if self._hub is not None:
+                self._hub.close()
+            if self._rank is not None:
+                await self._rank.stop()
+                if self._rank.loop.is_running:
+                    raise RankLost(f"{self._spec.life}: its engine does not stop")
+            self._joining = self._hub = self._rank = None
+            self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
 
     async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
         """Packed RankState; the rank remembers the largest numbers that it is told. One whose
         engine has stopped has failed."""
-        seen = self._state.seen
-        seen = (max(seen[0], incarnation), max(seen[1], epoch))
+        seen = max(self._state.seen[0], incarnation), max(self._state.seen[1], epoch)
         doing, progress = self._doing or ("importing torch", float(len(sys.modules)))
         self._state = replace(self._state, seen=seen, doing=doing, progress=progress)
         if self._rank is not None:

@@ -212,6 +212,25 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
     await one.leave()
 
 
+async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
+    """The first has died over it, and the second adopts who is left."""
+    may_end, stops = asyncio.Event(), []
+
+    async def stop() -> None:
+        stops.append("stopped")
+        await may_end.wait()
+
+    loop = SimpleNamespace(is_running=False, failure=None, watch=SimpleNamespace(pace=lambda: None))
+    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
+    await one.start()
+    await ended(one)
+    leaving = [asyncio.create_task(one.leave()) for _ in range(2)]
+    await turns()
+    may_end.set()
+    await asyncio.gather(*leaving)
+    assert stops == ["stopped"] and not unpack(RankState, await one.who()).is_joined
+
+
 async def test_a_shell_tells_why_it_failed() -> None:
     one = shell(ValueError("model.path: no such folder"))
     await one.start()
