@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -60,7 +61,7 @@ def constants(tree: ast.Module, folder: Path = TESTS) -> Values:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
             path = folder.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
             if path.is_file():
-                theirs = constants(ast.parse(path.read_text()), folder)
+                theirs = constants_of(path, folder)
                 values |= {
                     a.asname or a.name: theirs[a.name] for a in node.names if a.name in theirs
                 }
@@ -70,6 +71,11 @@ def constants(tree: ast.Module, folder: Path = TESTS) -> Values:
                 if told is not None:
                     values[target] = told
     return values
+
+
+@cache
+def constants_of(path: Path, folder: Path) -> Values:
+    return constants(ast.parse(path.read_text()), folder)
 
 
 def _pairs(node: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
