@@ -71,7 +71,7 @@ def drawn(draw: random.Random, num: int, first: float, last: float, is_own: bool
     for kind in kinds:
         at = draw.uniform(first, last)
         if faults and draw.random() < CLOSE:
-            at = draw.choice(faults).at + draw.uniform(0.0, CLOSE_S)
+            at = min(last, draw.choice(faults).at + draw.uniform(0.0, CLOSE_S))
         for_s = draw.choice((1, 3, 7, 20))
         faults.append(Fault(round(at, 6), kind, draw.randrange(1 << 30), for_s))
     failing = [fault for fault in faults if fault.kind == "fail step"]
