@@ -58,11 +58,10 @@ class Channel:
     """Transfers run in order on the channel's own thread, each within ``timeout_s``.
 
     Takes ownership of ``wire``. Both ends number their transfers alike; ``is_asked``: the next one
-    has been asked for here, whose data are being read. After any error or
-    `abort` nothing more is accepted and what was fails at once. ``terminal`` resolves once no
-    memory given to the channel can be touched: when the wire is destroyed, also when that
-    raised. A backend that hangs in it keeps the memory: that is logged, and nothing else can be
-    done about it but ending the process.
+    has been asked for here, and its data are being read. After any error or `abort` nothing more is
+    accepted and what was fails at once. ``terminal`` resolves once no memory given to the channel
+    can be touched: when the wire is destroyed, also when that raised. A backend that hangs in it
+    keeps the memory: that is logged, and nothing else can be done about it but ending the process.
     """
 
     def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:

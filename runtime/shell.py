@@ -63,8 +63,8 @@ class RankShell:
         self._doing: tuple[str, float] | None = None
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
-        folder = os.path.dirname(log_path) or tempfile.gettempdir()
-        box, digest = f"{folder}/{self._spec.process}.box", getattr(self._placement, "digest", "")
+        box = f"{os.path.dirname(log_path) or tempfile.gettempdir()}/{self._spec.process}.box"
+        digest = self._placement.digest if self._placement else ""
         self._state = RankState(
             self._spec, config_json, os.getpid(), log_path, seen, box_path=box, placement=digest
         )

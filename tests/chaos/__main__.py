@@ -23,7 +23,7 @@ from rich.progress import Progress
 from benchmarks.soak.__main__ import show
 from tests.chaos.asker import asked_ones
 from tests.chaos.controllers import Controllers
-from tests.chaos.faults import KINDS, Faults
+from tests.chaos.faults import KINDS, Faults, Trouble
 from tests.chaos.machines import Machines, asking, lines, machines
 from tests.chaos.report import Report, spans, take
 from tests.pods import CAN_RUN
@@ -49,8 +49,8 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         with machines(NUM_NODES, [*SETS, *LAYOUTS[layout], *args.sets], folder) as made:
             task = bar.add_task(f"{layout}: begins", total=minutes * 60)
             made.begin(START_S)
-            faults: Faults | Controllers
-            faults = Controllers(made, draw) if args.controllers else Faults(made, draw, args.only)
+            trouble = Faults(made, draw, only=args.only)
+            faults: Trouble = Controllers(made, draw) if args.controllers else trouble
             with asking(made, args.clients, args.seed, args.poison):
                 began = time.time()
                 for _ in fail(faults, draw, began + minutes * 60, args.every):
@@ -64,8 +64,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
             left = sum(len(node.ranks()) for node in made.nodes) - NUM_RANKS[layout]
             report = Report(dict(faults.applied), _messages(folder))
             report.full_size_after_s, report.num_left = full_s, left
-            if isinstance(faults, Controllers):
-                report.more, report.is_more_good = faults.table(), faults.is_good()
+            report.more, report.is_more_good = faults.table(), faults.is_good()
             if args.logs:
                 _keep_logs(made, faults, args.logs / layout.replace(" ", "-"))
         report.end = lines(folder / "end.json")[0]
@@ -79,9 +78,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         return report
 
 
-def fail(
-    faults: Faults | Controllers, draw: random.Random, until: float, every_s: float
-) -> Iterator[None]:
+def fail(faults: Trouble, draw: random.Random, until: float, every_s: float) -> Iterator[None]:
     """Faults at random moments, so far apart on average; yields between two looks."""
     next_at = time.time() + every_s
     while (now := time.time()) < until:
@@ -112,7 +109,7 @@ def _messages(folder: Path) -> dict[str, int]:
     return dict(Counter(w for p in folder.glob("*.messages") for w in p.read_text().split()))
 
 
-def _keep_logs(made: Machines, faults: Faults | Controllers, folder: Path) -> None:
+def _keep_logs(made: Machines, faults: Trouble, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "faults.log").write_text("\n".join(faults.log))
     for name, machine in made.all.items():

@@ -5,14 +5,13 @@ in a phase that has not been hit often enough (``tests/faults/phases.py``). Nobo
 for it: whoever ends was killed here, or stopped because its gang's experts were placed anew.
 """
 
-import random
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.machines import Machine, Machines, killed
+from tests.chaos.faults import Trouble
+from tests.chaos.machines import Machine, killed
 from tests.faults.phases import PHASES
 
 APART_S = 2.0, 15.0
@@ -23,13 +22,9 @@ ENOUGH = 3
 
 
 @dataclass
-class Controllers:
-    """As tests.chaos.faults.Faults. ``_alive`` are ranks by process, as (address, pid) in there."""
+class Controllers(Trouble):
+    """``_alive`` are ranks by process, as (address, pid) in there."""
 
-    machines: Machines
-    draw: random.Random
-    applied: Counter[str] = field(default_factory=Counter)
-    log: list[str] = field(default_factory=list)
     _alive: dict[int, tuple[str, int]] = field(default_factory=dict)
     _ended: dict[int, tuple[str, int]] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
@@ -47,7 +42,7 @@ class Controllers:
             self._note()
             if killed(pid):
                 self._killed.add(pid)
-                self._did("kill a rank", f"{pid}")
+                self.did("kill a rank", f"{pid}")
 
     def sweep(self) -> None:
         self._note()
@@ -58,7 +53,7 @@ class Controllers:
             self._file("rebalance").write_text(gang)
         hits = self._lines("ended.controllers")
         for phase in hits[len(self._hits) :]:
-            self._did(f"controller in {phase}", "by itself")
+            self.did(f"controller in {phase}", "by itself")
             self._asked, self._next_at = [], now + self.draw.uniform(*APART_S)
         self._hits = hits
         if now > self._next_at:
@@ -69,21 +64,21 @@ class Controllers:
         self._file("rebalance").unlink(missing_ok=True)
 
     def table(self) -> dict[str, object]:
-        """What there is to say of weights and lives."""
+        """Of weights and lives."""
         self._note()
-        lives = self._lines("lives")
+        lives, unexplained = self._lines("lives"), self._unexplained()
+        num_unkilled = len(self._ended.keys() - self._killed)
         return {
             "controllers in each phase": dict(Counter(self._hits)),
             "ranks begun": len(self._alive) + len(self._ended),
             "of them killed": len(self._killed),
-            "stopped for their experts": len(self._ended.keys() - self._killed)
-            - len(self.unexplained()),
-            "ended without a reason": self.unexplained(),
+            "stopped for their experts": num_unkilled - len(unexplained),
+            "ended without a reason": unexplained,
             "lives joined": len(lives),
             "joined twice": [life for life, num in Counter(lives).items() if num > 1],
         }
 
-    def unexplained(self) -> list[tuple[str, int]]:
+    def _unexplained(self) -> list[tuple[str, int]]:
         stopped = {(h, int(p)) for h, p in map(str.split, self._lines("stopped.ranks"))}
         ended = {pid: who for pid, who in self._ended.items() if pid not in self._killed}
         return [who for who in ended.values() if who not in stopped]
@@ -91,7 +86,7 @@ class Controllers:
     def is_good(self) -> bool:
         lives = self._lines("lives")
         enough = all(self._hits.count(phase) >= ENOUGH for phase in PHASES)
-        return enough and not self.unexplained() and len(lives) == len(set(lives))
+        return enough and not self._unexplained() and len(lives) == len(set(lives))
 
     def _ask(self, now: float) -> None:
         """In turns for adoption alone, which comes with every new controller, and for the rest."""
@@ -105,25 +100,18 @@ class Controllers:
         if is_adoption:
             for machine in self.machines.all.values():
                 for pid in machine.pod.pids("ray::Controller"):
-                    if killed(pid, signal.SIGKILL):
-                        self._did("controller, so that there is another", machine.name)
+                    if killed(pid):
+                        self.did("controller, so that there is another", machine.name)
 
     def _note(self) -> None:
         there = {pid: machine for machine in self.machines.nodes for pid in machine.ranks()}
         for pid in self._alive.keys() - there.keys():
             self._ended[pid] = self._alive.pop(pid)
-            self._say(f"rank {self._ended[pid]} has ended, {pid}")
+            self.say(f"rank {self._ended[pid]} has ended, {pid}")
         for pid in there.keys() - self._alive.keys():
             if known := _inner(there[pid], pid):
                 self._alive[pid] = known
-                self._say(f"rank {known} begins, {pid}")
-
-    def _did(self, kind: str, what: str) -> None:
-        self.applied[kind] += 1
-        self._say(f"{kind}: {what}")
-
-    def _say(self, text: str) -> None:
-        self.log.append(f"{time.time():.1f} {text}")
+                self.say(f"rank {known} begins, {pid}")
 
     def _file(self, name: str) -> Path:
         return self.machines.folder / name

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,37 +26,66 @@ CUT_S = 1.0, 12.0
 
 
 @dataclass
-class Faults:
-    """``applied`` counts by kind; ``_due`` is what ends, and when."""
+class Trouble(ABC):
+    """What a run makes go wrong: ``applied`` counts by kind, ``log`` says when."""
 
     machines: Machines
     draw: random.Random
-    only: list[str] = field(default_factory=list)
     applied: Counter[str] = field(default_factory=Counter)
     log: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def one(self) -> None:
+        """Something goes wrong now."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Between two looks."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Nothing is wrong from now on."""
+
+    def table(self) -> dict[str, object]:
+        """What else is to be told at the end."""
+        return {}
+
+    def is_good(self) -> bool:
+        """Whether that is as it should be."""
+        return True
+
+    def did(self, kind: str, what: str) -> None:
+        self.applied[kind] += 1
+        self.say(f"{kind}: {what}")
+
+    def say(self, text: str) -> None:
+        self.log.append(f"{time.time():.1f} {text}")
+
+
+@dataclass
+class Faults(Trouble):
+    """Any of KINDS; ``_due`` is what ends, and when."""
+
+    only: list[str] = field(default_factory=list)
     _due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     _cut: set[str] = field(default_factory=set)
 
-    def one(self) -> str:
+    def one(self) -> None:
         """Draw until there is one that can be."""
         while True:
             often = {kind: KINDS[kind] for kind in self.only} or KINDS
             [kind] = self.draw.choices([*often], [*often.values()])
             done = getattr(self, "_" + kind.replace(" ", "_").replace(",", ""))()
             if done:
-                self.applied[kind] += 1
-                self.log.append(f"{time.time():.1f} {kind}: {done}")
-                return str(done)
+                return self.did(kind, done)
 
     def sweep(self) -> None:
-        """End what is due."""
         now = time.monotonic()
         for due in [due for due in self._due if due[0] <= now]:
             self._due.remove(due)
             due[1]()
 
     def end(self) -> None:
-        """Nothing is wrong from now on."""
         for _, over in self._due:
             over()
         self._due.clear()

@@ -20,6 +20,8 @@ from core.membership import DRAINING, LOST, STARTING
 PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
 LOOK_S, LATER_S = 0.005, 0.3
 DRAIN_S = 6.0
+KNOWN: dict[str, Any] = {}
+"""What each rank said last, by the name of its process: who has just died has said nothing yet."""
 
 
 def there(name: str) -> Path:
@@ -51,11 +53,9 @@ def _of(keeper: Any) -> str:
 
 
 async def watch(controller: Any) -> None:
-    known = controller._known = {}
     while True:
         for keeper in controller._gangs.values():
-            known |= {s.spec.process: s for s in keeper.ranks.states.values()}
-            keeper.known = known
+            KNOWN.update({s.spec.process: s for s in keeper.ranks.states.values()})
         await asyncio.sleep(LOOK_S)  # time: between two looks
         with suppress(FileNotFoundError):
             gang = there("rebalance").read_text()
@@ -82,8 +82,7 @@ def watched(module: Any) -> None:
         await begin(self)
 
     async def stopping(self: Any, deadline_s: float) -> None:
-        for rank in self.ranks.handles.values():
-            state = self.known[rank.name]
+        for state in filter(None, (KNOWN.get(rank.name) for rank in self.ranks.handles.values())):
             note("stopped.ranks", f"{state.spec.host} {state.pid}")
         await stop(self, deadline_s)
 

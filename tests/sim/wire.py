@@ -133,9 +133,9 @@ class Wire:
         sender, receiver = told["send"], told["recv"]
         assert sender.posted and receiver.posted and sender.posted[0] == receiver.posted[0]
         (_, _, source, sent), (_, _, target, came) = sender.posted, receiver.posted
-        if source.nbytes > target.nbytes:
-            told = {"message": f"gloo ends a process: {source.nbytes} B for {target.nbytes}"}
-            return self.wires.net.loop.call_exception_handler(told)
+        if source.nbytes != target.nbytes:
+            wrong = f"{source.nbytes} B sent to {target.nbytes}: gloo ends a process of too few"
+            return self.wires.net.loop.call_exception_handler({"message": wrong})
         sender.posted = receiver.posted = None
         after_s = self.wires.net.latency_s() + source.nbytes / BYTES_PER_S
         data = source.clone()
