@@ -67,8 +67,7 @@ class Channel:
     def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:
         self.name = name
         self.timeout_s = timeout_s
-        self.num_transfers = 0
-        self.is_asked = False
+        self.num_transfers, self.is_asked = 0, False
         self.terminal = pending()
         self.failure: Exception | None = None
         self._wire = wire

@@ -118,15 +118,17 @@ class Source:
         """Read and send what D's receive is launched for. Must run to its end.
 
         Raises HandoverError for an identity, range, channel or transfer id that is not to be had,
-        StalePages for pages that changed hands; the channel is gone then.
+        StalePages for pages that changed hands; the channel is gone then, but for what was asked
+        for before.
         """
         channel = await self._channels.get(ask.nonce)
+        number, next_one = ask.transfer_id, channel.num_transfers
+        if number < next_one + channel.is_asked:  # the call came twice: D waits for no more of it
+            raise HandoverError(f"transfer {number} has been asked for already")
         try:
-            if ask.transfer_id != channel.num_transfers or channel.is_asked:
-                raise HandoverError(
-                    f"transfer {channel.num_transfers} is next here, {ask.transfer_id} there"
-                )
-            channel.is_asked = True  # the call may come twice, and D take its data for the next one
+            if number > next_one:
+                raise HandoverError(f"transfer {next_one} is next here, {number} there")
+            channel.is_asked = True
             return await self._transfer(channel, ask, self._span(ask))
         except BaseException as error:
             # D's receive is posted and nothing will fill it: only dropping the channel ends it.
