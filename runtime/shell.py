@@ -153,17 +153,17 @@ class RankShell:
         return pack(self._placement)
 
     async def stop(self) -> None:
-        """End the rank in order, if there is one; its process is for others to end."""
+        """End the rank in order, if there is one; its process is for others to end. They may die
+        before they do: who finds it then finds a life that is over."""
         if self._rank is not None:
+            self._fail(RankLost(f"{self._spec.life} was told to stop"))
             await self._rank.stop()
             self._rank.loop.box.close()
 
     def _fail(self, error: BaseException) -> None:
         """This life of it is over, or the rank has failed for good."""
-        if isinstance(error, EpochEnded):
-            self._state = replace(self._state, ended=failure_of(error))
-        else:
-            self._state = replace(self._state, failure=failure_of(error))
+        before, told, is_over = self._state, failure_of(error), isinstance(error, EpochEnded)
+        self._state = replace(before, ended=told) if is_over else replace(before, failure=told)
 
     async def _load(self) -> None:
         try:

@@ -231,6 +231,23 @@ async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
     assert stops == ["stopped"] and not unpack(RankState, await one.who()).is_joined
 
 
+async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() -> None:
+    """Whoever told it has died before its process did: it answers, and serves nobody."""
+    told: list[RankState] = []
+
+    async def stop() -> None:
+        told.append(unpack(RankState, await one.who()))
+
+    one = shell(SimpleNamespace(info=INFO, loop=EngineLoop("never started"), stop=stop, num_held=0))
+    await one.start()
+    assert living([await ended(one)])
+    await one.stop()
+    told.append(unpack(RankState, await one.who()))
+    for said in told:
+        assert said.failure == Failure("RankLost", "decode-0.5.0 was told to stop")
+    assert not living(told[:1]) and not living(told[1:])
+
+
 async def test_a_shell_tells_why_it_failed() -> None:
     one = shell(ValueError("model.path: no such folder"))
     await one.start()

@@ -156,9 +156,15 @@ ONCE = {
     "clock": (4, "29,clock back,0,1", *DEAD, "30.2,kill controller,0,1"),
     "survivors": (1, "30,kill rank,2,1", "31.7,kill controller,0,1"),
     "adoption": (1, "30,lose head,0,3", "30.1,kill controller,0,1"),
+    "stopped": (
+        558,
+        *("58.83254,drain,342446578,3", "58.993134,stop rank,841800998,20"),
+        "63.610277,kill controller,932901726,3",
+    ),
 }
 """What failed before it was mended, by a seed, which is a cluster's shape, and faults: the clock is
-set back while no rank lives; a controller dies while a rank is replaced; one cannot adopt yet."""
+set back while no rank lives; a controller dies while a rank is replaced; one cannot adopt yet;
+one dies over stopping a gang, whose rank hears of it later."""
 
 
 @pytest.mark.parametrize("name", ONCE)
