@@ -9,5 +9,6 @@ is what goes wrong, ``checks.py`` what may not; ``run.py`` is one seed. docs/fai
 all.
 
     python -m tests.sim --seeds 1000 [--first 1]
+    python -m tests.sim --once
     python -m tests.sim --seed 7 [--log] [--shrink] [--fault AT,KIND,NUMBER,SECONDS ..]
 """

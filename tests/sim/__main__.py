@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.sim.faults import Fault
+from tests.sim.once import ONCE, run_once
 from tests.sim.run import Result, faults_of, run_seed, shortest
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50, help="how many [50]")
     parser.add_argument("--first", type=int, default=1, help="of these [1]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [cores]")
+    parser.add_argument("--once", action="store_true", help="only what failed before it was mended")
     parser.add_argument("--seed", type=int, help="this one alone, with all that can be told of it")
     parser.add_argument("--log", action="store_true", help="of --seed: all that happens")
     parser.add_argument("--shrink", action="store_true", help="of --seed: faults it fails without")
@@ -30,6 +32,8 @@ def main() -> None:
         help="of --seed: these faults in place of its own",
     )
     args = parser.parse_args()
+    if args.once:
+        once()
     if args.seed is None:
         many(range(args.first, args.first + args.seeds), args.jobs)
     faults = args.fault or faults_of(args.seed)
@@ -39,6 +43,16 @@ def main() -> None:
     tell(result)
     print(result.num_told, *(f"--fault '{fault}'" for fault in result.faults), sep="\n  ")
     raise SystemExit(bool(result.failures))
+
+
+def once() -> None:
+    num_bad = 0
+    for what in ONCE:
+        result = run_once(what)
+        num_bad += bool(result.failures)
+        tell(result)
+        print(f"  {sum(result.num_faults.values())} of {len(result.faults)} faults: {what}")
+    raise SystemExit(num_bad > 0)
 
 
 def many(seeds: range, num_jobs: int) -> None:

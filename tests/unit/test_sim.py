@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from tests.sim.loop import PROCESS, Deadlock, Process, SimLoop
 from tests.sim.net import Net
+from tests.sim.once import ONCE
 from tests.sim.threads import Threads
 
 NUM_SEEDS = 8
@@ -151,27 +153,12 @@ def test_nothing_is_lost() -> None:
     assert f"{NUM_SEEDS} seeds, 0 with failures" in told
 
 
-DEAD = "30,kill rank,0,1", "30.1,kill rank,0,1"
-ONCE = {
-    "clock": (4, "29,clock back,0,1", *DEAD, "30.2,kill controller,0,1"),
-    "survivors": (1, "30,kill rank,2,1", "31.7,kill controller,0,1"),
-    "adoption": (1, "30,lose head,0,3", "30.1,kill controller,0,1"),
-    "stopped": (
-        558,
-        *("58.83254,drain,342446578,3", "58.993134,stop rank,841800998,20"),
-        "63.610277,kill controller,932901726,3",
-    ),
-}
-"""What failed before it was mended, by a seed, which is a cluster's shape, and faults: the clock is
-set back while no rank lives; a controller dies while a rank is replaced; one cannot adopt yet;
-one dies over stopping a gang, whose rank hears of it later."""
-
-
-@pytest.mark.parametrize("name", ONCE)
-def test_what_once_failed(name: str) -> None:
-    seed, *faults = ONCE[name]
-    told = sim("--seed", str(seed), *(f"--fault={one}" for one in faults))
-    assert told.count("--fault") == len(faults)
+def test_what_once_failed() -> None:
+    """All of it with each of its faults."""
+    told = sim("--once")
+    done = re.findall(r"(\d+) of (\d+) faults: (.*)", told)
+    assert [what for _, _, what in done] == [*ONCE], told
+    assert all(num == most for num, most, _ in done), told
 
 
 @pytest.mark.slow

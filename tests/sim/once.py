@@ -1,0 +1,30 @@
+"""What failed before it was mended: a seed, which is a cluster's shape, and faults."""
+
+from tests.sim.faults import Fault
+from tests.sim.run import Result, run_seed
+
+_DEAD = "30,kill rank,0,1", "30.1,kill rank,0,1"
+ONCE = {
+    "the clock is set back while no rank lives": (
+        4,
+        *("29,clock back,0,1", *_DEAD, "30.2,kill controller,0,1"),
+    ),
+    "a controller dies while a rank is replaced": (
+        1,
+        *("30,kill rank,2,1", "31.7,kill controller,0,1"),
+    ),
+    "a controller cannot adopt yet": (
+        1,
+        *("30,lose head,0,3", "30.1,kill controller,0,1"),
+    ),
+    "a controller dies over stopping a gang, whose rank hears of it later": (
+        558,
+        *("58.83254,drain,342446578,3", "58.993134,stop rank,841800998,20"),
+        "63.610277,kill controller,932901726,3",
+    ),
+}
+
+
+def run_once(what: str) -> Result:
+    seed, *faults = ONCE[what]
+    return run_seed(seed, [Fault.of(one) for one in faults])
