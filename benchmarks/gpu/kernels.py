@@ -222,8 +222,8 @@ def _sampling(
     device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_rows: int
 ) -> None:
     """What is wrong is the share of tokens that are not torch's."""
-    logits = 3 * torch.randn(num_rows, config.vocab_size, device=device.kind)
-    indices = torch.arange(num_rows, device=device.kind)
+    logits = 3 * torch.randn(num_rows, 1, config.vocab_size, device=device.kind)
+    indices = torch.arange(num_rows, device=device.kind).unsqueeze(1)
     for top_p in (1.0, 0.95):
         settings = [SamplingParams(temperature=1.0, top_p=top_p, seed=i) for i in range(num_rows)]
         rows = SamplingRows.of(settings, device.kind)

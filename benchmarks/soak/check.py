@@ -165,5 +165,5 @@ def _scores(
     if sampling.temperature == 0:
         return logits_1V[0]
     rows = SamplingRows.of([sampling], device)
-    noise_1V = gumbel(rows.seed_B, index_1, logits_V.shape[0])
-    return (PLAIN_SAMPLER.filtered_log_probs(logits_1V, rows) + noise_1V)[0]
+    [log_p_1V] = PLAIN_SAMPLER.filtered_log_probs(logits_1V.unsqueeze(1), rows)
+    return (log_p_1V + gumbel(rows.seed_B, index_1, logits_V.shape[0]))[0]

@@ -25,15 +25,17 @@ def rank(
     sampling, num_output_B = view.sampling, view.num_output_B
     scores_BQV = adjusted_places(logits_BQV, sampling, num_output_B, drafts_BM, nodes)
     if not sampling.all_greedy:
-        places = zip(scores_BQV.unbind(1), nodes.depth_BQ.unbind(1), strict=True)
-        many = [_perturbed(x, sampling, num_output_B + depth_B) for x, depth_B in places]
-        scores_BQV = torch.stack(many, 1)
+        index_BQ = num_output_B.unsqueeze(1) + nodes.depth_BQ
+        scores_BQV = _perturbed(scores_BQV, sampling, index_BQ)
     scores, tokens = scores_BQV.log_softmax(-1).topk(num_ranks)
     return tokens, scores.nan_to_num(nan=NOTHING, neginf=NOTHING).clamp(max=0)
 
 
-def _perturbed(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Tensor:
-    log_p_BV = sampling.sampler.filtered_log_probs(adjusted_BV, sampling)
-    noise_BV = gumbel(sampling.seed_B, output_index_B, log_p_BV.shape[1])
-    is_sampled_B1 = sampling.temperature_B.unsqueeze(1) > 0
-    return torch.where(is_sampled_B1, log_p_BV + noise_BV, adjusted_BV)
+def _perturbed(adjusted_BQV: Tensor, sampling: SamplingRows, output_index_BQ: Tensor) -> Tensor:
+    log_p_BQV = sampling.sampler.filtered_log_probs(adjusted_BQV, sampling)
+    seed_B1, is_sampled_B11 = (
+        sampling.seed_B.unsqueeze(1),
+        sampling.temperature_B.view(-1, 1, 1) > 0,
+    )
+    noise_BQV = gumbel(seed_B1, output_index_BQ, log_p_BQV.shape[2])
+    return torch.where(is_sampled_B11, log_p_BQV + noise_BQV, adjusted_BQV)

@@ -16,6 +16,7 @@ from model.kernels.base import Attention, Kernels, Routing
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Function, Repeated
 from model.network.batch import Segments
+from model.sampling.sampler import SamplingRows
 
 LANES = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""
@@ -70,6 +71,11 @@ class Native(Kernels):
     def lookup(*of: Any, oldest: bool) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = torch.ops.tandem.lookup.default(*of, oldest)
         return found
+
+    def drawn(self, adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
+        given = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B, rows.seed_B
+        tokens_BQ: Tensor = torch.ops.tandem.draw.default(adjusted_BQV, *given, output_index_BQ)
+        return tokens_BQ
 
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         torch.ops.tandem.move.default(caches, from_BN, to_BN)

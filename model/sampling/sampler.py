@@ -4,9 +4,8 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,34 +25,38 @@ _STREAM_SHIFT = 30
 class Sampler:
     """How a device draws; here in terms of torch, for any (model/kernels)."""
 
-    def drawn(self, adjusted_BV: Tensor, rows: "SamplingRows", output_index_B: Tensor) -> Tensor:
-        """`draw` of rows of which some are sampled: token ids [B]."""
-        greedy_B = adjusted_BV.argmax(-1)
-        log_p = self.filtered_log_probs(adjusted_BV, rows)
-        drawn_B = sample(log_p, rows.seed_B, output_index_B)
-        return torch.where(rows.temperature_B > 0, drawn_B, greedy_B)
+    def drawn(self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor) -> Tensor:
+        """`draw` at Q places of rows of which some are sampled: token ids [B, Q]."""
+        kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)
+        drawn_BQ, greedy_BQ = sample(kept_BQV, seed_B1, output_index_BQ), adjusted_BQV.argmax(-1)
+        return torch.where(rows.temperature_B.unsqueeze(1) > 0, drawn_BQ, greedy_BQ)
 
-    def filtered_log_probs(self, logits_BV: Tensor, rows: "SamplingRows") -> Tensor:
-        """log p [B, V] after temperature, then top-k, top-p, min-p; -inf where filtered out.
+    def filtered_log_probs(self, logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
+        """log p [B, Q, V] of what is left after temperature and filters, -inf for the others."""
+        return _kept_logits(logits_BQV, rows).log_softmax(-1)
 
-        top-p keeps the smallest set of best tokens whose mass reaches p; min-p keeps tokens of at
-        least min_p times the best token's probability. The best token always stays.
-        """
-        safe_temperature = torch.where(rows.temperature_B > 0, rows.temperature_B, 1.0)
-        log_p = (logits_BV / safe_temperature.unsqueeze(1)).log_softmax(-1)
-        sorted_log_p, order = log_p.sort(dim=-1, descending=True, stable=True)
-        probs = sorted_log_p.exp()
-        rank = torch.arange(log_p.shape[1], device=log_p.device).unsqueeze(0)
-        top_k = torch.where(rows.top_k_B > 0, rows.top_k_B, log_p.shape[1]).unsqueeze(1)
-        kept = rank < top_k
-        mass_k = (probs * kept).sum(-1, keepdim=True)
-        mass_before = (probs * kept).cumsum(-1) - probs
-        is_below = mass_before < rows.top_p_B.unsqueeze(1) * mass_k
-        kept &= is_below | (rows.top_p_B >= 1).unsqueeze(1)
-        kept &= probs >= rows.min_p_B.unsqueeze(1) * probs[:, :1]
-        kept |= rank == 0
-        kept_BV = torch.zeros_like(kept).scatter(1, order, kept)
-        return log_p.masked_fill(~kept_BV, float("-inf")).log_softmax(-1)
+
+def _kept_logits(logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
+    """Logits [B, Q, V] by temperature, below the largest one, after top-k, top-p and min-p in this
+    order; -inf where filtered out.
+
+    top-p keeps the smallest set of best tokens whose mass reaches p; min-p keeps tokens of at
+    least min_p times the best token's probability. The best token always stays, and the first among
+    equals is the better one. Masses are summed in fp64.
+    """
+    columns = rows.temperature_B, rows.top_k_B, rows.top_p_B.double(), rows.min_p_B.double()
+    temperature, top_k, top_p, min_p = (one.view(-1, 1, 1) for one in columns)
+    x_BQV = logits_BQV / torch.where(temperature > 0, temperature, 1.0)
+    x_BQV = x_BQV - x_BQV.amax(-1, keepdim=True)
+    sorted_BQV, order = x_BQV.sort(dim=-1, descending=True, stable=True)
+    mass_BQV = sorted_BQV.double().exp()
+    rank_V = torch.arange(x_BQV.shape[2], device=x_BQV.device)
+    kept = (rank_V < top_k) | (top_k <= 0)
+    mass_kept = mass_BQV * kept
+    is_below = mass_kept.cumsum(-1) - mass_BQV < top_p * mass_kept.sum(-1, keepdim=True)
+    kept = kept & (is_below | (top_p >= 1)) & (mass_BQV >= min_p) | (rank_V == 0)
+    kept_BQV = torch.zeros_like(kept).scatter(-1, order, kept)
+    return x_BQV.masked_fill(~kept_BQV, float("-inf"))
 
 
 PLAIN_SAMPLER = Sampler()
@@ -114,14 +117,15 @@ def adjusted(
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
-    """Token ids [B]: argmax for temperature 0, else argmax(log p + Gumbel noise).
+    """Token ids [B]: argmax for temperature 0, else that of what filters leave with Gumbel noise.
 
     That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output
     index, token id) alone.
     """
     if rows.all_greedy:
         return adjusted_BV.argmax(-1)
-    return rows.sampler.drawn(adjusted_BV, rows, output_index_B)
+    drawn_B1 = rows.sampler.drawn(adjusted_BV.unsqueeze(1), rows, output_index_B.unsqueeze(1))
+    return drawn_B1.squeeze(1)
 
 
 def adjusted_places(
@@ -155,25 +159,22 @@ def draw_places(
     depth."""
     if rows.all_greedy:
         return adjusted_BN1V.argmax(-1)
-    places = adjusted_BN1V.unbind(1)
-    depths: Iterable[Any] = range(len(places)) if tree is None else tree.depth_BQ.unbind(1)
-    drawn = [draw(x, rows, num_output_B + i) for x, i in zip(places, depths, strict=True)]
-    return torch.stack(drawn, 1)
+    num_places, device = adjusted_BN1V.shape[1], num_output_B.device
+    depth_BN1 = torch.arange(num_places, device=device) if tree is None else tree.depth_BQ
+    return rows.sampler.drawn(adjusted_BN1V, rows, num_output_B.unsqueeze(1) + depth_BN1)
 
 
-def sample(
-    log_p_BV: Tensor, seed_B: Tensor, output_index_B: Tensor, stream: int = TARGET
-) -> Tensor:
-    """Token ids [B] drawn from ``log_p_BV``, which need not be normalised."""
-    noise_BV = gumbel(seed_B, output_index_B, log_p_BV.shape[-1], stream)
-    return (log_p_BV + noise_BV).argmax(-1)
+def sample(log_p: Tensor, seed: Tensor, output_index: Tensor, stream: int = TARGET) -> Tensor:
+    """Token ids drawn from ``log_p`` [.., V], which need not be normalised."""
+    return (log_p + gumbel(seed, output_index, log_p.shape[-1], stream)).argmax(-1)
 
 
-def gumbel(seed_B: Tensor, output_index_B: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:
-    """Standard Gumbel noise [B, V] fp32 from a counter-based hash; the same on any device."""
-    token_V = torch.arange(vocab_size, device=seed_B.device, dtype=torch.int64)
-    key_B1 = _key(seed_B, output_index_B, stream).unsqueeze(1)
-    return -torch.log(-torch.log1p(-_unit(key_B1, token_V))).float()
+def gumbel(seed: Tensor, output_index: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:
+    """Standard Gumbel noise [.., V] fp32 from a counter-based hash, the same on any device; seeds
+    and indices broadcast."""
+    token_V = torch.arange(vocab_size, device=seed.device, dtype=torch.int64)
+    key = _key(seed, output_index, stream).unsqueeze(-1)
+    return -torch.log(-torch.log1p(-_unit(key, token_V))).float()
 
 
 def uniform(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:

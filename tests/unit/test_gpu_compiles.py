@@ -216,8 +216,9 @@ def test_routing(compiled: list[str]) -> None:
 @pytest.mark.parametrize("num_tokens", [102_400, 129_280])
 def test_sampling(compiled: list[str], num_tokens: int) -> None:
     rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=1)] * 2, torch.device("cpu"))
-    Triton(132).drawn(zeros(2, num_tokens).float(), rows, torch.zeros(2, dtype=torch.int64))
-    Triton(132).filtered_log_probs(zeros(2, num_tokens).float(), rows)
+    places = torch.zeros(2, 4, dtype=torch.int64)
+    Triton(132).drawn(zeros(2, 4, num_tokens).float(), rows, places)
+    Triton(132).filtered_log_probs(zeros(2, 4, num_tokens).float(), rows)
     assert compiled == ["_draw", "_filter"]
 
 

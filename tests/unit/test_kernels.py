@@ -431,17 +431,27 @@ def test_combining(dtype: torch.dtype) -> None:
     check(ours().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "step"),
-    [(50, 0.0), (100, 0.0), (100, 0.5)],
-    ids=["one tile", "two tiles", "many are equal"],
-)
-@gpu_only
-def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) -> None:
-    """Mixtures of filters beside torch's sorting, and the likeliest of two rows more."""
-    from model.kernels.gpu import sample
+@pytest.mark.parametrize("num_tokens", [100] if IS_INTERPRETED else [50, 100, 1000])
+@pytest.mark.parametrize("spread", [3.0] if IS_INTERPRETED else [0.0, 3.0, 20.0])
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["all differ", "many are equal"])
+def test_drawing(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, spread: float, step: float
+) -> None:
+    """Mixtures of filters beside torch's sorting, and the likeliest of two rows more, at two
+    places of each: flat, as a model has them, and peaked."""
+    if IS_INTERPRETED:
+        from model.kernels.gpu import sample
 
-    monkeypatch.setattr(sample, "TILE", 64)
+        monkeypatch.setattr(sample, "TILE", 64)
+    settings, logits = to_draw(num_tokens, spread, step)
+    rows = SamplingRows.of(settings, torch.device("cpu"))
+    indices = torch.arange(len(settings)).unsqueeze(1) * 3 + torch.tensor([0, 200_000])
+    got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
+    assert got.tolist() == wanted.tolist()
+
+
+def to_draw(num_tokens: int, spread: float, step: float) -> tuple[list[SamplingParams], Tensor]:
+    """Settings of rows, of which the first two are greedy, and logits of two places of each."""
     ways = itertools.product((0, 7, 60), (1.0, 0.9, 1e-6))
     filters = [(k, p, m) for (k, p), m in zip(ways, itertools.cycle((0.0, 0.05)), strict=False)]
     asked = [(0.0, filters[0]), (0.0, filters[-1]), *((1.2, one) for one in filters)]
@@ -449,18 +459,46 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, num_tokens: int, step: float) 
         SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=2**40 * i + 7)
         for i, (t, (k, p, m)) in enumerate(asked)
     ]
-    logits = 3 * draw(len(settings), num_tokens, seed=num_tokens)
+    logits = spread * draw(len(settings), 2, num_tokens, seed=num_tokens)
     if step:
         logits = (logits / step).round() * step
-    logits[::5, ::3] = -torch.inf
+    logits[::5, :, ::3] = -torch.inf
     logits[1::7] = 0.0
-    logits[1::7, ::2] = -0.0
-    rows = SamplingRows.of(settings, torch.device("cpu"))
-    indices = torch.arange(len(settings)) * 3
-    got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
-    assert got.tolist() == wanted.tolist()
-    sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
+    logits[1::7, :, ::2] = -0.0
+    return settings, logits
+
+
+@native_only
+def test_many_draws_are_those_of_torch() -> None:
+    """To the token, of a vocabulary as wide as any; logits may lie apart."""
+    for num_tokens, num_rows in ((2048, 500), (129_280, 4)):
+        settings = [
+            SamplingParams(temperature=0.8, top_k=k, top_p=p, seed=i)
+            for i in range(num_rows // 2)
+            for k, p in ((0, 1.0), (50, 0.95))
+        ]
+        rows = SamplingRows.of(settings, torch.device("cpu"))
+        wide = 2 * draw(num_rows, 4, num_tokens + 3, seed=num_tokens)
+        logits, indices = wide[..., 3:], torch.arange(4) + torch.zeros(num_rows, 1).long()
+        got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
+        assert torch.equal(got, wanted)
+        assert torch.equal(
+            ours().drawn(logits[2:3, 1:2], one(rows, 2), indices[2:3, 1:2]), got[2:3, 1:2]
+        )
+
+
+def one(rows: SamplingRows, row: int) -> SamplingRows:
+    fields = ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B")
+    return replace(rows, **{name: getattr(rows, name)[row : row + 1] for name in fields})
+
+
+@gpu_only
+def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.kernels.gpu import sample
+
     monkeypatch.setattr(sample, "TILE", 128)
+    settings, logits = to_draw(100, 3.0, 0.0)
+    sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
     left = ours().filtered_log_probs(logits[2:], sampled)
     told = PLAIN.filtered_log_probs(logits[2:], sampled)
     torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@
 #include "experts.h"
 #include "lookup.h"
 #include "prefill.h"
+#include "sample.h"
 
 TORCH_LIBRARY(tandem, m) {
   m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
@@ -27,6 +28,8 @@ TORCH_LIBRARY(tandem, m) {
   m.def(
       "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
       "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def("draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
+        " Tensor index) -> Tensor");
   m.def("combine(Tensor out, Tensor weights, Tensor? more) -> Tensor");
 }
 
@@ -41,5 +44,6 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
   m.impl("route", route);
+  m.impl("draw", draw);
   m.impl("combine", combine);
 }

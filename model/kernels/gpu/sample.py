@@ -16,32 +16,32 @@ from model.sampling.sampler import SamplingRows
 TILE = 4096
 
 
-def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
-    """Token ids [B] int64, the lowest among equals."""
-    num_rows, num_tokens = adjusted_BV.shape
-    logits_BV = adjusted_BV.float().contiguous()
-    tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
-    _draw[(num_rows,)](
-        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
-        *(rows.seed_B, output_index_B, tokens_B, num_tokens),
+def draw(adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
+    """Token ids [B, Q] int64, the lowest among equals."""
+    num_rows, num_places, num_tokens = adjusted_BQV.shape
+    logits_BQV, index_BQ = adjusted_BQV.float().contiguous(), output_index_BQ.contiguous()
+    tokens_BQ = torch.empty_like(index_BQ)
+    _draw[(num_rows * num_places,)](
+        *(logits_BQV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(rows.seed_B, index_BQ, tokens_BQ, num_places, num_tokens),
         BLOCK=min(TILE, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
-    return tokens_B
+    return tokens_BQ
 
 
-def filtered_log_probs(logits_BV: Tensor, rows: SamplingRows) -> Tensor:
-    """log p [B, V] of what is left, fp32."""
-    num_rows, num_tokens = logits_BV.shape
-    logits_BV = logits_BV.float().contiguous()
-    out_BV = torch.empty_like(logits_BV)
-    _filter[(num_rows,)](
-        *(logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
-        *(out_BV, num_tokens),
+def filtered_log_probs(logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
+    """log p [B, Q, V] of what is left, fp32."""
+    num_rows, num_places, num_tokens = logits_BQV.shape
+    logits_BQV = logits_BQV.float().contiguous()
+    out_BQV = torch.empty_like(logits_BQV)
+    _filter[(num_rows * num_places,)](
+        *(logits_BQV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
+        *(out_BQV, num_places, num_tokens),
         BLOCK=min(TILE // 2, triton.next_power_of_2(num_tokens)),
         num_warps=8,
     )
-    return out_BV
+    return out_BQV
 
 
 @triton.jit
@@ -157,16 +157,16 @@ def _filters(row, largest, top_k, top_p, min_p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept_of(row, first, filters, num_met, BLOCK: tl.constexpr):
-    """Of a tile: places, log probabilities of all of it, -inf of who is filtered out, and how many
-    on the edge were met by now."""
+    """Of a tile: places, what is kept of it below the largest logit, -inf of what is not, and how
+    many on the edge were met by now."""
     norm, edge, num_on_it, least_p, largest = filters
     at_V, x_V, key_V = _tile(row, first, BLOCK)
     is_on_V = (key_V == edge).to(tl.int32)
     num_before_V = num_met + tl.cumsum(is_on_V, 0) - is_on_V
     is_kept_V = (key_V > edge) | ((is_on_V > 0) & (num_before_V < num_on_it))
     is_kept_V &= (tl.exp(x_V - norm) >= least_p) | (x_V == largest)
-    log_p_V = tl.where(is_kept_V, x_V - norm, float("-inf"))
-    return at_V, log_p_V, num_met + tl.sum(is_on_V, 0)
+    kept_V = tl.where(is_kept_V, x_V - largest, float("-inf"))
+    return at_V, kept_V, num_met + tl.sum(is_on_V, 0)
 
 
 @triton.jit
@@ -179,42 +179,47 @@ def _draw(
     seeds,
     indices,
     tokens,
+    num_places,
     num_tokens,
     BLOCK: tl.constexpr,
 ):
-    b = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    b = place // num_places
     temperature = tl.load(temperatures + b)
     is_sampled = temperature > 0
-    row = logits + b * num_tokens, num_tokens, tl.where(is_sampled, temperature, 1.0)
+    row = logits + place * num_tokens, num_tokens, tl.where(is_sampled, temperature, 1.0)
     largest, token = _largest(row, BLOCK)
     if is_sampled:
         told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
         filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
-        key = _key(tl.load(seeds + b), tl.load(indices + b))
+        key = _key(tl.load(seeds + b), tl.load(indices + place))
         best, num_met = float("-inf"), tl.full([], 0, tl.int32)
         for first in range(0, num_tokens, BLOCK):
-            at_V, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
-            score_V = log_p_V + _gumbel(key, at_V.to(tl.uint32))
+            at_V, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+            score_V = kept_V + _gumbel(key, at_V.to(tl.uint32))
             here = tl.max(score_V, 0)
             token = tl.where(here > best, first + tl.argmax(score_V, 0), token)
             best = tl.maximum(best, here)
-    tl.store(tokens + b, token.to(tl.int64))
+    tl.store(tokens + place, token.to(tl.int64))
 
 
 @triton.jit
-def _filter(logits, temperatures, top_ks, top_ps, min_ps, out, num_tokens, BLOCK: tl.constexpr):
-    b = tl.program_id(0).to(tl.int64)
+def _filter(
+    logits, temperatures, top_ks, top_ps, min_ps, out, num_places, num_tokens, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64)
+    b = place // num_places
     temperature = tl.load(temperatures + b)
-    row = logits + b * num_tokens, num_tokens, tl.where(temperature > 0, temperature, 1.0)
+    row = logits + place * num_tokens, num_tokens, tl.where(temperature > 0, temperature, 1.0)
     largest, _best = _largest(row, BLOCK)
     told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
     filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
     total, num_met = 0.0, tl.full([], 0, tl.int32)
     for first in range(0, num_tokens, BLOCK):
-        _, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
-        total += tl.sum(tl.exp(log_p_V), 0)
+        _, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+        total += tl.sum(tl.exp(kept_V), 0)
     num_met = tl.full([], 0, tl.int32)
     for first in range(0, num_tokens, BLOCK):
-        at_V, log_p_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
-        where_V = out + b * num_tokens + at_V
-        tl.store(where_V, log_p_V - tl.log(total), mask=at_V < num_tokens)
+        at_V, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+        where_V = out + place * num_tokens + at_V
+        tl.store(where_V, kept_V - tl.log(total), mask=at_V < num_tokens)

@@ -24,23 +24,19 @@ def judge(evidence: Evidence) -> Verdict:
     greedy = strict.judge(evidence)
     if evidence.sampling.all_greedy or evidence.tree is not None:
         return greedy
-    p_BN1V = _target_probs(evidence)
+    rows = evidence.sampling
+    p_BN1V = rows.sampler.filtered_log_probs(evidence.adjusted_BN1V, rows).exp()
     num_accepted_B = _num_accepted(evidence, p_BN1V)
     last_B1 = _last_token(evidence, p_BN1V, num_accepted_B).unsqueeze(1)
     tokens_BN1 = torch.cat((evidence.drafts_BN, last_B1), 1)
     tokens_BN1 = tokens_BN1.scatter(1, num_accepted_B.unsqueeze(1), last_B1)
-    return Verdict(tokens_BN1, num_accepted_B).where(evidence.sampling.temperature_B > 0, greedy)
+    return Verdict(tokens_BN1, num_accepted_B).where(rows.temperature_B > 0, greedy)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     return torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)
-
-
-def _target_probs(evidence: Evidence) -> Tensor:
-    rows, places = evidence.sampling, evidence.adjusted_BN1V.unbind(1)
-    return torch.stack([rows.sampler.filtered_log_probs(x, rows).exp() for x in places], 1)
 
 
 def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
@@ -88,7 +84,7 @@ def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Ten
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
         return greedy_B, None
-    log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV, sampling)
+    log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV.unsqueeze(1), sampling).squeeze(1)
     drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 

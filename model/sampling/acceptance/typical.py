@@ -6,7 +6,6 @@ nothing more.
 Shape legend: B rows, N drafts of this step, V vocabulary.
 """
 
-import torch
 from torch import Tensor
 
 from model.sampling.acceptance import paths, strict
@@ -19,7 +18,8 @@ _TINY = 1e-5
 def judge(evidence: Evidence) -> Verdict:
     if evidence.sampling.all_greedy or not evidence.drafts_BN.shape[1]:
         return strict.judge(evidence)
-    p_BNV = torch.stack([_probs(evidence, x) for x in paths.before_drafts(evidence).unbind(1)], 1)
+    rows = evidence.sampling
+    p_BNV = rows.sampler.filtered_log_probs(paths.before_drafts(evidence), rows).exp()
     p_BN = p_BNV.gather(2, evidence.drafts_BN.unsqueeze(2)).squeeze(2)
     passes_BN = paths.is_target(evidence) | (p_BN > threshold(p_BNV, evidence.acceptance.bounds_B2))
     return paths.told(evidence, passes_BN, p_BN.log())
@@ -30,11 +30,6 @@ def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
     entropy_BN = -(p_BNV * (p_BNV + _TINY).log()).sum(2)
     epsilon_B1, alpha_B1 = bounds_B2.split(1, 1)
     return epsilon_B1.minimum(alpha_B1 * (-entropy_BN).exp())
-
-
-def _probs(evidence: Evidence, logits_BV: Tensor) -> Tensor:
-    rows = evidence.sampling
-    return rows.sampler.filtered_log_probs(logits_BV, rows).exp()
 
 
 TYPICAL = Kind(strict.pick, judge, bounds=("typical_epsilon", "typical_alpha"))

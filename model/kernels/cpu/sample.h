@@ -1,0 +1,217 @@
+// Tokens drawn from adjusted logits (model/sampling/sampler.py: which). Nothing is sorted but what
+// top-k leaves, and noise is made only for tokens that can still be the best with it.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr float kMostNoise = 23.0f;  // of 32 bits it is at most 22.9
+constexpr int64_t kWorthADraw = 1 << 13;  // tokens
+
+inline bool any(Ints is) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)is, (__m512i)is) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)is) != 0;
+#endif
+  for (int i = 0; i < kLanes; i++)
+    if (is[i]) return true;
+  return false;
+}
+
+template <class T>
+T mix(T x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// Of one place in an answer: a function of the token alone.
+struct Noise {
+  uint32_t key;
+  Noise(uint64_t seed, int64_t index)
+      : key(mix(mix(mix(uint32_t(seed)) ^ uint32_t(seed >> 32)) ^ uint32_t(index))) {}
+  template <class T>
+  T bits(T token) const {
+    return mix(mix(token ^ key) ^ (key >> 16));
+  }
+  static float of(uint32_t bits) {
+    return float(-std::log(-std::log1p(-(bits + 0.5) / 4294967296.0)));
+  }
+};
+
+struct Filters {
+  int64_t top_k;
+  double top_p, min_p;
+};
+
+struct Token {
+  float score;
+  int64_t id;
+  // Whether it stands before ``other``.
+  bool operator<(const Token& other) const {
+    return score != other.score ? score > other.score : id < other.id;
+  }
+};
+
+// The logits of one place by temperature, below the largest one, which is that of ``first``.
+class Logits {
+ public:
+  Logits(const float* x, int64_t num, float temperature) : x_(x), num_(num) {
+    Vec most = splat(kNever);
+    for (int64_t i = 0; i < num; i += kLanes) {
+      Vec v = raw(i);
+      most = v > most ? v : most;
+    }
+    float largest = most[0];
+    for (int i = 1; i < kLanes; i++) largest = std::max(largest, most[i]);
+    temperature_ = temperature > 0 ? temperature : 1.0f;
+    largest_ = largest / temperature_;
+    // Equal quotients are equal, but of temperature 0 only equal logits are.
+    while (first_ < num && (temperature > 0 ? at(first_) != 0 : x[first_] != largest)) first_++;
+  }
+
+  int64_t num() const { return num_; }
+  int64_t first() const { return std::min(first_, num_ - 1); }
+  float at(int64_t i) const { return x_[i] / temperature_ - largest_; }
+  Vec vec(int64_t i) const { return raw(i) / temperature_ - largest_; }
+
+ private:
+  Vec raw(int64_t i) const {
+    if (i + kLanes <= num_) return load(x_ + i);
+    Vec v = splat(kNever);
+    for (int64_t j = i; j < num_; j++) v[j - i] = x_[j];
+    return v;
+  }
+
+  const float* x_;
+  int64_t num_, first_ = 0;
+  float temperature_, largest_;
+};
+
+inline Ints ids_from(int64_t first) {
+  Ints ids;
+  EACH (i, kLanes) ids[i] = int32_t(first) + i;
+  return ids;
+}
+
+// Which of these stand before ``last``, by their logits.
+inline Ints before(Vec x, Ints ids, const Token& last) {
+  return (x > last.score) | ((x == last.score) & (ids < int32_t(last.id)));
+}
+
+// The best with its noise of those that stand before ``last``, or the first of all. A token has the
+// score to beat iff its uniform number is below 1 - exp(-e^(x - score)), so below e^(x - score).
+inline Token best(const Logits& logits, const Noise& noise, const Token& last) {
+  int64_t first = logits.first();
+  Token found{logits.at(first) + Noise::of(noise.bits(uint32_t(first))), first};
+  for (int64_t i = 0; i < logits.num(); i += kLanes) {
+    Vec x = logits.vec(i);
+    if (!any(x > found.score - kMostNoise)) continue;
+    Ints ids = ids_from(i);
+    Bits bits = noise.bits((Bits)ids);
+    Vec half = __builtin_convertvector((Ints)(bits >> 1), Vec);
+    Ints may = (half <= exp(x - found.score) * (1.001f * 2147483648.0f)) & before(x, ids, last);
+    if (!any(may)) continue;
+    for (int j = 0; j < kLanes; j++) {
+      if (!may[j]) continue;
+      Token other{x[j] + Noise::of(bits[j]), i + j};
+      if (other < found) found = other;
+    }
+  }
+  return found;
+}
+
+// Whether top-p and min-p leave what has this logit there.
+inline bool is_kept(const Logits& logits, const Token& token, const Filters& filters) {
+  if (token.id == logits.first()) return true;
+  if (std::exp(double(token.score)) < filters.min_p) return false;
+  if (filters.top_p >= 1) return true;
+  double total = 0, above = 0;
+  for (int64_t begin = 0; begin < logits.num(); begin += 64 * kLanes) {
+    Vec all{}, some{};
+    for (int64_t i = begin; i < std::min(logits.num(), begin + 64 * kLanes); i += kLanes) {
+      Vec x = logits.vec(i), e = exp(x);
+      all += e;
+      some += before(x, ids_from(i), token) ? e : Vec{};
+    }
+    total += sum(all), above += sum(some);
+  }
+  return above < filters.top_p * total;
+}
+
+// The first k, in order.
+inline std::vector<Token> first_of(const Logits& logits, int64_t k) {
+  std::vector<Token> found;
+  auto cut = [&] {
+    if (int64_t(found.size()) <= k) return;
+    std::nth_element(found.begin(), found.begin() + (k - 1), found.end());
+    found.resize(k);
+  };
+  float floor = kNever;
+  size_t room = 2 * k + 64;
+  for (int64_t i = 0; i < logits.num(); i += kLanes) {
+    Vec x = logits.vec(i);
+    if (!any(x > floor)) continue;
+    for (int j = 0; j < kLanes; j++)
+      if (x[j] > floor) found.push_back({x[j], i + j});
+    if (found.size() >= room) cut(), floor = found[k - 1].score;
+  }
+  cut();
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+inline int64_t best_of(const std::vector<Token>& first, const Noise& noise, const Filters& filters) {
+  double total = 0, above = 0;
+  for (const Token& one : first) total += std::exp(double(one.score));
+  Token found{kNever, first[0].id};
+  for (const Token& one : first) {
+    double mass = std::exp(double(one.score));
+    bool is_over = (filters.top_p < 1 && above >= filters.top_p * total) || mass < filters.min_p;
+    if (above > 0 && is_over) break;
+    Token other{one.score + Noise::of(noise.bits(uint32_t(one.id))), one.id};
+    if (other < found) found = other;
+    above += mass;
+  }
+  return found.id;
+}
+
+inline int64_t drawn(const Logits& logits, const Noise& noise, const Filters& filters) {
+  if (filters.top_k > 0 && filters.top_k < logits.num())
+    return best_of(first_of(logits, filters.top_k), noise, filters);
+  // Who is not kept takes along all that stand behind it.
+  Token last{kNever, 0};
+  while (true) {
+    int64_t id = best(logits, noise, last).id;
+    last = {logits.at(id), id};
+    if (is_kept(logits, last, filters)) return id;
+  }
+}
+
+// Of logits [rows, places, tokens] with the settings of each row: [rows, places].
+Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+            const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& index) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.stride(2) == 1);
+  Tensor at = index.contiguous(), tokens = at::empty(index.sizes(), index.options());
+  int64_t num_places = logits.size(1), num = logits.size(2);
+  int64_t* out = tokens.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, tokens.numel(), std::max<int64_t>(1, kWorthADraw / num),
+                   [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      int64_t b = i / num_places;
+      const float* x = logits.const_data_ptr<float>() + b * logits.stride(0) +
+                       i % num_places * logits.stride(1);
+      float by = temperature.const_data_ptr<float>()[b];
+      Logits row(x, num, by);
+      Noise noise(seed.const_data_ptr<int64_t>()[b], at.const_data_ptr<int64_t>()[i]);
+      Filters filters{top_k.const_data_ptr<int64_t>()[b], top_p.const_data_ptr<float>()[b],
+                      min_p.const_data_ptr<float>()[b]};
+      out[i] = by > 0 ? drawn(row, noise, filters) : row.first();
+    }
+  });
+  return tokens;
+}
+
+}  // namespace
