@@ -32,7 +32,7 @@ HOUSES = {
     "decode_node": 1_610,
     "kv_transfer": 1_500,
     "model": 2_665,
-    "model/kernels": 1_765,
+    "model/kernels": 1_770,
     "prefill_node": 475,
     "runtime": 1_020,
     "tandem": 15,

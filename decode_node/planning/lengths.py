@@ -203,14 +203,15 @@ def _worth(
 
 
 def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
-    """A level to look at now, for which enough steps were planned since it was last."""
+    """A level to look at now, for which enough steps were planned since it was last. One that loses
+    by its own time, too: that may have been a moment's, and nothing else would tell."""
     if size.num_planned < max(size.looked) + LOOK_EVERY:
         return None
     current, best, due = min(size.current, len(worth) - 1), max(worth) or 1.0, []
     for level in range(len(worth)):
         lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
         saved_s = LOOK_SHARE * size.step_s[current] * (size.num_planned - size.looked[level])
-        if level != current and not loses[level] and lost_s <= saved_s:
+        if level != current and (size.step_s[level] or not loses[level]) and lost_s <= saved_s:
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 

@@ -33,9 +33,6 @@ def rank(
 
 def _perturbed(adjusted_BQV: Tensor, sampling: SamplingRows, output_index_BQ: Tensor) -> Tensor:
     log_p_BQV = sampling.sampler.filtered_log_probs(adjusted_BQV, sampling)
-    seed_B1, is_sampled_B11 = (
-        sampling.seed_B.unsqueeze(1),
-        sampling.temperature_B.view(-1, 1, 1) > 0,
-    )
-    noise_BQV = gumbel(seed_B1, output_index_BQ, log_p_BQV.shape[2])
+    noise_BQV = gumbel(sampling.seed_B.unsqueeze(1), output_index_BQ, log_p_BQV.shape[2])
+    is_sampled_B11 = sampling.temperature_B.view(-1, 1, 1) > 0
     return torch.where(is_sampled_B11, log_p_BQV + noise_BQV, adjusted_BQV)

@@ -73,9 +73,13 @@ class Native(Kernels):
         return found
 
     def drawn(self, adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
-        given = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B, rows.seed_B
-        tokens_BQ: Tensor = torch.ops.tandem.draw.default(adjusted_BQV, *given, output_index_BQ)
+        given = *_settings(rows), rows.seed_B, output_index_BQ
+        tokens_BQ: Tensor = torch.ops.tandem.draw.default(adjusted_BQV, *given)
         return tokens_BQ
+
+    def filtered_log_probs(self, logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
+        log_p_BQV: Tensor = torch.ops.tandem.filtered.default(logits_BQV, *_settings(rows))
+        return log_p_BQV
 
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         torch.ops.tandem.move.default(caches, from_BN, to_BN)
@@ -91,3 +95,7 @@ class Native(Kernels):
     ) -> tuple[Tensor, Tensor]:
         routed: tuple[Tensor, Tensor] = torch.ops.tandem.route.default(x_TD, packed, bias_E, *how)
         return routed
+
+
+def _settings(rows: SamplingRows) -> tuple[Tensor, ...]:
+    return rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B

@@ -116,16 +116,15 @@ def adjusted(
     return adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
 
 
-def draw(adjusted_BV: Tensor, rows: SamplingRows, output_index_B: Tensor) -> Tensor:
+def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:
     """Token ids [B]: argmax for temperature 0, else that of what filters leave with Gumbel noise.
 
-    That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output
-    index, token id) alone.
+    That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output index,
+    token id) alone.
     """
     if rows.all_greedy:
         return adjusted_BV.argmax(-1)
-    drawn_B1 = rows.sampler.drawn(adjusted_BV.unsqueeze(1), rows, output_index_B.unsqueeze(1))
-    return drawn_B1.squeeze(1)
+    return rows.sampler.drawn(adjusted_BV.unsqueeze(1), rows, index_B.unsqueeze(1)).squeeze(1)
 
 
 def adjusted_places(
@@ -145,10 +144,7 @@ def adjusted_places(
         return torch.stack(many, 1)
     seen_BQN, num_BQ = on_path(tree.bits_BQ, drafts_BN.shape[1]), tree.depth_BQ
     nodes = zip(places, num_BQ.unbind(1), seen_BQN.unbind(1), strict=True)
-    many = [
-        adjust(x, rows.rules, num_output_B + num_B, drafts_BN, seen_BN)
-        for x, num_B, seen_BN in nodes
-    ]
+    many = [adjust(x, rows.rules, num_output_B + n_B, drafts_BN, seen) for x, n_B, seen in nodes]
     return torch.stack(many, 1)
 
 

@@ -492,16 +492,28 @@ def one(rows: SamplingRows, row: int) -> SamplingRows:
     return replace(rows, **{name: getattr(rows, name)[row : row + 1] for name in fields})
 
 
-@gpu_only
-def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.kernels.gpu import sample
+@pytest.mark.parametrize("num_tokens", [100] if IS_INTERPRETED else [50, 1000])
+def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    if IS_INTERPRETED:
+        from model.kernels.gpu import sample
 
-    monkeypatch.setattr(sample, "TILE", 128)
-    settings, logits = to_draw(100, 3.0, 0.0)
-    sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
-    left = ours().filtered_log_probs(logits[2:], sampled)
-    told = PLAIN.filtered_log_probs(logits[2:], sampled)
-    torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
+        monkeypatch.setattr(sample, "TILE", 128)
+    for spread in (3.0,) if IS_INTERPRETED else (0.0, 3.0, 20.0):
+        settings, logits = to_draw(num_tokens, spread, 0.0)
+        sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
+        left = ours().filtered_log_probs(logits[2:], sampled)
+        told = PLAIN.filtered_log_probs(logits[2:], sampled)
+        torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
+
+
+@native_only
+def test_drawing_from_nothing_ends() -> None:
+    settings = [SamplingParams(temperature=1.0, top_k=k, top_p=0.9, seed=1) for k in (0, 5)]
+    rows = SamplingRows.of(settings, torch.device("cpu"))
+    for nothing in (torch.nan, -torch.inf):
+        logits, indices = torch.full((2, 1, 40), nothing), torch.zeros(2, 1, dtype=torch.int64)
+        assert ((got := ours().drawn(logits, rows, indices)) >= 0).all() and (got < 40).all()
+        assert ours().filtered_log_probs(logits, rows).shape == logits.shape
 
 
 @native_only

@@ -30,6 +30,8 @@ TORCH_LIBRARY(tandem, m) {
       "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
   m.def("draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
         " Tensor index) -> Tensor");
+  m.def("filtered(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p)"
+        " -> Tensor");
   m.def("combine(Tensor out, Tensor weights, Tensor? more) -> Tensor");
 }
 
@@ -45,5 +47,6 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("experts", experts);
   m.impl("route", route);
   m.impl("draw", draw);
+  m.impl("filtered", filtered);
   m.impl("combine", combine);
 }

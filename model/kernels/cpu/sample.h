@@ -123,25 +123,31 @@ inline Token best(const Logits& logits, const Noise& noise, const Token& last) {
   return found;
 }
 
-// Whether top-p and min-p leave what has this logit there.
-inline bool is_kept(const Logits& logits, const Token& token, const Filters& filters) {
-  if (token.id == logits.first()) return true;
-  if (std::exp(double(token.score)) < filters.min_p) return false;
-  if (filters.top_p >= 1) return true;
+// Of all, and of those that stand before ``last``.
+inline std::pair<double, double> masses(const Logits& logits, const Token& last) {
   double total = 0, above = 0;
   for (int64_t begin = 0; begin < logits.num(); begin += 64 * kLanes) {
     Vec all{}, some{};
     for (int64_t i = begin; i < std::min(logits.num(), begin + 64 * kLanes); i += kLanes) {
       Vec x = logits.vec(i), e = exp(x);
       all += e;
-      some += before(x, ids_from(i), token) ? e : Vec{};
+      some += before(x, ids_from(i), last) ? e : Vec{};
     }
     total += sum(all), above += sum(some);
   }
+  return {total, above};
+}
+
+// Whether top-p and min-p leave what has this logit there.
+inline bool is_kept(const Logits& logits, const Token& token, const Filters& filters) {
+  if (token.id == logits.first()) return true;
+  if (std::exp(double(token.score)) < filters.min_p) return false;
+  if (filters.top_p >= 1) return true;
+  auto [total, above] = masses(logits, token);
   return above < filters.top_p * total;
 }
 
-// The first k, in order.
+// The first k, in order; one at least.
 inline std::vector<Token> first_of(const Logits& logits, int64_t k) {
   std::vector<Token> found;
   auto cut = [&] {
@@ -159,21 +165,36 @@ inline std::vector<Token> first_of(const Logits& logits, int64_t k) {
     if (found.size() >= room) cut(), floor = found[k - 1].score;
   }
   cut();
+  if (found.empty()) found.push_back({0, logits.first()});  // where nothing is a number
   std::sort(found.begin(), found.end());
   return found;
 }
 
+inline double mass(const Token& token) { return std::exp(double(token.score)); }
+
+inline double mass(const std::vector<Token>& first) {
+  double total = 0;
+  for (const Token& one : first) total += mass(one);
+  return total;
+}
+
+// How many of the first ones top-p, of so much mass, and min-p leave; one at least.
+inline int64_t num_kept(const std::vector<Token>& first, double total, const Filters& filters) {
+  double above = 0;
+  int64_t num = 0;
+  for (; num < int64_t(first.size()); num++) {
+    bool is_over = filters.top_p < 1 && above >= filters.top_p * total;
+    if (num > 0 && (is_over || mass(first[num]) < filters.min_p)) break;
+    above += mass(first[num]);
+  }
+  return num;
+}
+
 inline int64_t best_of(const std::vector<Token>& first, const Noise& noise, const Filters& filters) {
-  double total = 0, above = 0;
-  for (const Token& one : first) total += std::exp(double(one.score));
   Token found{kNever, first[0].id};
-  for (const Token& one : first) {
-    double mass = std::exp(double(one.score));
-    bool is_over = (filters.top_p < 1 && above >= filters.top_p * total) || mass < filters.min_p;
-    if (above > 0 && is_over) break;
-    Token other{one.score + Noise::of(noise.bits(uint32_t(one.id))), one.id};
+  for (int64_t i = 0, num = num_kept(first, mass(first), filters); i < num; i++) {
+    Token other{first[i].score + Noise::of(noise.bits(uint32_t(first[i].id))), first[i].id};
     if (other < found) found = other;
-    above += mass;
   }
   return found.id;
 }
@@ -190,28 +211,73 @@ inline int64_t drawn(const Logits& logits, const Noise& noise, const Filters& fi
   }
 }
 
-// Of logits [rows, places, tokens] with the settings of each row: [rows, places].
+// The last that filters leave.
+inline Token last_kept(const Logits& logits, const Filters& filters) {
+  bool has_k = filters.top_k > 0 && filters.top_k < logits.num();
+  Token none{kNever, logits.num()};
+  if (!has_k && filters.top_p >= 1 && filters.min_p <= 0) return none;
+  double total = has_k ? 0 : masses(logits, none).first;
+  for (int64_t k = has_k ? filters.top_k : 64;; k *= 8) {
+    std::vector<Token> first = first_of(logits, std::min(k, logits.num()));
+    int64_t num = num_kept(first, has_k ? mass(first) : total, filters);
+    if (has_k || num < int64_t(first.size()) || int64_t(first.size()) < k) return first[num - 1];
+  }
+}
+
+// Their log probabilities where filters leave them, kNever elsewhere.
+inline void filter(const Logits& logits, const Filters& filters, float* out) {
+  Token last = last_kept(logits, filters);
+  last.id++;  // it is left itself
+  float norm = std::log(masses(logits, last).second);
+  for (int64_t i = 0; i < logits.num(); i += kLanes) {
+    Vec x = logits.vec(i);
+    put(out + i, before(x, ids_from(i), last) ? x - norm : splat(kNever), logits.num() - i);
+  }
+}
+
+// The settings of B rows, and logits [B, Q, V].
+struct Rows {
+  const Tensor &logits, &temperature, &top_k, &top_p, &min_p;
+
+  // Of each place and row: its number, logits, settings.
+  template <class F>
+  void each(F f) const {
+    TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.stride(2) == 1);
+    int64_t num_places = logits.size(1), num = logits.size(2);
+    int64_t grain = std::max<int64_t>(1, kWorthADraw / num);
+    at::parallel_for(0, logits.size(0) * num_places, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        int64_t b = i / num_places, at = b * logits.stride(0) + i % num_places * logits.stride(1);
+        float by = temperature.const_data_ptr<float>()[b];
+        Filters filters{top_k.const_data_ptr<int64_t>()[b], top_p.const_data_ptr<float>()[b],
+                        min_p.const_data_ptr<float>()[b]};
+        f(i, b, Logits(logits.const_data_ptr<float>() + at, num, by), by > 0, filters);
+      }
+    });
+  }
+};
+
+// Token ids [B, Q].
 Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
             const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& index) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.stride(2) == 1);
-  Tensor at = index.contiguous(), tokens = at::empty(index.sizes(), index.options());
-  int64_t num_places = logits.size(1), num = logits.size(2);
-  int64_t* out = tokens.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, tokens.numel(), std::max<int64_t>(1, kWorthADraw / num),
-                   [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      int64_t b = i / num_places;
-      const float* x = logits.const_data_ptr<float>() + b * logits.stride(0) +
-                       i % num_places * logits.stride(1);
-      float by = temperature.const_data_ptr<float>()[b];
-      Logits row(x, num, by);
-      Noise noise(seed.const_data_ptr<int64_t>()[b], at.const_data_ptr<int64_t>()[i]);
-      Filters filters{top_k.const_data_ptr<int64_t>()[b], top_p.const_data_ptr<float>()[b],
-                      min_p.const_data_ptr<float>()[b]};
-      out[i] = by > 0 ? drawn(row, noise, filters) : row.first();
-    }
-  });
+  Tensor places = index.contiguous(), tokens = at::empty(index.sizes(), index.options());
+  Rows{logits, temperature, top_k, top_p, min_p}.each(
+      [&](int64_t i, int64_t b, const Logits& row, bool is_sampled, const Filters& filters) {
+        Noise noise(seed.const_data_ptr<int64_t>()[b], places.const_data_ptr<int64_t>()[i]);
+        tokens.mutable_data_ptr<int64_t>()[i] = is_sampled ? drawn(row, noise, filters) : row.first();
+      });
   return tokens;
+}
+
+// Log probabilities [B, Q, V].
+Tensor filtered(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+                const Tensor& top_p, const Tensor& min_p) {
+  Tensor out = at::empty(logits.sizes(), logits.options());
+  Rows{logits, temperature, top_k, top_p, min_p}.each(
+      [&](int64_t i, int64_t, const Logits& row, bool, const Filters& filters) {
+        filter(row, filters, out.mutable_data_ptr<float>() + i * row.num());
+      });
+  return out;
 }
 
 }  // namespace
