@@ -69,11 +69,14 @@ class Logits {
     temperature_ = temperature > 0 ? temperature : 1.0f;
     largest_ = largest / temperature_;
     // Equal quotients are equal, but of temperature 0 only equal logits are.
-    while (first_ < num && (temperature > 0 ? at(first_) != 0 : x[first_] != largest)) first_++;
+    auto is_first = [&](int64_t i) { return temperature > 0 ? vec(i) == 0 : raw(i) == largest; };
+    while (first_ < num && !any(is_first(first_))) first_ += kLanes;
+    if (first_ >= num) first_ = num - kLanes > 0 ? num - kLanes : 0;  // nothing is a number
+    for (Ints is = is_first(first_); first_ < num - 1 && !is[0]; first_++) is = is_first(first_ + 1);
   }
 
   int64_t num() const { return num_; }
-  int64_t first() const { return std::min(first_, num_ - 1); }
+  int64_t first() const { return first_; }
   float at(int64_t i) const { return x_[i] / temperature_ - largest_; }
   Vec vec(int64_t i) const { return raw(i) / temperature_ - largest_; }
 
@@ -101,50 +104,58 @@ inline Ints before(Vec x, Ints ids, const Token& last) {
   return (x > last.score) | ((x == last.score) & (ids < int32_t(last.id)));
 }
 
-// The best with its noise of those that stand before ``last``, or the first of all. A token has the
-// score to beat iff its uniform number is below 1 - exp(-e^(x - score)), so below e^(x - score).
-inline Token best(const Logits& logits, const Noise& noise, const Token& last) {
+constexpr int64_t kBlockTokens = 64 * kLanes;  // whose masses are summed in fp32
+
+// The best with its noise of those that stand before ``last``, or the first of all; ``total`` gets
+// the mass of all, if it is asked for. A token has the score to beat iff its uniform number is below
+// 1 - exp(-e^(x - score)), so below e^(x - score).
+inline Token best(const Logits& logits, const Noise& noise, const Token& last, double* total) {
   int64_t first = logits.first();
   Token found{logits.at(first) + Noise::of(noise.bits(uint32_t(first))), first};
-  for (int64_t i = 0; i < logits.num(); i += kLanes) {
-    Vec x = logits.vec(i);
-    if (!any(x > found.score - kMostNoise)) continue;
-    Ints ids = ids_from(i);
-    Bits bits = noise.bits((Bits)ids);
-    Vec half = __builtin_convertvector((Ints)(bits >> 1), Vec);
-    Ints may = (half <= exp(x - found.score) * (1.001f * 2147483648.0f)) & before(x, ids, last);
-    if (!any(may)) continue;
-    for (int j = 0; j < kLanes; j++) {
-      if (!may[j]) continue;
-      Token other{x[j] + Noise::of(bits[j]), i + j};
-      if (other < found) found = other;
+  Ints ids = ids_from(0);
+  const float at_most = 1.001f * 2147483648.0f;
+  float scale = at_most * std::exp(-found.score);
+  for (int64_t begin = 0; begin < logits.num(); begin += kBlockTokens) {
+    Vec all{};
+    for (int64_t i = begin; i < std::min(logits.num(), begin + kBlockTokens); i += kLanes) {
+      Vec x = logits.vec(i);
+      bool may_any = any(x > found.score - kMostNoise);
+      Ints here = ids;
+      ids += kLanes;
+      if (!may_any && total == nullptr) continue;
+      Vec e = exp(x);
+      all += e;
+      if (!may_any) continue;
+      Bits bits = noise.bits((Bits)here);
+      Vec half = __builtin_convertvector((Ints)(bits >> 1), Vec);
+      Ints may = (half <= e * scale) & before(x, here, last);
+      if (!any(may)) continue;
+      for (int j = 0; j < kLanes; j++) {
+        if (!may[j]) continue;
+        Token other{x[j] + Noise::of(bits[j]), i + j};
+        if (other < found) found = other, scale = at_most * std::exp(-found.score);
+      }
     }
+    if (total != nullptr) *total += sum(all);
   }
   return found;
 }
 
-// Of all, and of those that stand before ``last``.
-inline std::pair<double, double> masses(const Logits& logits, const Token& last) {
-  double total = 0, above = 0;
-  for (int64_t begin = 0; begin < logits.num(); begin += 64 * kLanes) {
-    Vec all{}, some{};
-    for (int64_t i = begin; i < std::min(logits.num(), begin + 64 * kLanes); i += kLanes) {
-      Vec x = logits.vec(i), e = exp(x);
-      all += e;
-      some += before(x, ids_from(i), last) ? e : Vec{};
+// Of those that stand before ``last``.
+inline double mass_before(const Logits& logits, const Token& last) {
+  double total = 0;
+  Ints ids = ids_from(0);
+  for (int64_t begin = 0; begin < logits.num(); begin += kBlockTokens) {
+    Vec some{};
+    for (int64_t i = begin; i < std::min(logits.num(), begin + kBlockTokens); i += kLanes) {
+      Vec x = logits.vec(i);
+      Ints is = before(x, ids, last);
+      ids += kLanes;
+      if (any(is)) some += is ? exp(x) : Vec{};
     }
-    total += sum(all), above += sum(some);
+    total += sum(some);
   }
-  return {total, above};
-}
-
-// Whether top-p and min-p leave what has this logit there.
-inline bool is_kept(const Logits& logits, const Token& token, const Filters& filters) {
-  if (token.id == logits.first()) return true;
-  if (std::exp(double(token.score)) < filters.min_p) return false;
-  if (filters.top_p >= 1) return true;
-  auto [total, above] = masses(logits, token);
-  return above < filters.top_p * total;
+  return total;
 }
 
 // The first k, in order; one at least.
@@ -202,13 +213,15 @@ inline int64_t best_of(const std::vector<Token>& first, const Noise& noise, cons
 inline int64_t drawn(const Logits& logits, const Noise& noise, const Filters& filters) {
   if (filters.top_k > 0 && filters.top_k < logits.num())
     return best_of(first_of(logits, filters.top_k), noise, filters);
-  // Who is not kept takes along all that stand behind it.
-  Token last{kNever, 0};
-  while (true) {
-    int64_t id = best(logits, noise, last).id;
-    last = {logits.at(id), id};
-    if (is_kept(logits, last, filters)) return id;
+  double total = 0;
+  Token found = best(logits, noise, {kNever, 0}, filters.top_p < 1 ? &total : nullptr);
+  while (found.id != logits.first()) {
+    Token last{logits.at(found.id), found.id};
+    bool is_left = filters.top_p >= 1 || mass_before(logits, last) < filters.top_p * total;
+    if (is_left && mass(last) >= filters.min_p) break;
+    found = best(logits, noise, last, nullptr);  // who is left out takes along all behind it
   }
+  return found.id;
 }
 
 // The last that filters leave.
@@ -216,7 +229,7 @@ inline Token last_kept(const Logits& logits, const Filters& filters) {
   bool has_k = filters.top_k > 0 && filters.top_k < logits.num();
   Token none{kNever, logits.num()};
   if (!has_k && filters.top_p >= 1 && filters.min_p <= 0) return none;
-  double total = has_k ? 0 : masses(logits, none).first;
+  double total = has_k ? 0 : mass_before(logits, none);
   for (int64_t k = has_k ? filters.top_k : 64;; k *= 8) {
     std::vector<Token> first = first_of(logits, std::min(k, logits.num()));
     int64_t num = num_kept(first, has_k ? mass(first) : total, filters);
@@ -228,10 +241,11 @@ inline Token last_kept(const Logits& logits, const Filters& filters) {
 inline void filter(const Logits& logits, const Filters& filters, float* out) {
   Token last = last_kept(logits, filters);
   last.id++;  // it is left itself
-  float norm = std::log(masses(logits, last).second);
-  for (int64_t i = 0; i < logits.num(); i += kLanes) {
+  float norm = std::log(mass_before(logits, last));
+  Ints ids = ids_from(0);
+  for (int64_t i = 0; i < logits.num(); i += kLanes, ids += kLanes) {
     Vec x = logits.vec(i);
-    put(out + i, before(x, ids_from(i), last) ? x - norm : splat(kNever), logits.num() - i);
+    put(out + i, before(x, ids, last) ? x - norm : splat(kNever), logits.num() - i);
   }
 }
 
