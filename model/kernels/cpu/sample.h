@@ -257,6 +257,8 @@ struct Rows {
   template <class F>
   void each(F f) const {
     TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.stride(2) == 1);
+    TORCH_CHECK(temperature.is_contiguous() && top_k.is_contiguous() && top_p.is_contiguous() &&
+                min_p.is_contiguous());
     int64_t num_places = logits.size(1), num = logits.size(2);
     int64_t grain = std::max<int64_t>(1, kWorthADraw / num);
     at::parallel_for(0, logits.size(0) * num_places, grain, [&](int64_t begin, int64_t end) {
@@ -274,6 +276,7 @@ struct Rows {
 // Token ids [B, Q].
 Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
             const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& index) {
+  TORCH_CHECK(seed.is_contiguous());
   Tensor places = index.contiguous(), tokens = at::empty(index.sizes(), index.options());
   Rows{logits, temperature, top_k, top_p, min_p}.each(
       [&](int64_t i, int64_t b, const Logits& row, bool is_sampled, const Filters& filters) {
