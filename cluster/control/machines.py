@@ -82,13 +82,16 @@ class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
     async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig) -> dict[int, RayRank]:
-        """Ranks that load from now on. Raises Overloaded when there is no room for them."""
-        group = await in_thread(lambda: _room(plan, birth))
-        hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
-        specs = plan.specs(birth.epoch, hosts, birth.room)
-        where = pack(birth.placement) if birth.placement is not None else b""
-        told = config.model_dump_json(), where
-        return {rank: _create(specs[rank], plan.resources, group, *told) for rank in birth.missing}
+        """Ranks that load from now on. Raises Overloaded when there is no room for them, RankLost
+        when Ray itself does not answer, which is no fault of theirs."""
+        told = config.model_dump_json(), pack(birth.placement) if birth.placement else b""
+        try:
+            group = await in_thread(lambda: _room(plan, birth))
+            hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
+            specs = plan.specs(birth.epoch, hosts, birth.room)
+            return {r: _create(specs[r], plan.resources, group, *told) for r in birth.missing}
+        except RayError as error:
+            raise RankLost(f"{plan.name}: Ray does not begin it: {error}") from error
 
     async def last_words(self, state: RankState) -> LastWords:
         """Of a rank that has been killed, from its machine; empty where that cannot be had."""

@@ -22,7 +22,14 @@ ONCE = {
         *("58.83254,drain,342446578,3", "58.993134,stop rank,841800998,20"),
         "63.610277,kill controller,932901726,3",
     ),
+    "Ray does not answer for long as a gang is to be begun": (
+        1623,
+        *("59.764472,lose head,253668167,20", "61.339611,lose calls,513615956,1"),
+        *("61.946886,kill gateway,154497929,3", "62.487826,lose calls,728363350,1"),
+        "68.42748,drain,210687153,3",
+    ),
 }
+"""By what was wrong."""
 
 
 def run_once(what: str) -> Result:
