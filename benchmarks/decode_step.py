@@ -39,9 +39,10 @@ ARMS = {
 }
 SAMPLING: dict[str, dict[str, float]] = {
     "greedy": {},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
     "all": {"temperature": 0.8},
-    "top-p": {"temperature": 0.8, "top_p": 0.95},
-    "top-k": {"temperature": 0.8, "top_k": 50},
+    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
 }
 NUM_UNCOUNTED = 2
 """Steps of a turn in which its program is recorded."""

@@ -20,12 +20,13 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.torch import save_file
 
-from benchmarks.decode_step import SAMPLING, Case, benches, turn
+from benchmarks.decode_step import Case, benches, turn
 from benchmarks.driven.tiny import random_tensors
 from core.config import TINY_MODEL
 from model.checkpoint.config import ModelConfig
 
 ARM = "recorded bf16"
+WAYS = "greedy", "all", "top-p 0.95", "top-k 50"
 SPREADS = {"flat": 0.01, "spread": 1.0}
 """Times a head that gives logits of a deviation of 3."""
 NUM_STEPS = 10
@@ -61,11 +62,11 @@ def main() -> None:
                 path = write(Path(folder), vocab, SPREADS[name])
                 [bench] = benches(path, [ARM], num_drafts, args.num_threads, max(rows)).values()
             walls: dict[Case, list[float]] = defaultdict(list)
-            cases = [Case(num, num_drafts, way) for num in rows for way in SAMPLING]
+            cases = [Case(num, num_drafts, way) for num in rows for way in WAYS]
             for case in bar.track(cases * args.rounds, description=f"{vocab} tokens, {name}"):
                 walls[case] += [step.wall for step in turn(bench, case, NUM_STEPS)]
             for num in rows:
-                ms = {way: statistics.median(walls[Case(num, num_drafts, way)]) for way in SAMPLING}
+                ms = {way: statistics.median(walls[Case(num, num_drafts, way)]) for way in WAYS}
                 found.append(
                     {"vocab": vocab, "logits": name, "drafts": num_drafts, "rows": num, "ms": ms}
                 )
@@ -73,8 +74,8 @@ def main() -> None:
 
 
 def table(found: list[dict]) -> Table:
-    ways = [way for way in SAMPLING if way != "greedy"]
-    shown = Table(title="a step by greedy's, medians")
+    ways = WAYS[1:]
+    shown = Table(title="a step of rows of temperature 0.8 by one of greedy rows, medians")
     for column in ("tokens", "logits", "drafts", "rows", "greedy, ms", *ways):
         shown.add_column(column, justify="right")
     for one in found:

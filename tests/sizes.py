@@ -31,7 +31,7 @@ HOUSES = {
     "core": 1_060,
     "decode_node": 1_610,
     "kv_transfer": 1_500,
-    "model": 2_665,
+    "model": 2_650,
     "model/kernels": 1_770,
     "prefill_node": 475,
     "runtime": 1_020,

@@ -174,6 +174,8 @@ def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed:
     assert found == timed
     lengths = [by_load(costs, 1, (0, 0, 1)) for _ in range(10 * LOOK_EVERY)]
     assert {*lengths} == timed
+    if cost > 3:  # three tokens each, which without drafts take 3
+        assert lengths.count(1) * (cost - 3) <= LOOK_SHARE * len(lengths)
 
 
 def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:

@@ -1,5 +1,5 @@
 """Every kernel for GPUs compiles for Hopper, at the sizes of DeepSeek-V2-Lite and V3, and keeps its
-values in registers. That takes no GPU; what they compute is tested in test_kernels.py."""
+values in registers. That takes no GPU; what they compute is tested in test_{kernels,drawing}.py."""
 
 import re
 import subprocess

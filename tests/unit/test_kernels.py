@@ -3,7 +3,6 @@ written but what shall be, and with native ones a row gives the same bits in any
 
 TRITON_INTERPRET=1 tests those for GPUs."""
 
-import itertools
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from core.config import TINY_MODEL
-from core.request import SamplingParams
 from model.checkpoint.config import ModelConfig
 from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Attention, Kernels, Routing
 from model.network.batch import Batch, Segments
 from model.network.tree import tree_of
-from model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, TYPES, gpu_only, native_only, ours
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -429,91 +426,6 @@ def test_combining(dtype: torch.dtype) -> None:
     out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
     check(ours().combine(out, weights, None), PLAIN.combine(out.double(), weights, None), dtype)
     check(ours().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
-
-
-@pytest.mark.parametrize("num_tokens", [100] if IS_INTERPRETED else [50, 100, 1000])
-@pytest.mark.parametrize("spread", [3.0] if IS_INTERPRETED else [0.0, 3.0, 20.0])
-@pytest.mark.parametrize("step", [0.0, 0.5], ids=["all differ", "many are equal"])
-def test_drawing(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int, spread: float, step: float
-) -> None:
-    """Mixtures of filters beside torch's sorting, and the likeliest of two rows more, at two
-    places of each: flat, as a model has them, and peaked."""
-    if IS_INTERPRETED:
-        from model.kernels.gpu import sample
-
-        monkeypatch.setattr(sample, "TILE", 64)
-    settings, logits = to_draw(num_tokens, spread, step)
-    rows = SamplingRows.of(settings, torch.device("cpu"))
-    indices = torch.arange(len(settings)).unsqueeze(1) * 3 + torch.tensor([0, 200_000])
-    got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
-    assert got.tolist() == wanted.tolist()
-
-
-def to_draw(num_tokens: int, spread: float, step: float) -> tuple[list[SamplingParams], Tensor]:
-    """Settings of rows, of which the first two are greedy, and logits of two places of each."""
-    ways = itertools.product((0, 7, 60), (1.0, 0.9, 1e-6))
-    filters = [(k, p, m) for (k, p), m in zip(ways, itertools.cycle((0.0, 0.05)), strict=False)]
-    asked = [(0.0, filters[0]), (0.0, filters[-1]), *((1.2, one) for one in filters)]
-    settings = [
-        SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=2**40 * i + 7)
-        for i, (t, (k, p, m)) in enumerate(asked)
-    ]
-    logits = spread * draw(len(settings), 2, num_tokens, seed=num_tokens)
-    if step:
-        logits = (logits / step).round() * step
-    logits[::5, :, ::3] = -torch.inf
-    logits[1::7] = 0.0
-    logits[1::7, :, ::2] = -0.0
-    return settings, logits
-
-
-@native_only
-def test_many_draws_are_those_of_torch() -> None:
-    """To the token, of a vocabulary as wide as any; logits may lie apart."""
-    for num_tokens, num_rows in ((2048, 500), (129_280, 4)):
-        settings = [
-            SamplingParams(temperature=0.8, top_k=k, top_p=p, seed=i)
-            for i in range(num_rows // 2)
-            for k, p in ((0, 1.0), (50, 0.95))
-        ]
-        rows = SamplingRows.of(settings, torch.device("cpu"))
-        wide = 2 * draw(num_rows, 4, num_tokens + 3, seed=num_tokens)
-        logits, indices = wide[..., 3:], torch.arange(4) + torch.zeros(num_rows, 1).long()
-        got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
-        assert torch.equal(got, wanted)
-        assert torch.equal(
-            ours().drawn(logits[2:3, 1:2], one(rows, 2), indices[2:3, 1:2]), got[2:3, 1:2]
-        )
-
-
-def one(rows: SamplingRows, row: int) -> SamplingRows:
-    fields = ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B")
-    return replace(rows, **{name: getattr(rows, name)[row : row + 1] for name in fields})
-
-
-@pytest.mark.parametrize("num_tokens", [100] if IS_INTERPRETED else [50, 1000])
-def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
-    if IS_INTERPRETED:
-        from model.kernels.gpu import sample
-
-        monkeypatch.setattr(sample, "TILE", 128)
-    for spread in (3.0,) if IS_INTERPRETED else (0.0, 3.0, 20.0):
-        settings, logits = to_draw(num_tokens, spread, 0.0)
-        sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
-        left = ours().filtered_log_probs(logits[2:], sampled)
-        told = PLAIN.filtered_log_probs(logits[2:], sampled)
-        torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
-
-
-@native_only
-def test_drawing_from_nothing_ends() -> None:
-    settings = [SamplingParams(temperature=1.0, top_k=k, top_p=0.9, seed=1) for k in (0, 5)]
-    rows = SamplingRows.of(settings, torch.device("cpu"))
-    for nothing in (torch.nan, -torch.inf):
-        logits, indices = torch.full((2, 1, 40), nothing), torch.zeros(2, 1, dtype=torch.int64)
-        assert ((got := ours().drawn(logits, rows, indices)) >= 0).all() and (got < 40).all()
-        assert ours().filtered_log_probs(logits, rows).shape == logits.shape
 
 
 @native_only
