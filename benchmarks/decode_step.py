@@ -73,15 +73,14 @@ def benches(
     path: Path, arms: list[str], num_drafts: int, num_threads: int, max_rows: int
 ) -> dict[str, Bench]:
     more = f"decode.num_threads={num_threads}", f"speculation.num_tokens={num_drafts}"
-    loaded = {name: load(path, *ARMS[name], *more) for name in arms}
-    if EAGER in loaded:
-        loaded[EAGER].dispatch.why_eager = "to be compared"
-    return {
-        name: Bench(
-            one, num_drafts=num_drafts, max_rows=max_rows, num_pages=1 + 8 * max_rows, page_size=64
-        )
-        for name, one in loaded.items()
-    }
+    found = {}
+    for name in arms:
+        loaded = load(path, *ARMS[name], *more)
+        if name == EAGER:
+            loaded.dispatch.why_eager = "to be compared"
+        num_pages = 1 + 8 * max_rows
+        found[name] = Bench(loaded, num_drafts, max_rows, num_pages=num_pages, page_size=64)
+    return found
 
 
 def turn(bench: Bench, case: Case, num_steps: int) -> list[Step]:

@@ -111,6 +111,7 @@ def load_model(
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)
+    kernels.use_threads(section.num_threads)
     on_start.get()(LOADING, 1.0)
     parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
     return LoadedModel(model, *parts, *kind_of, max_model_len, holds_mtp, think_ids)

@@ -58,7 +58,8 @@ def planner_of(loaded: LoadedModel, most_depth: int, length: DraftLength) -> Ste
 @dataclass
 class Bench:
     """``copy`` moves a prompt's pages to the decode sequence's, as a hand-over would. ``firsts``
-    are tokens by request that stand for what prompts gave."""
+    are tokens by request that stand for what prompts gave. Made right after ``loaded``: others that
+    were loaded meanwhile would have left torch another number of threads."""
 
     loaded: LoadedModel
     num_drafts: int = 3
@@ -79,6 +80,7 @@ class Bench:
     identities: dict[str, Identity] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.num_torch_threads = torch.get_num_threads()
         self.pool = PagePool(self.num_pages, self.page_size)
         self.caches = self.loaded.allocate(self.num_pages, self.page_size)
         for cache in self.all_caches():
@@ -119,6 +121,7 @@ class Bench:
 
     def start_all(self, *requests: Request) -> dict[str, tuple[int, str | None]]:
         """As ``start``, by id: prompts share prefill steps."""
+        torch.set_num_threads(self.num_torch_threads)
         pages: dict[Identity, tuple[int, ...]] = {}
         for request in requests:
             identity = self.identities[request.request_id] = Identity(request.request_id)

@@ -68,8 +68,7 @@ async def run_request(
 async def _grant(request: Request, pair: Pair, session: int) -> None:
     num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
     size = on_decode.Size(num_prompt, num_output, request.sampling.max_tokens)
-    asked = on_decode.Grant(pair.identity, session, size)
-    await _call(pair.decode, "grant", asked, Done)
+    await _call(pair.decode, "grant", on_decode.Grant(pair.identity, session, size), Done)
     pair.decode.inboxes.granted[pair.identity] = None
 
 

@@ -87,5 +87,4 @@ def first_pass(own: MtpRows, view: View, width: int, page_size: int) -> Batch:
 def later_slots(num_known_B: Tensor, num_passes: int) -> Tensor:
     """Passes 2, 3, ... [N, B]: the head row alone, which in pass k is (draft k-1, MTP output) at
     slot L-3+k, provisional."""
-    offsets_N = torch.arange(num_passes, device=num_known_B.device)
-    return offsets_N.unsqueeze(1) + (num_known_B - 1)
+    return torch.arange(num_passes, device=num_known_B.device).unsqueeze(1) + (num_known_B - 1)

@@ -89,6 +89,10 @@ class Kernels(Sampler):
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
+    def use_threads(self, num_threads: int) -> None:
+        """What this process computes on its CPU is computed by so many, from now on."""
+        torch.set_num_threads(num_threads)
+
     def compile_s(self) -> float:
         """How long kernels have been compiled so far, this moment included; any thread."""
         return 0.0
@@ -216,8 +220,7 @@ class Kernels(Sampler):
             num_pairs = len(slots_P)
             tokens_P = torch.arange(num_pairs, device=x_ND.device) // (num_pairs // len(x_ND))
         slot_of, order = slots_P.sort(stable=True)
-        counts_S = slot_of.new_zeros(len(w1) + 1)
-        counts_S = counts_S.scatter_add(0, slot_of, torch.ones_like(slot_of))
+        counts_S = slot_of.new_zeros(len(w1) + 1).scatter_add(0, slot_of, torch.ones_like(slot_of))
         ends_S = counts_S[:-1].cumsum(0).int()
         hidden = _silu_mul(F.grouped_mm(x_ND[tokens_P[order]], w1.transpose(1, 2), offs=ends_S))
         out = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends_S)

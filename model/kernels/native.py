@@ -3,7 +3,6 @@
 A row's results are the same bits in every batch and with any number of threads.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,17 @@ class Native(Kernels):
     add_rms_norm = _op("add_rms_norm")
     experts = _op("experts")
     combine = _op("combine")
+    likeliest = _op("likeliest")
+    lookup = _op("lookup")
+    move = _op("move")
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(library)
+
+    def use_threads(self, num_threads: int) -> None:
+        """Those of torch's own operators, which are small, would only keep cores from these."""
+        torch.ops.tandem.use_threads.default(num_threads)
+        torch.set_num_threads(1)
 
     def repeated(self, function: Function) -> Repeated:
         return Recorded(function)
@@ -67,11 +74,6 @@ class Native(Kernels):
         rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
-    @staticmethod
-    def lookup(*of: Any, oldest: bool) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = torch.ops.tandem.lookup.default(*of, oldest)
-        return found
-
     def drawn(self, adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
         given = *_settings(rows), rows.seed_B, output_index_BQ
         tokens_BQ: Tensor = torch.ops.tandem.draw.default(adjusted_BQV, *given)
@@ -80,9 +82,6 @@ class Native(Kernels):
     def filtered_log_probs(self, logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
         log_p_BQV: Tensor = torch.ops.tandem.filtered.default(logits_BQV, *_settings(rows))
         return log_p_BQV
-
-    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
-        torch.ops.tandem.move.default(caches, from_BN, to_BN)
 
     def mla_prefill(
         self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int

@@ -67,8 +67,7 @@ class MLA(Part):
             ups = self._up_k, self._up_v
             out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ)
         else:
-            num_values = config.v_head_dim
-            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, num_values)
+            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, config.v_head_dim)
         return self.o_proj(out_XHV.flatten(1))
 
     def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:

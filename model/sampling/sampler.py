@@ -25,6 +25,10 @@ _STREAM_SHIFT = 30
 class Sampler:
     """How a device draws; here in terms of torch, for any (model/kernels)."""
 
+    def likeliest(self, adjusted_XV: Tensor) -> Tensor:
+        """The token with the largest logit, the first among equals: ids [X]; X any axes."""
+        return adjusted_XV.argmax(-1)
+
     def drawn(self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor) -> Tensor:
         """`draw` at Q places of rows of which some are sampled: token ids [B, Q]."""
         kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)
@@ -123,7 +127,7 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:
     token id) alone.
     """
     if rows.all_greedy:
-        return adjusted_BV.argmax(-1)
+        return rows.sampler.likeliest(adjusted_BV)
     return rows.sampler.drawn(adjusted_BV.unsqueeze(1), rows, index_B.unsqueeze(1)).squeeze(1)
 
 
@@ -154,7 +158,7 @@ def draw_places(
     """``draw`` at every place of a chain or node of a tree [B, N+1]: its noise is that of its
     depth."""
     if rows.all_greedy:
-        return adjusted_BN1V.argmax(-1)
+        return rows.sampler.likeliest(adjusted_BN1V)
     num_places, device = adjusted_BN1V.shape[1], num_output_B.device
     depth_BN1 = torch.arange(num_places, device=device) if tree is None else tree.depth_BQ
     return rows.sampler.drawn(adjusted_BN1V, rows, num_output_B.unsqueeze(1) + depth_BN1)

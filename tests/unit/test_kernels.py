@@ -61,13 +61,12 @@ def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(dtype: torch.d
     alone = [attended.attend(b, b + 1) for b in range(6)]
     whole = attended.attend()
     assert torch.equal(torch.cat(alone), whole)
-    num_threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)
+        ours().use_threads(3)
         assert torch.equal(ours().linear(x, packed, 480), together)
         assert torch.equal(attended.attend(), whole)
     finally:
-        torch.set_num_threads(num_threads)
+        ours().use_threads(1)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -346,14 +345,13 @@ def test_a_packed_row_is_the_same_bits_in_any_chunk_and_company(dtype: torch.dty
     for drop in (1, 5, 47, 90):
         for part, own in zip(packed.attend(ours(), everyone, drop), whole, strict=True):
             assert torch.equal(part, own[-len(part) :])
-    num_threads = torch.get_num_threads()
     try:
         for num in (1, 3, 16):
-            torch.set_num_threads(num)
+            ours().use_threads(num)
             [alone] = packed.attend(ours(), [6])
             assert torch.equal(alone, whole[6])
     finally:
-        torch.set_num_threads(num_threads)
+        ours().use_threads(1)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -14,8 +14,8 @@ from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from core.request import Request
 from model.drafters.ngram import NgramDrafter, continued
-from model.kernels.native import Native
 from model.loaded import LoadedModel
+from tests.kernels import ours
 from tests.unit.test_trees import answers, everything
 
 TABLE = Path(__file__).parents[1] / "data" / "ngram_pool.json"
@@ -27,7 +27,7 @@ def drafts_of(text: list[int], size: int, num: int, *, oldest: bool) -> list[int
     text_RT = torch.tensor([other, other, text + text[:7] + [0] * (7 - len(text[:7]))])
     of = text_RT, torch.tensor([2, 0]), torch.tensor([len(text), 3]), size, num
     found = []
-    for way in (continued, Native.lookup):
+    for way in (continued, ours().lookup):
         tokens_BN, num_B = way(*of, oldest=oldest)
         found.append([row[:n] for row, n in zip(tokens_BN.tolist(), num_B.tolist(), strict=True)])
     assert found[0] == found[1]

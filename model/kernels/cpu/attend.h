@@ -212,7 +212,7 @@ struct Parts {
 // Queries of a task that are computed together: fewer if threads had no work, none differently.
 inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
   int64_t num = kQueries;
-  while (num > 2 && num_tasks * ((num_x - 1) / num + 1) < at::get_num_threads()) num /= 2;
+  while (num > 2 && num_tasks * ((num_x - 1) / num + 1) < crew().num_threads()) num /= 2;
   return num;
 }
 
@@ -229,7 +229,7 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
   int64_t num_tasks = splits.tasks.size(), per_unit = queries_of_a_unit(num_tasks, num_x);
   int64_t per_group = (group - 1) / per_unit + 1, num_units = num_x / group * per_group;
   Parts parts(num_tasks, num_x, group, num_values);
-  at::parallel_for(0, num_tasks * num_units, 1, [&](int64_t first, int64_t last) {
+  in_pieces(num_tasks * num_units, 1, [&](int64_t first, int64_t last) {
     alignas(64) float scores[kQueries * kSplit];
     auto rows = space<float>(kQueries * width);
     const T* keys[kSplit];
@@ -258,7 +258,7 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
       });
     }
   });
-  at::parallel_for(0, num_seqs * num_x, 8, [&](int64_t first, int64_t last) {
+  in_pieces(num_seqs * num_x, 8, [&](int64_t first, int64_t last) {
     auto room = space<float>(num_values);
     for (int64_t unit = first; unit < last; unit++) {
       int64_t b = unit / num_x;
@@ -277,7 +277,7 @@ Tensor mla_query(const Tensor& q, const Tensor& up_k, const Tensor& cos, const T
   with_type(q, [&](auto zero) {
     using T = decltype(zero);
     by_head<T>(q, up_k, y);
-    at::parallel_for(0, num, kRowChunk, [&](int64_t begin, int64_t end) {
+    in_pieces(num, kRowChunk, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         for (int64_t h = 0; h < num_heads; h++)
           rotate(q.const_data_ptr<T>() + i * q.stride(0) + h * q.stride(1) + num_nope,

@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& x, const Tensor& w,
   Tensor ids = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kLong));
   Tensor weights = at::empty({x.size(0), how.num_chosen}, x.options().dtype(at::kFloat));
   const float* biases = bias ? bias->const_data_ptr<float>() : nullptr;
-  at::parallel_for(0, x.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+  in_pieces(x.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
       route_one(scores.mutable_data_ptr<float>() + t * how.num_experts, biases, how,
                 ids.mutable_data_ptr<int64_t>() + t * how.num_chosen,
@@ -162,7 +162,7 @@ Tensor combine(const Tensor& out, const Tensor& weights, const std::optional<Ten
     const T *from = out.const_data_ptr<T>(), *shared = more ? more->const_data_ptr<T>() : nullptr;
     const float* weight = weights.const_data_ptr<float>();
     T* to = y.mutable_data_ptr<T>();
-    at::parallel_for(0, out.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+    in_pieces(out.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++)
         combine_row(from + t * num_chosen * num, weight + t * num_chosen, num_chosen,
                     shared ? shared + t * num : nullptr, to + t * num, num);

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& text, const Tensor& rows, const 
   const int64_t *all = text.const_data_ptr<int64_t>(), *row = rows.const_data_ptr<int64_t>(),
                 *count = known.const_data_ptr<int64_t>();
   int64_t *out = drafts.mutable_data_ptr<int64_t>(), *num = nums.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, kWorthATask / length), [&](int64_t begin,
+  in_pieces(num_rows, std::max<int64_t>(1, kWorthATask / length), [&](int64_t begin,
                                                                                int64_t end) {
     for (int64_t b = begin; b < end; b++) {
       const int64_t *t = all + row[b] * length, n = count[b];

@@ -8,6 +8,7 @@
 #include "sample.h"
 
 TORCH_LIBRARY(tandem, m) {
+  m.def("use_threads(int num) -> ()", use_threads);
   m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
@@ -28,6 +29,7 @@ TORCH_LIBRARY(tandem, m) {
   m.def(
       "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
       "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def("likeliest(Tensor logits) -> Tensor");
   m.def("draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
         " Tensor index) -> Tensor");
   m.def("filtered(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p)"
@@ -46,6 +48,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
   m.impl("route", route);
+  m.impl("likeliest", likeliest);
   m.impl("draw", draw);
   m.impl("filtered", filtered);
   m.impl("combine", combine);

@@ -22,7 +22,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor y = at::empty({num_rows, num}, x.options());
   with_type(x, [&](auto zero) {
     using T = decltype(zero);
-    at::parallel_for(0, num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
+    in_pieces(num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
       auto row = space<float>(num);
       for (int64_t i = begin; i < end; i++) {
         to_float(x.const_data_ptr<T>() + i * x.stride(0), row.get(), num);
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& more, con
   Tensor total = at::empty(x.sizes(), x.options()), y = at::empty(x.sizes(), x.options());
   with_type(x, [&](auto zero) {
     using T = decltype(zero);
-    at::parallel_for(0, num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
+    in_pieces(num_rows, kRowChunk, [&](int64_t begin, int64_t end) {
       auto row = space<float>(num), other = space<float>(num);
       for (int64_t i = begin; i < end; i++) {
         T* to = total.mutable_data_ptr<T>() + i * num;
@@ -72,7 +72,7 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
   TORCH_CHECK(slots.is_contiguous() && cos.is_contiguous() && sin.is_contiguous());
   with_type(kv, [&](auto zero) {
     using T = decltype(zero);
-    at::parallel_for(0, kv.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+    in_pieces(kv.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
       auto row = space<float>(num_latent);
       for (int64_t i = begin; i < end; i++) {
         const T* from = kv.const_data_ptr<T>() + i * kv.stride(0);
@@ -91,7 +91,7 @@ void move(at::TensorList caches, const Tensor& from, const Tensor& to) {
   Tensor source = from.contiguous(), target = to.contiguous();
   int64_t num_rows = from.size(0), num = from.size(1);
   const int64_t *at = source.const_data_ptr<int64_t>(), *put = target.const_data_ptr<int64_t>();
-  at::parallel_for(0, num_rows * caches.size(), 8, [&](int64_t begin, int64_t end) {
+  in_pieces(num_rows * caches.size(), 8, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; unit++) {
       const Tensor& cache = caches[unit / num_rows];
       int64_t bytes = cache.size(-1) * cache.element_size(), i = unit % num_rows * num;

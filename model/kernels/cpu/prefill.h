@@ -148,8 +148,8 @@ void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const 
   }
   // Rows of a head are only split, and its keys rebuilt for each part, if threads had no work.
   int64_t num_tasks = std::max<int64_t>(1, num_segments * num_heads);
-  int64_t num_parts = (at::get_num_threads() + num_tasks - 1) / num_tasks;
-  at::parallel_for(0, num_segments * num_heads * num_parts, 1, [&](int64_t first, int64_t last) {
+  int64_t num_parts = (crew().num_threads() + num_tasks - 1) / num_tasks;
+  in_pieces(num_segments * num_heads * num_parts, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; task++) {
       int64_t part = task % num_parts, h = task / num_parts % num_heads;
       const Segment<T>& segment = segments[task / num_parts / num_heads];

@@ -81,7 +81,7 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
       for (int64_t block = 0; block < num_blocks; block += step)
         tasks.push_back({int64_t(g), row, num, block, std::min(num_blocks, block + step)});
     }
-  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+  in_pieces(tasks.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       const Task& task = tasks[t];
       const Group<T>& group = groups[task.group];

@@ -249,6 +249,20 @@ inline void filter(const Logits& logits, const Filters& filters, float* out) {
   }
 }
 
+// Token ids [..] of logits [.., V].
+Tensor likeliest(const Tensor& logits) {
+  int64_t num = logits.size(-1);
+  Tensor rows = logits.reshape({-1, num}).contiguous();
+  TORCH_CHECK(rows.scalar_type() == at::kFloat);
+  Tensor tokens = at::empty(logits.sizes().slice(0, logits.dim() - 1), logits.options().dtype(at::kLong));
+  in_pieces(rows.size(0), std::max<int64_t>(1, kWorthADraw / num), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      tokens.mutable_data_ptr<int64_t>()[i] =
+          Logits(rows.const_data_ptr<float>() + i * num, num, 0).first();
+  });
+  return tokens;
+}
+
 // The settings of B rows, and logits [B, Q, V].
 struct Rows {
   const Tensor &logits, &temperature, &top_k, &top_p, &min_p;
@@ -261,7 +275,7 @@ struct Rows {
                 min_p.is_contiguous());
     int64_t num_places = logits.size(1), num = logits.size(2);
     int64_t grain = std::max<int64_t>(1, kWorthADraw / num);
-    at::parallel_for(0, logits.size(0) * num_places, grain, [&](int64_t begin, int64_t end) {
+    in_pieces(logits.size(0) * num_places, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         int64_t b = i / num_places, at = b * logits.stride(0) + i % num_places * logits.stride(1);
         float by = temperature.const_data_ptr<float>()[b];

@@ -5,7 +5,7 @@
 // Shape legend as in ../base.py; K inner dimension, M rows, N outputs.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "threads.h"
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>

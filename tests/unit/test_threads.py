@@ -1,0 +1,66 @@
+"""Threads that compute for whoever has work (model/kernels/cpu/threads.h): nothing depends on who
+of them comes, or on whether any does."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import IS_INTERPRETED, ours
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
+MANY = 2 + 2 * (os.cpu_count() or 1)
+"""Threads, more than this machine has cores: some are always in the middle of what they do."""
+SHAPES = [(1, 64, 512), (3, 192, 100), (40, 96, 800), (200, 128, 48)]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    ours().use_threads(MANY)
+    yield
+    ours().use_threads(1)
+
+
+def products(seed: int) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    found = []
+    for num_rows, width, num_out in SHAPES:
+        x, w = (torch.randn(num, width, generator=made) for num in (num_rows, num_out))
+        found.append(ours().linear(x, ours().pack(w), num_out))
+    return found
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_callers_at_once_get_what_each_gets_alone(threads: None) -> None:
+    ours().use_threads(1)
+    alone = [products(seed) for seed in range(8)]
+    ours().use_threads(MANY)
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(products, [seed % 8 for seed in range(400)]))
+    assert all(same(found[i], alone[i % 8]) for i in range(400))
+
+
+def test_nobody_waits_for_threads_that_do_not_come(threads: None) -> None:
+    """As in a fork, which has none but its own."""
+    before = products(0)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)  # ends a child that waits for ever
+        os._exit(0 if same(products(0), before) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_torch_has_none_of_its_own_that_wait_on_the_same_cores(threads: None) -> None:
+    assert torch.get_num_threads() == 1
+
+
+def test_a_number_of_threads_that_is_none_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="threads: 0"):
+        ours().use_threads(0)
