@@ -3,6 +3,8 @@ of them comes, or on whether any does."""
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +47,23 @@ def test_callers_at_once_get_what_each_gets_alone(threads: None) -> None:
     with ThreadPoolExecutor(4) as callers:
         found = list(callers.map(products, [seed % 8 for seed in range(400)]))
     assert all(same(found[i], alone[i % 8]) for i in range(400))
+
+
+def pieces_of_two() -> None:
+    """One each, of which the caller is done with its own first: the other has to wake up."""
+    made = torch.Generator().manual_seed(0)
+    packed = ours().pack(torch.randn(128, 4096, generator=made))
+    many = [torch.randn(96, 4096, generator=made) for _ in range(24)]
+    alone = [ours().linear(x, packed, 128) for x in many]
+    ours().use_threads(2)
+    assert same([ours().linear(x, packed, 128) for x in many], alone)
+
+
+def test_a_piece_that_somebody_is_in_the_middle_of_is_waited_for() -> None:
+    """In a process of its own, which the mistake would end."""
+    code = f"from {__name__} import pieces_of_two; pieces_of_two()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_nobody_waits_for_threads_that_do_not_come(threads: None) -> None:
