@@ -118,6 +118,7 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
             return get_placement_group(name)
         except ValueError as error:
             raise RankLost(f"{plan.name}: its room is gone") from error
+    remove_groups(prefix=f"{plan.name}.")  # of lives whose room could not be given back
     bundles = [dict(plan.resources)] * plan.num_ranks
     group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
     # Group.ready() would start a worker process of its own just to tell.

@@ -28,6 +28,12 @@ ONCE = {
         *("61.946886,kill gateway,154497929,3", "62.487826,lose calls,728363350,1"),
         "68.42748,drain,210687153,3",
     ),
+    "rooms that could not be given back are in the way of the next one": (
+        1927,
+        *("38.057462,kill controller,486173533,20", "38.501138,stop rank,408388418,3"),
+        *("39.807281,lose calls,653971327,1", "60.686741,lose head,467509040,20"),
+        *("64.393012,kill rank,210936088,7", "64.622748,drain,365539859,7"),
+    ),
 }
 """By what was wrong."""
 
