@@ -81,12 +81,6 @@ class RankShell:
         given = spec, memory, meeting, self._hub, self._state.box_path
         return await parts.start_rank(self.builder, *given, **self.links)
 
-    async def start(self) -> None:
-        """Begin to load, once; ``who`` tells how far that is. A rank that has no peers goes on to
-        be ready, others wait to be told to join."""
-        if self._loading is None:
-            self._loading = asyncio.create_task(self._load())
-
     async def host(self) -> bytes:
         """Rank 0 opens a life of its gang: the packed Meeting that its ranks are to join."""
         await self.leave()
@@ -120,8 +114,11 @@ class RankShell:
             self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
 
     async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
-        """Packed RankState; the rank remembers the largest numbers that it is told. One whose
-        engine has stopped has failed."""
+        """Packed RankState; the rank remembers the largest numbers that it is told. The first call
+        begins to load it: a rank that has no peers goes on to be ready, others wait to be told to
+        join. One whose engine has stopped has failed."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
         seen = max(self._state.seen[0], incarnation), max(self._state.seen[1], epoch)
         doing, progress = self._doing or ("importing torch", float(len(sys.modules)))
         self._state = replace(self._state, seen=seen, doing=doing, progress=progress)

@@ -33,13 +33,12 @@ DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 1
 
 
 class RayRank:
-    """A rank's actor as its keeper holds it, building itself at the latest from now on. Calls raise
-    RankLost when it is dead, TimeoutError when that cannot be told now."""
+    """A rank's actor as its keeper holds it. Calls raise RankLost when it is dead, TimeoutError
+    when that cannot be told now."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
-        actor.start.remote()
 
     async def who(self, incarnation: int, epoch: int) -> RankState:
         return unpack(RankState, await self._told(self._actor.who.remote(incarnation, epoch)))

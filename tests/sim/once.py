@@ -34,6 +34,12 @@ ONCE = {
         *("39.807281,lose calls,653971327,1", "60.686741,lose head,467509040,20"),
         *("64.393012,kill rank,210936088,7", "64.622748,drain,365539859,7"),
     ),
+    "the call that a new rank begins to load by is lost": (
+        2401,
+        *("12.055888,kill rank,693442863,1", "23.092088,drain,593293184,7"),
+        *("27.513083,stop gateway,587498503,20", "31.321230,lose calls,124557214,7"),
+        *("36.397618,kill rank,707201075,3", "61.572941,kill rank,489106494,20"),
+    ),
 }
 """By what was wrong."""
 

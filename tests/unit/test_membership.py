@@ -108,8 +108,10 @@ class FakeShell(RankShell):
     """``made`` is its rank, or why there is none."""
 
     made: Any = None
+    num_loads = 0
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
+        self.num_loads += 1
         self._on_start(LOADING, 0.25)
         await turns()
         if isinstance(self.made, Exception):
@@ -153,11 +155,11 @@ async def test_a_shell_answers_from_the_start() -> None:
     one = shell(rank)
     first = unpack(RankState, await one.who())
     assert first.info is None and first.seen == (0, 5) and first.spec.life == "decode-0.5.0"
-    await asyncio.gather(one.start(), one.start())
     with pytest.raises(RankLost, match=r"decode-0\.5\.0 is not ready"):
         decode(Failure, await one.call(5, "status", b""))
     ready = await ended(one, 8, 3)
     assert (ready.seen, ready.info, ready.failure) == ((8, 5), INFO, None)
+    assert one.num_loads == 1, "whoever asks and how often"
     assert "secret" not in repr(ready)
     assert await one.call(4, "status", b"!") == b"4 status!", "the rank checks the epoch"
     loop.failure = ValueError("cosmic ray")
@@ -197,7 +199,6 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
         await asyncio.to_thread(loop.stop, 0.01)
 
     one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
-    await one.start()
     await ended(one)
     loop.start()
     await asyncio.to_thread(engine.entered.wait)
@@ -222,7 +223,6 @@ async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
 
     loop = SimpleNamespace(is_running=False, failure=None, watch=SimpleNamespace(pace=lambda: None))
     one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
-    await one.start()
     await ended(one)
     leaving = [asyncio.create_task(one.leave()) for _ in range(2)]
     await turns()
@@ -239,7 +239,6 @@ async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() 
         told.append(unpack(RankState, await one.who()))
 
     one = shell(SimpleNamespace(info=INFO, loop=EngineLoop("never started"), stop=stop, num_held=0))
-    await one.start()
     assert living([await ended(one)])
     await one.stop()
     told.append(unpack(RankState, await one.who()))
@@ -250,7 +249,6 @@ async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() 
 
 async def test_a_shell_tells_why_it_failed() -> None:
     one = shell(ValueError("model.path: no such folder"))
-    await one.start()
     found = await ended(one)
     assert found.failure == Failure("ValueError", "model.path: no such folder")
     assert found.info is None
