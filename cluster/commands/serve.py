@@ -1,6 +1,7 @@
 """``tandem serve``: a cluster and its gRPC server, until a signal."""
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -71,6 +72,7 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
         async with running_server(loaded, ray_address) as server:
             signals.install()  # Ray may have put its own in their place
             signals.ready = True
+            gc.freeze()  # what starting made stays, and need not be looked at again and again
             print(f"ready grpc={server.address}", flush=True)
             await signals.stop.wait()
             await server.drain()

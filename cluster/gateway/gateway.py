@@ -144,12 +144,10 @@ class ClusterGateway:
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
         """Where it goes on. What has begun waits for a rank if none is left; what has failed
         between two ranks is not tried there again if there are others."""
-        patience_s = self.config.server.patience_s if request.output_ids else 0.0
-        pairs = await self.fleet.pairs(patience_s)
+        pairs = await self.fleet.pairs(self.config.server.patience_s if request.output_ids else 0.0)
         others = [pair for pair in pairs if pair not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)
         prefill, decode = choose_route(others or pairs, len(token_ids), known)
         self._affinity.remember(token_ids, prefill.life)
-        identity = Identity(request.request_id, index)
-        return Pair(prefill, decode, identity, trials.is_suspect())
+        return Pair(prefill, decode, Identity(request.request_id, index), trials.is_suspect())
