@@ -23,7 +23,9 @@ from cluster.gateway.gateway import ClusterGateway
 from core.config import TINY_MODEL, TandemConfig, load
 from core.errors import TandemError
 from core.membership import RankSpec
+from decode_node.engine import DecodeEngine
 from kv_transfer import channel
+from prefill_node.engine import PrefillEngine
 from runtime import parts, shell, watch
 from runtime.gang import hub
 from tests.sim import chance
@@ -118,6 +120,9 @@ class World:
             patch.object(channel, "store_server", self.wires.store_server),
             patch.object(channel, "store_client", self.wires.store_client),
             patch.object(channel, "GlooBackend", self.wires.backend),
+            # Torch's mode is of the one thread that all of these are, and would be others', too.
+            patch.object(DecodeEngine, "step", DecodeEngine.step.__wrapped__),
+            patch.object(PrefillEngine, "step", PrefillEngine.step.__wrapped__),
             *self.ray.patched(),
         ]
         with ExitStack() as stack:
