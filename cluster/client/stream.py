@@ -134,5 +134,4 @@ def _completion(pieces: Sequence[Piece]) -> Completion:
     finished = pieces[-1]
     assert isinstance(finished, Finished), f"the last piece is {finished}"
     text = "".join(piece.text for piece in pieces)
-    token_ids = tuple(token for piece in pieces for token in piece.token_ids)
-    return Completion(text, token_ids, finished)
+    return Completion(text, tuple(one for piece in pieces for one in piece.token_ids), finished)

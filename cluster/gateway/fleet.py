@@ -78,8 +78,7 @@ class Fleet:
         """Hear nobody any more. The releases under way are finished, or given up with their rank
         after RELEASED_S."""
         await cancelled(self._follower, *self._warming.values(), *self._listeners.values())
-        finished = asyncio.create_task(self._background.finish())
-        await asyncio.wait([finished], timeout=RELEASED_S)
+        await asyncio.wait([asyncio.create_task(self._background.finish())], timeout=RELEASED_S)
 
     def of_kind(self, kind: str) -> list[Handle]:
         """The ranks that prefill, or those that decode; a colocated one does both."""

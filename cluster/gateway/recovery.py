@@ -9,6 +9,7 @@ from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
 from core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
 from core.identity import Identity
+from core.membership import InStep
 from core.tasks import until
 
 MAX_FAILURES = 4
@@ -38,10 +39,11 @@ class Trials:
         """Learn from it, and return when it is time for another try. A rank that is lost gets no
         more requests until it answers again.
 
-        Raises Poisonous when the answer itself is what fails steps; ``error`` if there were too
-        many, if what has begun has waited for a ``pair`` in vain, or what has not finds no room.
+        Raises Poisonous when the answer itself is what fails steps: one that failed with it alone
+        was its second. ``error`` if there were too many, if what has begun has waited for a
+        ``pair`` in vain, or what has not finds no room.
         """
-        if isinstance(error, Poisonous):
+        if isinstance(error, Poisonous) and (self.has_failed or self._deaths()):
             raise error
         if isinstance(error, StepFailed):
             self.has_failed = True
@@ -62,12 +64,15 @@ class Trials:
 
         Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
         """
-        deaths = [step for step in self.fleet.deaths if not self.lost.isdisjoint(step.identities)]
+        deaths = self._deaths()
         if any(step.is_alone for step in deaths):
             raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
         if len(deaths) >= MAX_DEATHS:
             raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")
         return self.has_failed or bool(deaths) or not all(map(self.fleet.has_verdict, self.dead))
+
+    def _deaths(self) -> list[InStep]:
+        return [step for step in self.fleet.deaths if not self.lost.isdisjoint(step.identities)]
 
     async def _lose(self, error: RankLost, pair: Pair) -> None:
         """Leave the rank alone. Who was suspected there, so that it was alone in its steps, waits a

@@ -40,6 +40,12 @@ ONCE = {
         *("27.513083,stop gateway,587498503,20", "31.321230,lose calls,124557214,7"),
         *("36.397618,kill rank,707201075,3", "61.572941,kill rank,489106494,20"),
     ),
+    "who is suspected of a death that nobody tells of meets a step that fails": (
+        3060,
+        *("50.622249,kill rank,790379043,3", "53.560587,kill rank,543353280,20"),
+        *("57.541489,fail step,345751100,7", "59.062496,kill rank,446966963,3"),
+        "59.127119,kill controller,17239106,20",
+    ),
 }
 """By what was wrong."""
 
