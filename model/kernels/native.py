@@ -37,6 +37,7 @@ class Native(Kernels):
     add_rms_norm = _op("add_rms_norm")
     experts = _op("experts")
     combine = _op("combine")
+    pack = _op("pack")
     likeliest = _op("likeliest")
     lookup = _op("lookup")
     move = _op("move")
@@ -52,16 +53,11 @@ class Native(Kernels):
     def repeated(self, function: Function) -> Repeated:
         return Recorded(function)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """[..., M, K] as [..., M / LANES, K, LANES], filled up with zeros."""
-        filled = F.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
-        return filled.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
-
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks of gate and up rows take turns; their product is as wide as whole blocks."""
         gate, up = map(self.pack, gate_up.chunk(2, 1))
         down = F.pad(down, (0, -down.shape[2] % LANES))
-        return torch.stack((gate, up), 2).flatten(1, 2), self.pack(down)
+        return torch.stack((gate, up), 2).flatten(1, 2), torch.ops.tandem.by_lanes.default(down)
 
     def mla_entry(
         self, kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor

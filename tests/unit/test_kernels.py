@@ -51,6 +51,17 @@ def test_linear(num_rows: int, width: int, num_out: int, dtype: torch.dtype) -> 
 
 
 @native_only
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 40])
+def test_a_sum_has_the_bits_of_one_product_after_the_other(num_rows: int) -> None:
+    """Whatever a processor multiplies at once; products of bf16 numbers are exact in fp32."""
+    x, weight = draw(num_rows, 194, dtype=TYPES[1]), draw(48, 194, seed=1, dtype=TYPES[1])
+    total = torch.zeros(num_rows, 48)
+    for k in range(194):
+        total += x[:, k, None].float() * weight[:, k].float()
+    assert torch.equal(ours().linear(x, ours().pack(weight), 48, True), total)
+
+
+@native_only
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(dtype: torch.dtype) -> None:
     x, packed = draw(64, 192, dtype=dtype), ours().pack(draw(480, 192, seed=1, dtype=dtype))

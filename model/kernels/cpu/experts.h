@@ -19,32 +19,39 @@ void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
     int64_t s = slot ? slot[p] : 0;
     if (s < num_slots) pairs[s].push_back(p);
   }
-  auto rows = space<float>(num_pairs * num_dim), hidden = space<float>(num_pairs * num_hidden);
+  auto hidden = space<float>(num_pairs * num_hidden);
   std::vector<int64_t> pair_of;
-  std::vector<Group<T>> into, back;
+  std::vector<Group<T>> back;
   for (int64_t s = 0; s < num_slots; s++) {
     if (pairs[s].empty()) continue;
-    int64_t first = pair_of.size(), num = pairs[s].size();
-    into.push_back({rows.get() + first * num_dim, num_dim, num,
-                    gate_up.const_data_ptr<T>() + s * gate_up.stride(0)});
-    back.push_back({hidden.get() + first * num_hidden, num_hidden, num,
-                    down.const_data_ptr<T>() + s * down.stride(0)});
+    back.push_back({hidden.get() + pair_of.size() * num_hidden, num_hidden,
+                    int64_t(pairs[s].size()), down.const_data_ptr<T>() + s * down.stride(0)});
     pair_of.insert(pair_of.end(), pairs[s].begin(), pairs[s].end());
   }
-  for (size_t i = 0; i < pair_of.size(); i++) {
-    int64_t from = token ? token[pair_of[i]] : pair_of[i] / per_token;
-    to_float(x.const_data_ptr<T>() + from * x.stride(0), rows.get() + i * num_dim, num_dim);
-  }
-  // Blocks of gate and up alternate, so that a task meets both of each.
-  products<2, T>(into, num_dim, 2 * num_blocks,
-                 [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
-                   float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
-                   for (int i = 0; i < num / 2; i++) {
-                     int pair = i / kVecs * 2 * kVecs + i % kVecs;
-                     Vec gate = sums[pair];
-                     store(to + i * kLanes, gate / (1.0f + exp(-gate)) * sums[pair + kVecs]);
-                   }
-                 });
+  with_packed(gate_up.const_data_ptr<T>(), num_dim, [&](auto* packed, int64_t step) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(packed)>>;
+    int64_t num_k = num_dim / step, first = 0;
+    auto rows = space<Number<W>>(num_pairs * num_k);
+    std::vector<Group<W>> into;
+    for (int64_t s = 0; s < num_slots; first += pairs[s].size(), s++)
+      if (int64_t num = pairs[s].size())
+        into.push_back(
+            {rows.get() + first * num_k, num_k, num, packed + s * gate_up.stride(0) / step});
+    for (size_t i = 0; i < pair_of.size(); i++) {
+      int64_t from = token ? token[pair_of[i]] : pair_of[i] / per_token;
+      to_numbers(x.const_data_ptr<T>() + from * x.stride(0), rows.get() + i * num_k, num_k);
+    }
+    // Blocks of gate and up alternate, so that a task meets both of each.
+    products<2, W>(into, num_k, 2 * num_blocks,
+                   [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
+                     float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
+                     for (int i = 0; i < num / 2; i++) {
+                       int pair = i / kVecs * 2 * kVecs + i % kVecs;
+                       Vec gate = sums[pair];
+                       store(to + i * kLanes, gate / (1.0f + exp(-gate)) * sums[pair + kVecs]);
+                     }
+                   });
+  });
   products<1, T>(back, num_hidden, down.size(1),
                  [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
                    int64_t i = (back[g].x - hidden.get()) / num_hidden + row;

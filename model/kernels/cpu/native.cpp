@@ -9,6 +9,8 @@
 
 TORCH_LIBRARY(tandem, m) {
   m.def("use_threads(int num) -> ()", use_threads);
+  m.def("by_lanes(Tensor w) -> Tensor");
+  m.def("pack(Tensor w) -> Tensor");
   m.def("linear(Tensor x, Tensor w, int num_out, bool in_fp32=False) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
@@ -38,6 +40,8 @@ TORCH_LIBRARY(tandem, m) {
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("by_lanes", by_lanes);
+  m.impl("pack", pack);
   m.impl("linear", linear);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);

@@ -22,19 +22,19 @@ struct Widths {
 
 // One head's keys [num / kBlock, K, kBlock] and values [V / kBlock, kKeys, kBlock] of ``num``
 // entries, rebuilt from their latents by w [(N + V) / kBlock, C, kBlock].
-template <class T>
-void expand(const T* const* entries, int64_t num, const T* w, const Widths& of, float* latents,
-            float* keys, float* values) {
+template <class T, class W>
+void expand(const T* const* entries, int64_t num, const W* w, int64_t num_k, const Widths& of,
+            Number<W>* latents, float* keys, float* values) {
   for (int64_t s = 0; s < num; s++) {
-    to_float(entries[s], latents + s * of.latent, of.latent);
+    to_numbers(entries[s], latents + s * num_k, num_k);
     for (int64_t r = 0; r < of.rope; r++)
       keys[(s / kBlock * of.key() + of.nope + r) * kBlock + s % kBlock] =
           float(entries[s][of.latent + r]);
   }
   int64_t num_out = of.nope + of.value;
   for (int64_t first = 0; first < num_out; first += kBlock) {
-    const T* block[] = {w + first * of.latent};
-    rows_of<1>(latents, of.latent, num, block, of.latent, [&](int64_t s, const Vec* sums) {
+    const W* block[] = {w + first * num_k};
+    rows_of<1>(latents, num_k, num, block, num_k, [&](int64_t s, const Vec* sums) {
       for (int64_t i = 0; i < std::min<int64_t>(kBlock, num_out - first); i++) {
         int64_t out = first + i, v = out - of.nope;
         float x = sums[i / kLanes][i % kLanes];
@@ -84,12 +84,13 @@ inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, c
 }
 
 // Rows [begin, end) of a segment over its whole context, one head: out [., V], ``ld`` apart.
-template <class T>
-void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const float* q, const T* w,
-                 const Widths& of, float scale, T* out, int64_t ld) {
+template <class T, class W>
+void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const float* q, const W* w,
+                 int64_t num_k, const Widths& of, float scale, T* out, int64_t ld) {
   int64_t num = end - begin, lo = segment.context - segment.num;
   int64_t num_groups = (num + kQueryRows - 1) / kQueryRows;
-  auto latents = space<float>(kKeys * of.latent), keys = space<float>(kKeys * of.key());
+  auto latents = space<Number<W>>(kKeys * num_k);
+  auto keys = space<float>(kKeys * of.key());
   auto values = space<float>(kKeys * of.value), weights = space<float>(kQueryRows * kKeys);
   auto sums = space<float>(num * of.value);
   std::fill_n(sums.get(), num * of.value, 0.0f);
@@ -100,7 +101,8 @@ void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const fl
   }
   for (int64_t first = 0; first < lo + end; first += kKeys) {
     int64_t num_here = std::min(kKeys, lo + end - first);
-    expand(segment.entries + first, num_here, w, of, latents.get(), keys.get(), values.get());
+    expand(segment.entries + first, num_here, w, num_k, of, latents.get(), keys.get(),
+           values.get());
     for (int64_t g = 0; g < num_groups; g++) {
       int64_t row = g * kQueryRows, rows = std::min(kQueryRows, num - row);
       int64_t seen = lo + begin + row + 1 - first;
@@ -160,9 +162,11 @@ void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const 
       turned(q.const_data_ptr<T>() + row * q.stride(0) + h * q.stride(1), q.stride(0), stop - begin,
              cos.const_data_ptr<float>() + angle, sin.const_data_ptr<float>() + angle, interleaved,
              of, queries.get());
-      attend_head(segment, begin, stop, queries.get(),
-                  kv_b.const_data_ptr<T>() + h * kv_b.stride(0), of, scale,
-                  out.mutable_data_ptr<T>() + row * out.stride(0) + h * of.value, out.stride(0));
+      T* to = out.mutable_data_ptr<T>() + row * out.stride(0) + h * of.value;
+      with_packed(kv_b.const_data_ptr<T>(), of.latent, [&](auto* packed, int64_t step) {
+        attend_head(segment, begin, stop, queries.get(), packed + h * kv_b.stride(0) / step,
+                    of.latent / step, of, scale, to, out.stride(0));
+      });
     }
   });
 }

@@ -1,13 +1,19 @@
 // Rows by packed weights.
 #pragma once
 
+#include <ATen/ops/constant_pad_nd.h>
+
 #include "vectors.h"
 
 namespace {
 
-// acc[r][b] = sum over k of x[r, k] * w[b][k, :]
+// What a row has for weights that are packed as W, one for each step along K.
+template <class W>
+using Number = std::conditional_t<std::is_same_v<W, Two>, Two, float>;
+
+// acc[r][b] = sum over k of x[r, k] * w[b][k, :], steps along K
 template <int R, int B, class T>
-[[gnu::noinline]] void tile(const float* x, int64_t ldx, const T* const* w, int64_t num_k,
+[[gnu::noinline]] void tile(const Number<T>* x, int64_t ldx, const T* const* w, int64_t num_k,
                             Vec (*acc)[B * kVecs]) {
   Vec sums[R][B * kVecs];
   EACH (r, R)
@@ -22,18 +28,18 @@ template <int R, int B, class T>
   for (int64_t k = 0; k < num_k; k++) {
     EACH (i, B) __builtin_prefetch(w[i] + (k + ahead) * kBlock);
     if constexpr (R <= B * kVecs) {
-      float rows[R];
+      Number<T> rows[R];
       EACH (r, R) rows[r] = x[r * ldx + k];
       EACH (i, B * kVecs) {
-        Vec one = weight(k, i);
-        EACH (r, R) sums[r][i] += rows[r] * one;
+        auto one = weight(k, i);
+        EACH (r, R) add_product(sums[r][i], rows[r], one);
       }
     } else {
-      Vec ones[B * kVecs];
+      decltype(weight(0, 0)) ones[B * kVecs];
       EACH (i, B * kVecs) ones[i] = weight(k, i);
       EACH (r, R) {
-        float row = x[r * ldx + k];
-        EACH (i, B * kVecs) sums[r][i] += row * ones[i];
+        Number<T> row = x[r * ldx + k];
+        EACH (i, B * kVecs) add_product(sums[r][i], row, ones[i]);
       }
     }
   }
@@ -43,7 +49,7 @@ template <int R, int B, class T>
 
 // emit(row, sums) for each of ``num`` rows; B blocks at once, R rows if there are so many.
 template <int B, int R = std::min(12, kSums / (B * kVecs)), class T, class Emit>
-void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
+void rows_of(const Number<T>* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
              Emit emit) {
   Vec acc[R][B * kVecs];
   int64_t row = 0;
@@ -57,10 +63,10 @@ void rows_of(const float* x, int64_t ldx, int64_t num, const T* const* w, int64_
                         [&](int64_t r, const Vec* sums) { emit(row + r, sums); });
 }
 
-// Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock].
+// Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock], steps along K.
 template <class T>
 struct Group {
-  const float* x;
+  const Number<T>* x;
   int64_t ldx, num;
   const T* w;
 };
@@ -85,7 +91,7 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
     for (int64_t t = begin; t < end; t++) {
       const Task& task = tasks[t];
       const Group<T>& group = groups[task.group];
-      const float* x = group.x + task.row * group.ldx;
+      const Number<T>* x = group.x + task.row * group.ldx;
       int64_t block = task.block, stride = num_k * kBlock;
       auto run = [&](auto width) {
         constexpr int B = decltype(width)::value;
@@ -107,28 +113,52 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
   });
 }
 
-// Rows [num, K] of any stride as floats; ``room`` holds them if they are not floats already.
-template <class T>
-const float* floats(const T* x, int64_t ld, int64_t num, int64_t num_k, Space<float>& room) {
-  if constexpr (std::is_same_v<T, float>) {
+// Rows [num, K] of any stride as numbers; ``room`` holds them if they are not such already.
+template <class W, class T>
+const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k, Space<Number<W>>& room) {
+  if constexpr (std::is_same_v<T, float>)
     if (ld == num_k) return x;
-  }
-  room = space<float>(num * num_k);
-  for (int64_t i = 0; i < num; i++) to_float(x + i * ld, room.get() + i * num_k, num_k);
+  room = space<Number<W>>(num * num_k);
+  for (int64_t i = 0; i < num; i++) to_numbers(x + i * ld, room.get() + i * num_k, num_k);
   return room.get();
+}
+
+// [.., M, K] as [.., M / kBlock, K, kBlock], filled up with zeros.
+Tensor by_lanes(const Tensor& w) {
+  Tensor filled = at::constant_pad_nd(w, {0, 0, 0, (kBlock - w.size(-2) % kBlock) % kBlock});
+  return filled.unflatten(-2, {-1, kBlock}).transpose(-1, -2).contiguous();
+}
+
+// For rows of the same type: where the processor multiplies two at once, neighbours along K are one.
+Tensor pack(const Tensor& w) {
+  Tensor packed = by_lanes(w);
+  if (!kHasTwos || w.scalar_type() != at::kBFloat16 || w.size(-1) % 2 != 0) return packed;
+  Tensor twos = packed.unflatten(-2, {-1, 2}).flip(-2).transpose(-1, -2);
+  return twos.reshape(packed.sizes());
+}
+
+// f(packed, number of values along K that a step has) with what ``pack`` made of weights.
+template <class T, class F>
+void with_packed(const T* w, int64_t num_k, F f) {
+  if constexpr (kHasTwos && std::is_same_v<T, BFloat16>)
+    if (num_k % 2 == 0) return f(reinterpret_cast<const Two*>(w), 2);
+  f(w, 1);
 }
 
 template <class T, class Y>
 void linear_rows(const Tensor& x, const Tensor& w, Tensor& y) {
   int64_t num_k = w.size(1), num_out = y.size(1);
-  Space<float> room;
-  const float* rows = floats(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k, room);
   Y* out = y.mutable_data_ptr<Y>();
-  products<1, T>({{rows, num_k, x.size(0), w.const_data_ptr<T>()}}, num_k, w.size(0),
-                 [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
-                   for (int i = 0; i < num; i++, first += kLanes)
-                     put(out + row * num_out + first, sums[i], num_out - first);
-                 });
+  with_packed(w.const_data_ptr<T>(), num_k, [&](auto* packed, int64_t step) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(packed)>>;
+    Space<Number<W>> room;
+    auto* rows = numbers<W>(x.const_data_ptr<T>(), x.stride(0), x.size(0), num_k / step, room);
+    products<1, W>({{rows, num_k / step, x.size(0), packed}}, num_k / step, w.size(0),
+                   [&](int64_t, int64_t row, int64_t first, const Vec* sums, int num) {
+                     for (int i = 0; i < num; i++, first += kLanes)
+                       put(out + row * num_out + first, sums[i], num_out - first);
+                   });
+  });
 }
 
 Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
@@ -144,20 +174,24 @@ Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
 // x [M, H, >= K] times w [H, N / kBlock, K, kBlock] into y [M, H, >= N].
 template <class T>
 void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
-  int64_t num = x.size(0), num_heads = x.size(1), num_k = w.size(2);
-  std::vector<Space<float>> rooms(num_heads);
-  std::vector<Group<T>> groups;
-  for (int64_t h = 0; h < num_heads; h++) {
-    const T* from = x.const_data_ptr<T>() + h * x.stride(1);
-    const float* rows = floats(from, x.stride(0), num, num_k, rooms[h]);
-    groups.push_back({rows, num_k, num, w.const_data_ptr<T>() + h * w.stride(0)});
-  }
+  int64_t num = x.size(0), num_heads = x.size(1);
   T* out = y.mutable_data_ptr<T>();
-  products<1, T>(groups, num_k, w.size(1),
-                 [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
-                   T* to = out + row * y.stride(0) + h * y.stride(1) + first;
-                   for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
-                 });
+  with_packed(w.const_data_ptr<T>(), w.size(2), [&](auto* packed, int64_t step) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(packed)>>;
+    int64_t num_k = w.size(2) / step;
+    std::vector<Space<Number<W>>> rooms(num_heads);
+    std::vector<Group<W>> groups;
+    for (int64_t h = 0; h < num_heads; h++) {
+      const T* from = x.const_data_ptr<T>() + h * x.stride(1);
+      auto* rows = numbers<W>(from, x.stride(0), num, num_k, rooms[h]);
+      groups.push_back({rows, num_k, num, packed + h * w.stride(0) / step});
+    }
+    products<1, W>(groups, num_k, w.size(1),
+                   [&](int64_t h, int64_t row, int64_t first, const Vec* sums, int num_sums) {
+                     T* to = out + row * y.stride(0) + h * y.stride(1) + first;
+                     for (int i = 0; i < num_sums; i++) put(to + i * kLanes, sums[i], kLanes);
+                   });
+  });
 }
 
 }  // namespace

@@ -39,6 +39,17 @@ constexpr int64_t kWorthATask = 1 << 15;  // multiplications
 constexpr int64_t kNear = 1 << 14;        // bytes that stay in a first cache beside others
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
+// Two neighbours along K, bf16 both: the earlier one in the upper half, which is multiplied first.
+// So sums have the bits that products one after the other give (but for numbers below 1e-38).
+struct Two {
+  uint32_t bits;
+};
+#ifdef __AVX512BF16__
+constexpr bool kHasTwos = true;
+#else
+constexpr bool kHasTwos = false;
+#endif
+
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
@@ -62,6 +73,20 @@ inline Vec load(const BFloat16* p) {
   Halves h;
   std::memcpy(&h, p, sizeof h);
   return (Vec)(__builtin_convertvector(h, Bits) << 16);
+}
+
+[[maybe_unused]] inline Bits load(const Two* p) {
+  Bits v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void add_product(Vec& sum, float x, Vec w) { sum += x * w; }
+
+[[maybe_unused]] inline void add_product(Vec& sum, Two x, Bits w) {
+#ifdef __AVX512BF16__
+  sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x.bits));
+#endif
 }
 
 // 2 * kLanes values, in an order of their own: cheaper than one after the other.
@@ -153,6 +178,20 @@ void to_float(const T* from, float* to, int64_t num) {
   int64_t i = 0;
   for (; i + kLanes <= num; i += kLanes) store(to + i, load(from + i));
   for (; i < num; i++) to[i] = float(from[i]);
+}
+
+template <class T>
+void to_numbers(const T* from, float* to, int64_t num) {
+  to_float(from, to, num);
+}
+
+// ``num`` pairs.
+[[maybe_unused]] inline void to_numbers(const BFloat16* from, Two* to, int64_t num) {
+  for (int64_t i = 0; i < num; i++) {
+    uint32_t both;
+    std::memcpy(&both, from + 2 * i, sizeof both);
+    to[i].bits = both << 16 | both >> 16;
+  }
 }
 
 // Up to kLanes values at once; what a vector would overrun is written one by one.
