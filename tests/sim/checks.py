@@ -31,9 +31,11 @@ class Checks:
         """Every second and at every fault: integrity, nothing held in two places or for nobody."""
         now, world = self.world.loop.time(), self.world
         held_by: dict[Identity, str] = {}
-        orphans = {}
+        orphans, bound_s = {}, {}
         known = self._known()
         for name, rank in self.ranks():
+            in_turn = rank.loop.watch._began_at is not None
+            bound_s[name] = rank.loop.watch.pace().bound_s if in_turn else 0.0
             for identity in self._held(rank):
                 if rank.spec.kind == DECODE:
                     if identity in held_by:
@@ -45,12 +47,13 @@ class Checks:
                 if link.epoch < self._links.setdefault((name, seat), link.epoch):
                     world.wrong(f"{name} has a link to {seat} of epoch {link.epoch} again")
                 self._links[name, seat] = link.epoch
-            if rank.loop.watch._began_at is None:
+            if not in_turn:
                 self._integrity(name, rank)
         self._orphans = orphans
-        most_s = world.config.kv_transfer.lease_s + SLACK_S
+        # Only the engine lets go, so not before a step ends that waits for a rank that was stopped.
+        lease_s = world.config.kv_transfer.lease_s
         for (name, identity), since in orphans.items():
-            if now - since > most_s:
+            if now - since > max(lease_s, bound_s[name]) + SLACK_S:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
     def is_whole(self) -> str:
