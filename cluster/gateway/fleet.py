@@ -69,10 +69,11 @@ class Fleet:
 
     async def ready(self) -> None:
         """Every pair of today's ranks is warm that can be. If there is none, raises what kept one
-        from it."""
+        from it; that its ranks' lives ended meanwhile is none of that."""
         warmed = await asyncio.gather(*self._warming.values(), return_exceptions=True)
-        if not self._are_warm and any(warmed):
-            raise next(filter(None, warmed))
+        wrong = [one for one in warmed if isinstance(one, Exception)]
+        if wrong and not self._are_warm:
+            raise wrong[0]
 
     async def stop(self) -> None:
         """Hear nobody any more. The releases under way are finished, or given up with their rank

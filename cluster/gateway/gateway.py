@@ -79,9 +79,8 @@ class ClusterGateway:
         ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
-        state = DEGRADED if any(rank.cause for rank in ranks) else SERVING
-        if not self.is_healthy():
-            state = NOT_SERVING
+        at_best = DEGRADED if any(rank.cause for rank in ranks) else SERVING
+        state = at_best if self.is_healthy() else NOT_SERVING
         return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
 
     async def _warm(self, pair: Pair) -> None:

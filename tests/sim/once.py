@@ -46,6 +46,11 @@ ONCE = {
         *("57.541489,fail step,345751100,7", "59.062496,kill rank,446966963,3"),
         "59.127119,kill controller,17239106,20",
     ),
+    "lives end while a gateway that begins warms their pairs": (
+        5418,
+        *("43.326024,lose calls,100354958,20", "53.094590,kill gateway,309963378,1"),
+        "56.418843,kill gateway,873040592,3",
+    ),
 }
 """By what was wrong."""
 
