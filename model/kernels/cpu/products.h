@@ -115,7 +115,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
 
 // Rows [num, K] of any stride as numbers; ``room`` holds them if they are not such already.
 template <class W, class T>
-const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k, Space<Number<W>>& room) {
+const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k,
+                         Space<Number<W>>& room) {
   if constexpr (std::is_same_v<T, float>)
     if (ld == num_k) return x;
   room = space<Number<W>>(num * num_k);
@@ -129,7 +130,7 @@ Tensor by_lanes(const Tensor& w) {
   return filled.unflatten(-2, {-1, kBlock}).transpose(-1, -2).contiguous();
 }
 
-// For rows of the same type: where the processor multiplies two at once, neighbours along K are one.
+// For rows of the same type: neighbours along K are one where the processor multiplies two at once.
 Tensor pack(const Tensor& w) {
   Tensor packed = by_lanes(w);
   if (!kHasTwos || w.scalar_type() != at::kBFloat16 || w.size(-1) % 2 != 0) return packed;

@@ -254,7 +254,8 @@ Tensor likeliest(const Tensor& logits) {
   int64_t num = logits.size(-1);
   Tensor rows = logits.reshape({-1, num}).contiguous();
   TORCH_CHECK(rows.scalar_type() == at::kFloat);
-  Tensor tokens = at::empty(logits.sizes().slice(0, logits.dim() - 1), logits.options().dtype(at::kLong));
+  auto shape = logits.sizes().slice(0, logits.dim() - 1);
+  Tensor tokens = at::empty(shape, logits.options().dtype(at::kLong));
   in_pieces(rows.size(0), std::max<int64_t>(1, kWorthADraw / num), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
       tokens.mutable_data_ptr<int64_t>()[i] =

@@ -1,8 +1,8 @@
 // The threads of a process, which compute for whoever has work.
 //
-// Work is claimed, not dealt, so nobody waits for a thread whose core was taken from it, but for the
-// piece that it was in the middle of. A thread claims what is its share first, the same in every
-// call, as its cache holds the weights of that; then what others have left.
+// Work is claimed, not dealt, so nobody waits for a thread whose core was taken from it, but for
+// the piece that it was in the middle of. A thread claims what is its share first, the same in
+// every call, as its cache holds the weights of that; then what others have left.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -40,14 +40,15 @@ class Crew {
 
  private:
   static constexpr int kMost = 64;
-  static constexpr int kLooks = 4000;  // for some 20 us, as long as a step's other operators take
+  static constexpr int kLooks = 4000;  // some 50 us: few gaps of a step last longer
 
   struct alignas(64) Share {
     std::atomic<int64_t> next;
     int64_t end;
   };
 
-  void open(void (*call)(const void*, int64_t), const void* of, int64_t num_pieces, int num_shares) {
+  void open(void (*call)(const void*, int64_t), const void* of, int64_t num_pieces,
+            int num_shares) {
     while (num_others_ < num_shares - 1) std::thread(&Crew::stand_by, this, ++num_others_).detach();
     call_ = call, of_ = of, num_shares_ = num_shares;
     for (int64_t i = 0; i < num_shares; i++) {

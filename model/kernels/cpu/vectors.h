@@ -5,7 +5,6 @@
 // Shape legend as in ../base.py; K inner dimension, M rows, N outputs.
 #pragma once
 
-#include "threads.h"
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
@@ -21,6 +20,8 @@
 #include <memory>
 #include <numeric>
 #include <vector>
+
+#include "threads.h"
 
 namespace {
 
