@@ -78,8 +78,13 @@ def benches(
         loaded = load(path, *ARMS[name], *more)
         if name == EAGER:
             loaded.dispatch.why_eager = "to be compared"
-        num_pages = 1 + 8 * max_rows
-        found[name] = Bench(loaded, num_drafts, max_rows, num_pages=num_pages, page_size=64)
+        found[name] = Bench(
+            loaded,
+            num_drafts=num_drafts,
+            max_rows=max_rows,
+            num_pages=1 + 8 * max_rows,
+            page_size=64,
+        )
     return found
 
 

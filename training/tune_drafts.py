@@ -35,8 +35,8 @@ WARMUP_STEPS = 20
 def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int) -> Tensor:
     """Greedy continuations [num, LENGTH + 1] of training text by the main model, written by our own
     engines."""
-    threads = f"decode.num_threads={torch.get_num_threads()}"
-    loaded = load(folder, "model.dtype=float32", threads)
+    num_threads = torch.get_num_threads()
+    loaded = load(folder, "model.dtype=float32", f"decode.num_threads={num_threads}")
     bench = Bench(loaded, max_rows=batch, num_pages=batch * 6, page_size=64)
     generator = torch.Generator().manual_seed(seed)
     texts = []
@@ -51,6 +51,7 @@ def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int)
         texts += [
             [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(asked, answers, strict=True)
         ]
+    torch.set_num_threads(num_threads)  # which engines with kernels of their own leave one
     return torch.tensor(texts)
 
 

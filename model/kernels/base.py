@@ -73,9 +73,10 @@ class Kernels(Sampler):
 
     name = "plain"
     form = EAGER
+    """In which functions are called again and again."""
+
     lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
     """Of n-grams, where it was written for the device (model/drafters/ngram.py: continued)."""
-    """In which functions are called again and again."""
 
     why_plain = ""
     """Why these were taken where faster ones ought to be had."""

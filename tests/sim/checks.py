@@ -31,11 +31,10 @@ class Checks:
         """Every second and at every fault: integrity, nothing held in two places or for nobody."""
         now, world = self.world.loop.time(), self.world
         held_by: dict[Identity, str] = {}
-        orphans, bound_s = {}, {}
+        orphans, watches = {}, {}
         known = self._known()
         for name, rank in self.ranks():
-            in_turn = rank.loop.watch._began_at is not None
-            bound_s[name] = rank.loop.watch.pace().bound_s if in_turn else 0.0
+            watches[name] = rank.loop.watch
             for identity in self._held(rank):
                 if rank.spec.kind == DECODE:
                     if identity in held_by:
@@ -47,13 +46,15 @@ class Checks:
                 if link.epoch < self._links.setdefault((name, seat), link.epoch):
                     world.wrong(f"{name} has a link to {seat} of epoch {link.epoch} again")
                 self._links[name, seat] = link.epoch
-            if not in_turn:
+            if rank.loop.watch._began_at is None:
                 self._integrity(name, rank)
         self._orphans = orphans
-        # Only the engine lets go, so not before a step ends that waits for a rank that was stopped.
-        lease_s = world.config.kv_transfer.lease_s
         for (name, identity), since in orphans.items():
-            if now - since > max(lease_s, bound_s[name]) + SLACK_S:
+            most_s, watch = world.config.kv_transfer.lease_s, watches[name]
+            # Only the engine lets go, and it may have waited for a stopped rank ever since.
+            if watch._began_at is not None and watch._began_at <= since:
+                most_s = max(most_s, watch.bound_s)
+            if now - since > most_s + SLACK_S:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
     def is_whole(self) -> str:

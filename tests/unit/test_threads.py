@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import IS_INTERPRETED, ours
+from tests.kernels import native_only, ours
 
-pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
+pytestmark = native_only
 MANY = 2 + 2 * (os.cpu_count() or 1)
 """Threads, more than this machine has cores: some are always in the middle of what they do."""
 SHAPES = [(1, 64, 512), (3, 192, 100), (40, 96, 800), (200, 128, 48)]

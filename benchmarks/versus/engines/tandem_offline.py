@@ -120,7 +120,7 @@ def main() -> None:
     form = f"{loaded.kernels.name}, {loaded.form}"
     if loaded.form == EAGER:
         raise ValueError(f"kernels are {form}: install g++, these figures are of native ones")
-    say("ready", versions=versions, num_threads=torch.get_num_threads(), form=form)
+    say("ready", versions=versions, num_threads=job.num_threads, form=form)
     serial = count()
     with torch.inference_mode():
         for trial in job.trials:
