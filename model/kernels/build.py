@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SOURCES = tuple(sorted(Path(__file__).with_name("cpu").glob("*.cpp")))
 # NDEBUG as torch itself was built: classes of its headers are laid out by it.
 FLAGS = (
-    *("-O3", "-DNDEBUG", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared"),
+    *("-O3", "-DNDEBUG", "-march=native", "-std=c++20", "-pthread", "-fPIC", "-shared"),
     "-Wno-psabi",
 )
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
