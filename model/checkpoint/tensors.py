@@ -42,7 +42,7 @@ def upload(rows: Rows, device: torch.device) -> Rows:
     wait for all that was launched before. Tensors of the device stay."""
     if device.type == "cpu":
         return rows
-    waiting = [tensor for tensor in _tensors(rows) if tensor.device.type == "cpu"]
+    waiting = [tensor for tensor in tensors(rows) if tensor.device.type == "cpu"]
     sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in waiting)
     starts = list(accumulate(sizes, initial=0))
     packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
@@ -61,11 +61,12 @@ def download(rows: Rows) -> Rows:
     return each(_to_host, rows)
 
 
-def _tensors(rows: object) -> list[Tensor]:
+def tensors(rows: object) -> list[Tensor]:
+    """In the order of the fields."""
     if isinstance(rows, Tensor):
         return [rows]
     parts = [getattr(rows, field.name) for field in fields(rows)] if is_dataclass(rows) else []
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 def _to_host(tensor: Tensor) -> Tensor:

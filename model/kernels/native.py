@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.forms import RECORDED
+from model.checkpoint.tensors import tensors
 from model.kernels.base import Attention, Kernels, Routing
 from model.kernels.recorded import Recorded
 from model.kernels.repeated import Function, Repeated
 from model.network.batch import Segments
+from model.sampling.adjust import AdjustRows
 from model.sampling.sampler import SamplingRows
 
 LANES = 16
@@ -70,14 +72,16 @@ class Native(Kernels):
         rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
+    @staticmethod
+    def adjust(logits_BV: Tensor, rules: AdjustRows, *told: Tensor) -> Tensor:
+        return torch.ops.tandem.adjust.default(logits_BV, tensors(rules), *told)
+
     def drawn(self, adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
         given = *_settings(rows), rows.seed_B, output_index_BQ
-        tokens_BQ: Tensor = torch.ops.tandem.draw.default(adjusted_BQV, *given)
-        return tokens_BQ
+        return torch.ops.tandem.draw.default(adjusted_BQV, *given)
 
     def filtered_log_probs(self, logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
-        log_p_BQV: Tensor = torch.ops.tandem.filtered.default(logits_BQV, *_settings(rows))
-        return log_p_BQV
+        return torch.ops.tandem.filtered.default(logits_BQV, *_settings(rows))
 
     def mla_prefill(
         self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
@@ -88,8 +92,7 @@ class Native(Kernels):
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
     ) -> tuple[Tensor, Tensor]:
-        routed: tuple[Tensor, Tensor] = torch.ops.tandem.route.default(x_TD, packed, bias_E, *how)
-        return routed
+        return torch.ops.tandem.route.default(x_TD, packed, bias_E, *how)
 
 
 def _settings(rows: SamplingRows) -> tuple[Tensor, ...]:

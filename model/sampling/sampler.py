@@ -4,7 +4,7 @@
 Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ _STREAM_SHIFT = 30
 
 class Sampler:
     """How a device draws; here in terms of torch, for any (model/kernels)."""
+
+    adjust: Callable[..., Tensor] = staticmethod(adjust)
 
     def likeliest(self, adjusted_XV: Tensor) -> Tensor:
         """The token with the largest logit, the first among equals: ids [X]; X any axes."""
@@ -117,7 +119,7 @@ def adjusted(
     ``num_output_B`` emitted ones and ``drafts_BN`` (N may be 0)."""
     if rows.rules is None:
         return logits_BV
-    return adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
+    return rows.sampler.adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:
@@ -142,13 +144,13 @@ def adjusted_places(
     it."""
     if rows.rules is None:
         return logits_BN1V
-    places = logits_BN1V.unbind(1)
+    places, own = logits_BN1V.unbind(1), rows.sampler.adjust
     if tree is None:
         many = [adjusted(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
         return torch.stack(many, 1)
     seen_BQN, num_BQ = on_path(tree.bits_BQ, drafts_BN.shape[1]), tree.depth_BQ
     nodes = zip(places, num_BQ.unbind(1), seen_BQN.unbind(1), strict=True)
-    many = [adjust(x, rows.rules, num_output_B + n_B, drafts_BN, seen) for x, n_B, seen in nodes]
+    many = [own(x, rows.rules, num_output_B + n_B, drafts_BN, seen) for x, n_B, seen in nodes]
     return torch.stack(many, 1)
 
 
@@ -190,8 +192,7 @@ def _key(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
 
 
 def _unit(key: Tensor, counter: Tensor) -> Tensor:
-    bits = _mix(_mix(key ^ counter) ^ (key >> 16))
-    return (bits.double() + 0.5) / (_MASK + 1)
+    return (_mix(_mix(key ^ counter) ^ (key >> 16)).double() + 0.5) / (_MASK + 1)
 
 
 def _mix(x: Tensor) -> Tensor:

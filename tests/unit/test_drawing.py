@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from model.kernels.base import PLAIN
+from model.sampling.adjust import no_rules
 from model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, native_only, ours
 
@@ -100,3 +101,28 @@ def test_drawing_from_nothing_ends() -> None:
         logits, indices = torch.full((2, 1, 40), nothing), torch.zeros(2, 1, dtype=torch.int64)
         assert ((got := ours().drawn(logits, rows, indices)) >= 0).all() and (got < 40).all()
         assert ours().filtered_log_probs(logits, rows).shape == logits.shape
+
+
+@native_only
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+@pytest.mark.parametrize("num_tokens", [5, 200, 4096])
+def test_rules_give_the_bits_of_torchs(num_tokens: int, num_drafts: int) -> None:
+    """Also where drafts are the same token twice, and where but some of them are seen."""
+    rules, made = no_rules(3, num_tokens, torch.device("cpu")), torch.Generator().manual_seed(0)
+    drawn = replace(
+        rules,
+        in_prompt_BV=torch.rand(3, num_tokens, generator=made) < 0.3,
+        ends_BV=torch.rand(3, num_tokens, generator=made) < 0.1,
+        count_BV=torch.randint(0, 4, (3, num_tokens), generator=made).int(),
+        bias_BV=torch.randn(3, num_tokens, generator=made),
+        repetition_B=torch.rand(3, generator=made) + 0.5,
+        presence_B=torch.randn(3, generator=made),
+        frequency_B=torch.randn(3, generator=made),
+        min_tokens_B=torch.tensor([0, 3, 7]),
+    )
+    logits, num_output = 5 * normal(3, num_tokens, seed=1), torch.tensor([0, 2, 5])
+    drafts = torch.randint(0, num_tokens, (3, num_drafts), generator=made)
+    for seen in ((), (torch.rand(3, num_drafts, generator=made) < 0.5,)):
+        given = logits, drawn, num_output, drafts, *seen
+        assert torch.equal(ours().adjust(*given), PLAIN.adjust(*given))
+    assert torch.equal(ours().adjust(logits, rules, num_output, drafts), logits)

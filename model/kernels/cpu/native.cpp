@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "adjust.h"
 #include "experts.h"
 #include "lookup.h"
 #include "prefill.h"
@@ -31,6 +32,8 @@ TORCH_LIBRARY(tandem, m) {
   m.def(
       "route(Tensor x, Tensor w, Tensor? bias, int[] sizes, bool sigmoid, bool by_two, "
       "bool normalised, float filler, float factor) -> (Tensor, Tensor)");
+  m.def("adjust(Tensor logits, Tensor[] rules, Tensor num_output, Tensor drafts, Tensor? seen=None)"
+        " -> Tensor");
   m.def("likeliest(Tensor logits) -> Tensor");
   m.def("draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
         " Tensor index) -> Tensor");
@@ -52,6 +55,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
   m.impl("route", route);
+  m.impl("adjust", adjust);
   m.impl("likeliest", likeliest);
   m.impl("draw", draw);
   m.impl("filtered", filtered);
