@@ -26,6 +26,7 @@ class Sampler:
     """How a device draws; here in terms of torch, for any (model/kernels)."""
 
     adjust: Callable[..., Tensor] = staticmethod(adjust)
+    """Logits [B, V] by the rules of their rows, as adjust.py says."""
 
     def likeliest(self, adjusted_XV: Tensor) -> Tensor:
         """The token with the largest logit, the first among equals: ids [X]; X any axes."""
