@@ -24,8 +24,6 @@ class Checks:
 
     world: World
     _orphans: dict[tuple[str, Identity], float] = field(default_factory=dict)
-    _links: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The latest epoch to which a decode rank had a link, by seat."""
 
     def look(self) -> None:
         """Every second and at every fault: integrity, nothing held in two places or for nobody."""
@@ -42,10 +40,6 @@ class Checks:
                     held_by[identity] = name
                 if identity not in known:
                     orphans[name, identity] = self._orphans.get((name, identity), now)
-            for seat, link in rank.intake._links.items() if rank.spec.kind == DECODE else ():
-                if link.epoch < self._links.setdefault((name, seat), link.epoch):
-                    world.wrong(f"{name} has a link to {seat} of epoch {link.epoch} again")
-                self._links[name, seat] = link.epoch
             if rank.loop.watch._began_at is None:
                 self._integrity(name, rank)
         self._orphans = orphans

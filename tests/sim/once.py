@@ -51,6 +51,12 @@ ONCE = {
         *("43.326024,lose calls,100354958,20", "53.094590,kill gateway,309963378,1"),
         "56.418843,kill gateway,873040592,3",
     ),
+    "an offer of a life that is over comes after one of the next": (
+        131,
+        *("15.133166,stop rank,688084202,20", "26.040961,lose calls,148510063,20"),
+        *("27.246710,kill controller,1002797765,1", "29.602086,kill gateway,352672874,3"),
+        "30.033429,kill rank,345224974,3",
+    ),
 }
 """By what was wrong."""
 

@@ -21,10 +21,13 @@ from cluster.control.members import RayMembers
 from cluster.gateway.admission import Admission
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TINY_MODEL, TandemConfig, load
+from core.control import Control
 from core.errors import TandemError
 from core.membership import RankSpec
 from decode_node.engine import DecodeEngine
 from kv_transfer import channel
+from kv_transfer.links import Link
+from kv_transfer.sink import Sink
 from prefill_node.engine import PrefillEngine
 from runtime import parts, shell, watch
 from runtime.gang import hub
@@ -48,7 +51,7 @@ SETS = (
 BUILDERS = "colocated_node.rank", "decode_node.service.rank", "prefill_node.rank"
 for _name in BUILDERS:
     import_module(_name)  # not in the middle of a seed
-START_RANK = parts.start_rank
+START_RANK, LINK = parts.start_rank, Sink._link
 GATEWAYS = {"g0": "m0", "g1": "away"}
 """And the machines that they run on."""
 
@@ -97,6 +100,7 @@ class World:
         drawn = random.Random(self.draw.random())
         self.ray = FakeRay(self.loop, self.net, self.threads, drawn, self.told)
         self.lives: set[str] = set()
+        self.linked: dict[tuple[Sink, str], int] = {}
         self.gangs = Gangs(self.net)
         self.config = configured(*sets)
         self.loads = Loads(checkpoint(), random.Random(self.draw.random()))
@@ -114,6 +118,7 @@ class World:
             patch.object(parts, "load_model", self.loads),
             patch.object(parts, "Member", self.gangs.member),
             patch.object(parts, "start_rank", self._start_rank),
+            patch.object(Sink, "_link", lambda *given: self._link(*given)),
             patch.object(hub, "Hub", self.gangs.hub),
             patch.object(watch, "waited_for_cpu_s", lambda thread_id: 0.0),
             patch.object(shell, "_stderr_path", lambda: str(self.folder / "log")),
@@ -161,6 +166,14 @@ class World:
         self.lives.add(spec.life)
         self.told("life", spec.life)
         return await START_RANK(builder, spec, *given, **links)
+
+    def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> Link:
+        """As the sink has it, which never goes back to an earlier life of a seat."""
+        link = LINK(sink, owner, seat, epoch, control)
+        if epoch < self.linked.get((sink, seat), epoch):
+            self.wrong(f"{sink._me} has a link to {seat} of epoch {epoch} again")
+        self.linked[sink, seat] = epoch
+        return link
 
     # Machines and gateways.
 
