@@ -28,7 +28,7 @@ from core.errors import RankLost
 from core.identity import Identity
 from core.request import SequenceUpdate, TokenFrame
 from core.schema import pack, unpack
-from runtime.frames import Frame, FrameAddress, FrameServer, connect
+from runtime.frames import Frame, FrameServer, PortAddress, connect
 
 HOST = "127.0.0.1"
 WAYS = ("ray", "socket")
@@ -151,7 +151,7 @@ async def _call(method: Any, *args: Any) -> Any:
 
 async def compare(args: argparse.Namespace) -> dict[str, Any]:
     actor: Any = ray.remote(Emitter).options(max_concurrency=100).remote(args.num_updates)
-    address = unpack(FrameAddress, await actor.listen.remote())
+    address = unpack(PortAddress, await actor.listen.remote())
     figures = {way: Figures() for way in WAYS}
     with Progress(console=Console(stderr=True)) as bar:
         for _ in bar.track(range(args.rounds), description="rounds"):

@@ -33,8 +33,12 @@ class Control(Protocol):
 
     async def call(self, method: str, payload: bytes) -> bytes: ...
 
+    async def close(self) -> None:
+        """Give up what it keeps open, if anything; calls under way fail."""
+        return
 
-class InProcessControl:
+
+class InProcessControl(Control):
     """Calls the ``handle`` of a rank of the same process, through the same bytes."""
 
     def __init__(self, handler: Handler, epoch: int) -> None:

@@ -60,8 +60,8 @@ class RankSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameAddress:
-    """Where a rank's frames can be read, and the secret that opens them."""
+class PortAddress:
+    """Where a rank listens, and the secret that opens it."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class RankInfo:
     num_mtp_layers: int
     max_tokens: int
     max_rows: int
-    frames: FrameAddress | None = None
+    frames: PortAddress | None = None
     why_plain: str = ""
 
 

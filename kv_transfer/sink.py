@@ -76,9 +76,13 @@ class Sink:
     async def close(self) -> None:
         """Drop every channel and wait for all that is under way."""
         await cancelled(self._sweeper)
-        for rank in list(self._links):
-            self._links.pop(rank).drop("closed")
+        links = [*self._links.values()]
+        self._links.clear()
+        for link in links:
+            link.drop("closed")
         await self._side.close()
+        for link in links:
+            await link.control.close()
 
     async def idle(self) -> None:
         """Wait for what finished pulls left behind: releases, and chunks cut off."""
@@ -102,6 +106,7 @@ class Sink:
         if link is None or link.epoch != epoch:
             if link is not None:
                 link.drop(f"a later life of {seat} is asked for")
+                self._side.tasks.start(link.control.close())
             link = self._links[seat] = Link(self._me, owner, epoch, control, self._side)
         return link
 

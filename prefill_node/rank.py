@@ -21,6 +21,7 @@ from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.page_source import PageSource
 from prefill_node.prefill_calls import Prefill, Prefilled
 from runtime.parts import RankParts
+from wires.calls import DOOR, CallServer
 
 
 class PrefillRank:
@@ -45,16 +46,23 @@ class PrefillRank:
             "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
             "beat": (None, self._beat),
             "status": (None, lambda _: parts.status(self._held)),
+            DOOR: (None, lambda _: self._server.listen()),
         }
         service = Service(parts.spec.life, parts.spec.epoch, {**self.source.methods, **own})
         self.handle = service.handle
+        self._server = CallServer(parts.spec.host, self.handle)
 
     @property
     def num_held(self) -> int:
         return len(self.engine.scheduler.sequences)
 
+    async def listen(self) -> None:
+        """Answer decode ranks over their own connections from now on."""
+        await self._server.listen()
+
     async def stop(self) -> None:
         await self.source.stop()
+        await self._server.stop()
         await asyncio.to_thread(self.loop.stop)
 
     def _on_progress(self, progress: Progress) -> None:
@@ -141,4 +149,7 @@ class PrefillRank:
 
 
 async def build(parts: RankParts) -> PrefillRank:
-    return PrefillRank(parts)
+    """A rank that hands over. Raises ValueError where it cannot listen."""
+    rank = PrefillRank(parts)
+    await rank.listen()
+    return rank

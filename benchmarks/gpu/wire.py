@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.driven.sockets import SocketControl, serve
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
@@ -29,6 +28,7 @@ from kv_transfer.source import Source
 from model.checkpoint.config import ModelConfig
 from model.network.cache import MAIN, MTP
 from runtime.engine_loop import EngineLoop
+from wires.calls import DOOR, CallClient, CallServer
 from wires.groups import gloo_group, store_client, store_server
 
 HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
@@ -118,22 +118,22 @@ async def _offer(pipe: Connection, rank: Rank) -> None:
     """The same prompt, computed long ago, as often as it is asked for."""
     source = Source(rank.side)
     service = Service("prefill", EPOCH, source.methods)
-    server = await asyncio.start_server(lambda r, w: serve(service.handle, r, w), HOST, 0)
+    server = CallServer(HOST, service.handle)
     identities = [Identity(f"r{i}", attempt=i) for i in range(NUM_TIMES)]
     for identity in identities:
         await rank.loop.call(lambda: source.open(identity, lambda: None))  # noqa: B023
         told = identity, rank.pages, rank.num_tokens, Seal(7)
         await rank.loop.call(lambda: source.advance(*told))  # noqa: B023
-    pipe.send(server.sockets[0].getsockname()[1])
+    pipe.send(await server.listen())
     await asyncio.to_thread(pipe.recv)
     await source.stop()
-    server.close()
+    await server.stop()
 
 
 async def _decode(pipe: Connection, device: Device) -> float:
-    rank, port = Rank(device), await asyncio.to_thread(pipe.recv)
-    connection, times = SocketControl(*await asyncio.open_connection(HOST, port)), list[float]()
-    control = InProcessControl(connection.call, EPOCH)
+    rank, address, times = Rank(device), await asyncio.to_thread(pipe.recv), list[float]()
+    door = Service("prefill", EPOCH, {DOOR: (None, lambda _: address)})
+    control = CallClient("prefill", EPOCH, InProcessControl(door.handle, EPOCH))
     sink, caches = Sink("decode", EPOCH, rank.side), rank.caches.layout.facts()
     for i in range(NUM_TIMES):
         identity = Identity(f"r{i}", attempt=i)
@@ -142,7 +142,6 @@ async def _decode(pipe: Connection, device: Device) -> float:
         await sink.pull(offer, control, rank.pages)
         times.append(time.perf_counter() - began_at)
     await sink.close()
-    await connection.close()
     pipe.send("done")
     await asyncio.to_thread(rank.loop.stop)
     return rank.num_bytes / statistics.median(times[1:])

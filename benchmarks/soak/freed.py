@@ -82,7 +82,7 @@ class Freed:
         return found
 
 
-class _Watched:
+class _Watched(Control):
     def __init__(self, handle: Handle, freed: Freed) -> None:
         self._node = handle.info.spec.label
         self._control = handle.control

@@ -7,14 +7,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayError
 
+from core.control import Control
 from core.errors import Overloaded, RankDied, RankLost
 from core.info import COLOCATED, DECODE, PREFILL
 from runtime.shell import RankShell
+from wires.calls import CallClient
 
 NAMESPACE = "tandem"
 
 
-class RayControl:
+class RayControl(Control):
     """One life of the rank whose process is the actor ``name``; looked up at the first call."""
 
     def __init__(self, name: str, epoch: int) -> None:
@@ -38,13 +40,18 @@ class RayControl:
             raise (RankDied if is_dead else RankLost)(text) from error
 
 
+def owner(name: str, epoch: int) -> Control:
+    """A life of a prefill rank as decode ranks reach it: over Ray until they know its door."""
+    return CallClient(name, epoch, RayControl(name, epoch))
+
+
 class PrefillActor(RankShell):
     builder = "prefill_node.rank"
 
 
 class DecodeActor(RankShell):
     builder = "decode_node.service.rank"
-    links = MappingProxyType({"find_owner": RayControl})
+    links = MappingProxyType({"find_owner": owner})
 
 
 class ColocatedActor(RankShell):

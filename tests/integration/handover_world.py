@@ -12,8 +12,7 @@ from typing import Any
 import msgpack
 import torch
 
-from benchmarks.driven.sockets import SocketControl, serve
-from core.control import Control, Handler, InProcessControl
+from core.control import Control, Handler, InProcessControl, Service
 from core.identity import Identity
 from kv_transfer.channel import ChannelMaker, make_channels
 from kv_transfer.layout import PROTOCOL
@@ -33,6 +32,7 @@ from tests.integration.handover_peer import (
 )
 from tests.loopback import LoopbackChannels
 from tests.waiting import PATIENCE_S, until
+from wires.calls import DOOR, CallClient, CallServer
 
 _ids = itertools.count()
 
@@ -44,13 +44,13 @@ def prefill_process(pipe: Connection) -> None:
 
 async def _prefill_process(pipe: Connection) -> None:
     prefill = Prefill(make_channels("gloo", HOST, DEADLINE_S))
-    server = await asyncio.start_server(lambda r, w: serve(prefill.handle, r, w), HOST, 0)
-    pipe.send(server.sockets[0].getsockname()[1])
+    server = CallServer(HOST, prefill.handle)
+    pipe.send(await server.listen())
     await asyncio.to_thread(pipe.recv)
     await prefill.source.stop()
     counts = prefill.source.counts()
     prefill.engine.stop()
-    server.close()
+    await server.stop()
     pipe.send(counts)
 
 
@@ -60,7 +60,7 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=prefill_process, args=(theirs,), daemon=True)
         self.process.start()
-        self.port = self.pipe.recv()
+        self.address = self.pipe.recv()
 
     def stop(self) -> None:
         self.pipe.send("stop")
@@ -158,11 +158,17 @@ async def world_over(
 
 @asynccontextmanager
 async def over_process(process: Process) -> AsyncIterator[World]:
-    control = SocketControl(*await asyncio.open_connection(HOST, process.port))
-    maker = make_channels("gloo", HOST, DEADLINE_S)
-    async with world_over(control.call, maker) as world:
+    door = Service("p0", EPOCH, {DOOR: (None, lambda _: process.address)})
+    clients: dict[int, CallClient] = {}
+
+    async def call(epoch: int, method: str, payload: bytes) -> bytes:
+        first = InProcessControl(door.handle, EPOCH)
+        return await clients.setdefault(epoch, CallClient("p0", epoch, first)).call(method, payload)
+
+    async with world_over(call, make_channels("gloo", HOST, DEADLINE_S)) as world:
         yield world
-    await control.close()
+    for client in clients.values():
+        await client.close()
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from runtime import frames as frame_stream
 from runtime.frames import Frame, FrameServer, FrameStream, connect
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, until
-from wires import framing
+from wires import framing, listener
 
 
 class Board:
@@ -170,7 +170,7 @@ async def test_a_host_of_another_machine_is_explained() -> None:
 async def test_a_reader_who_does_not_greet_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (framing, frame_stream):
+    for module in (framing, listener):
         monkeypatch.setattr(module, "GREETING_S", 0.1)
     async with served() as (_, server):
         address = await server.listen()

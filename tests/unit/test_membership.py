@@ -14,7 +14,7 @@ from cluster.control.plan import is_whole, living, plan_gangs
 from core.config import TandemConfig, differences, load
 from core.errors import RankLost
 from core.info import ModelInfo
-from core.membership import FrameAddress, Gang, Meeting, Membership, RankInfo, RankSpec, RankState
+from core.membership import Gang, Meeting, Membership, PortAddress, RankInfo, RankSpec, RankState
 from core.pace import LOADING
 from core.schema import Failure, decode, pack, unpack
 from runtime.engine_loop import EngineLoop
@@ -23,7 +23,7 @@ from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 SPEC = RankSpec("decode-0", "decode", 5)
-INFO = RankInfo(SPEC, ("f",), "none", MODEL, 1, 9, 9, FrameAddress("h", 1, b"secret"))
+INFO = RankInfo(SPEC, ("f",), "none", MODEL, 1, 9, 9, PortAddress("h", 1, b"secret"))
 
 
 def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: Any) -> RankState:

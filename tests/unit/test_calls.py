@@ -1,0 +1,110 @@
+"""Calls over a connection of their own: many at a time, to one life, and only with its token."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from core.control import InProcessControl, Service
+from core.errors import RankLost
+from core.membership import PortAddress
+from tests.waiting import turns, until
+from wires import calls
+from wires.calls import DOOR, CallClient, CallServer
+
+EPOCH = 2**40
+
+
+class Answers:
+    """A rank that says what it was asked, "slow" only once it ``may``."""
+
+    def __init__(self) -> None:
+        self.may, self.ended = asyncio.Event(), list[str]()
+
+    async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
+        try:
+            if method == "slow":
+                await self.may.wait()
+            return f"{epoch} {method} ".encode() + payload
+        finally:
+            self.ended.append(method)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Answers, CallServer, CallClient, list[PortAddress]]]:
+    """``addresses`` is what the door tells: its last one."""
+    rank, addresses = Answers(), list[PortAddress]()
+    server = CallServer("127.0.0.1", rank.handle)
+    addresses.append(await server.listen())
+    door = Service("p", EPOCH, {DOOR: (None, lambda _: addresses[-1])})
+    client = CallClient("p", EPOCH, InProcessControl(door.handle, EPOCH))
+    yield rank, server, client, addresses
+    await client.close()
+    await server.stop()
+    assert not server._connections and not client._waiting
+
+
+async def test_each_call_is_answered_when_it_is_done() -> None:
+    async with served() as (rank, server, client, _):
+        slow = asyncio.create_task(client.call("slow", b"1"))
+        others = [client.call("other", b"%d" % i) for i in range(50)]
+        assert await asyncio.gather(*others) == [b"%d other %d" % (EPOCH, i) for i in range(50)]
+        assert not slow.done() and len(server._connections) == 1
+        rank.may.set()
+        assert await slow == b"%d slow 1" % EPOCH
+
+
+async def test_what_is_asked_for_no_longer_is_not_waited_for_nor_mistaken() -> None:
+    async with served() as (rank, _, client, _):
+        slow = asyncio.create_task(client.call("slow", b""))
+        assert await client.call("first", b"") == b"%d first " % EPOCH
+        slow.cancel()
+        await turns(3)
+        rank.may.set()
+        assert await client.call("next", b"") == b"%d next " % EPOCH
+        assert rank.ended == ["first", "slow", "next"]
+
+
+async def test_calls_under_way_fail_with_the_connection_and_later_ones_open_another() -> None:
+    async with served() as (rank, server, client, _):
+        slow = asyncio.create_task(client.call("slow", b""))
+        await client.call("first", b"")
+        for writer in server._connections.values():
+            writer.transport.abort()
+        with pytest.raises(RankLost, match="p: its connection ended"):
+            await slow
+        await until(lambda: rank.ended == ["first", "slow"])
+        assert await client.call("next", b"") == b"%d next " % EPOCH
+
+
+async def test_nobody_is_answered_without_the_token() -> None:
+    async with served() as (rank, _, client, addresses):
+        right = addresses[0]
+        addresses.append(replace(right, token=bytes(len(right.token))))
+        with pytest.raises(RankLost, match="no answer from"):
+            await client.call("first", b"")
+        assert not rank.ended
+        addresses.append(right)
+        assert await client.call("first", b"") == b"%d first " % EPOCH
+
+
+async def test_a_connection_without_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "IDLE_S", 0.1)
+    async with served() as (_, server, client, _):
+        await client.call("first", b"")
+        reading = client._reading
+        assert reading is not None
+        await until(lambda: not server._connections and reading.done())
+        assert await client.call("next", b"") == b"%d next " % EPOCH
+
+
+async def test_a_call_longer_than_any_may_be_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "MAX_CALL_BYTES", 100)
+    async with served() as (rank, _, client, _):
+        with pytest.raises(RankLost):
+            await client.call("first", bytes(101))
+        assert not rank.ended

@@ -1,0 +1,113 @@
+"""Control calls between ranks over a connection of their own: any number at a time, each answered
+when it is done. Who connects greets with the epoch that it means, for all of its calls."""
+
+import asyncio
+import struct
+from dataclasses import dataclass
+from itertools import count
+
+from core.control import Control, Handler, ask
+from core.errors import RankLost
+from core.membership import PortAddress
+from core.schema import pack, unpack
+from core.tasks import Tasks, cancelled, resolve
+from wires.framing import framed, receive
+from wires.listener import Listener, connect
+
+MAX_CALL_BYTES = 16 << 20
+"""Of a call or an answer: a seal with features and the generations of a million pages."""
+DOOR = "door"
+"""The method by which a rank tells the PortAddress of its CallServer."""
+DOOR_S = 10.0
+IDLE_S = 600.0
+"""Without a call, which a CallServer ends a connection after."""
+_EPOCH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    number: int
+    method: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    number: int
+    payload: bytes
+
+
+class CallServer(Listener):
+    """Answers with what ``handle`` makes of the calls of whoever has the token."""
+
+    def __init__(self, host: str, handle: Handler) -> None:
+        super().__init__(host, _EPOCH.size, self._answer_all)
+        self._handle = handle
+
+    async def _answer_all(
+        self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Who has gone waits for no answer: a call is ended with its connection."""
+        [epoch], tasks = _EPOCH.unpack(greeting), Tasks()
+        now = asyncio.get_running_loop().time
+
+        async def answer(call: Call) -> None:
+            payload = await self._handle(epoch, call.method, call.payload)
+            writer.write(framed(pack(Answer(call.number, payload))))
+
+        try:
+            async with asyncio.timeout(IDLE_S) as idle:
+                async for data in receive(reader, MAX_CALL_BYTES):
+                    tasks.start(answer(unpack(Call, data)))
+                    idle.reschedule(now() + IDLE_S)
+        finally:
+            await cancelled(*tasks)
+
+
+class CallClient(Control):
+    """One life of a rank, reached at the address that ``first`` tells when it is asked for its
+    door; the next call after a connection has ended opens another. Owned by one loop."""
+
+    def __init__(self, name: str, epoch: int, first: Control) -> None:
+        self._name, self._epoch, self._first = name, epoch, first
+        self._writer: asyncio.StreamWriter | None = None
+        self._opening = asyncio.Lock()
+        self._numbers = count()
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        """Raises RankLost when the connection ends first, or cannot be had."""
+        async with self._opening:
+            if self._reading is None or self._reading.done():
+                address = await ask(self._first, DOOR, None, PortAddress, DOOR_S)
+                hello = _EPOCH.pack(self._epoch)
+                reader, self._writer = await connect(self._name, address, hello)
+                self._reading = asyncio.create_task(self._read(reader, self._writer))
+        number = next(self._numbers)
+        waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
+        assert self._writer is not None
+        self._writer.write(framed(pack(Call(number, method, payload))))
+        try:
+            return await waiter
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Calls under way fail."""
+        if self._reading is not None:
+            await cancelled(self._reading)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        why = "closed"
+        try:
+            async for data in receive(reader, MAX_CALL_BYTES):
+                answer = unpack(Answer, data)
+                if answer.number in self._waiting:
+                    resolve(self._waiting[answer.number], answer.payload)
+        except (OSError, ValueError) as error:
+            why = repr(error)
+        finally:
+            writer.close()
+            for waiter in self._waiting.values():
+                resolve(waiter, RankLost(f"{self._name}: its connection ended: {why}"))

@@ -1,0 +1,94 @@
+"""A port of a rank, and connections to it: who greets with its token is served."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from core.errors import RankLost
+from core.membership import PortAddress
+from wires.framing import GREETING_S, Strangers, framed, keep_alive
+
+log = logging.getLogger(__name__)
+EMPTY = framed(b"")
+Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Listener:
+    """Has ``serve(greeting, reader, writer)`` serve whoever greets with the token and ``num_bytes``
+    more, until it returns, raises OSError or ValueError, or `stop`. ``serve`` begins in the same
+    turn of the loop in which the other end is told, by an empty frame, that it may go on.
+
+    Owned by one loop.
+    """
+
+    def __init__(self, host: str, num_bytes: int, serve: Serve) -> None:
+        self._host, self._serve = host, serve
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._strangers = Strangers[asyncio.StreamWriter](
+            num_bytes, lambda one: one.transport.abort()
+        )
+
+    async def listen(self) -> PortAddress:
+        """Listen on ``host`` only, on a port of the system's choice. Raises ValueError."""
+        if self._server is None:
+            try:
+                self._server = await asyncio.start_server(self._accept, self._host, 0)
+            except OSError as error:
+                raise ValueError(
+                    f"kv_transfer.host={self._host!r}: nothing can be served there ({error}); "
+                    "set it to an address of this machine"
+                ) from error
+        port = self._server.sockets[0].getsockname()[1]
+        return PortAddress(self._host, port, self._strangers.token)
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        self._strangers.come(writer)
+        asyncio.get_running_loop().call_later(GREETING_S, self._strangers.sweep)
+        hello = None
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            while hello is None:
+                data = await reader.read(self._strangers.num_wanted(writer))
+                hello = self._strangers.hear(writer, data)
+            writer.write(EMPTY)
+            await self._serve(hello, reader, writer)
+        except (OSError, ValueError) as error:
+            level = logging.WARNING if hello is None else logging.INFO
+            log.log(level, "a connection has ended: %r", error)
+        finally:
+            self._strangers.forget(writer)
+            del self._connections[task]
+            writer.close()
+
+
+async def connect(
+    name: str, address: PortAddress, greeting: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the Listener of the rank ``name``, which serves it from now on.
+
+    Raises RankLost if it does not answer.
+    """
+    try:
+        async with asyncio.timeout(GREETING_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            keep_alive(writer.get_extra_info("socket"))
+            writer.write(framed(address.token + greeting))
+            await reader.readexactly(len(EMPTY))
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        raise RankLost(
+            f"{name}: no answer from {address.host}:{address.port}: {error!r}; can this machine "
+            "reach that address (kv_transfer.host)?"
+        ) from error
+    return reader, writer
