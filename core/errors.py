@@ -60,6 +60,10 @@ class HandoverError(Unavailable):
     """A KV hand-over could not be completed; nothing of it may be used."""
 
 
+class SequenceEnded(HandoverError):
+    """Prefill has given the sequence up, or does not know it; its wire is well."""
+
+
 class LayoutMismatch(HandoverError):
     """Prefill and decode rank do not cache the same thing the same way."""
 

@@ -35,19 +35,17 @@ class Wire(Protocol):
 
 @dataclass(slots=True)
 class Transfer:
-    """``launched`` resolves when the transfer is posted, ``done`` when its tensor is free; where
-    that fails, the tensor is free once the channel is terminal."""
+    """``done`` resolves when its tensor is free; where that fails, the tensor is free once the
+    channel is terminal."""
 
     direction: Direction
     tensor: Tensor
     transfer_id: int
-    launched: "Future[None]" = field(default_factory=pending)
     done: "Future[None]" = field(default_factory=pending)
 
     def fail(self, error: Exception) -> None:
-        for future in (self.launched, self.done):
-            if not future.done():
-                future.set_exception(error)
+        if not self.done.done():
+            self.done.set_exception(error)
 
     @property
     def what(self) -> str:
@@ -57,8 +55,8 @@ class Transfer:
 class Channel:
     """Transfers run in order on the channel's own thread, each within ``timeout_s``.
 
-    Takes ownership of ``wire``. Both ends number their transfers alike; ``is_asked``: the next one
-    has been asked for here, and its data are being read. After any error or `abort` nothing more is
+    Takes ownership of ``wire``. Both ends number their transfers alike; ``num_asked``: those that D
+    has asked for, of which some came to nothing. After any error or `abort` nothing more is
     accepted and what was fails at once. ``terminal`` resolves once no memory given to the channel
     can be touched: when the wire is destroyed, also when that raised. A backend that hangs in it
     keeps the memory: that is logged, and nothing else can be done about it but ending the process.
@@ -67,7 +65,7 @@ class Channel:
     def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:
         self.name = name
         self.timeout_s = timeout_s
-        self.num_transfers, self.is_asked = 0, False
+        self.num_transfers = self.num_asked = 0
         self.terminal = pending()
         self.failure: Exception | None = None
         self._wire = wire
@@ -95,7 +93,7 @@ class Channel:
             if self.failure is not None:
                 transfer.fail(self.failure)
                 return transfer
-            self.num_transfers, self.is_asked = self.num_transfers + 1, False
+            self.num_transfers += 1
             self._queue.put(transfer)
         return transfer
 
@@ -147,9 +145,6 @@ class Channel:
         failure: Exception | None = None
         try:
             posted = self._wire.post(transfer.direction, transfer.tensor, transfer.transfer_id)
-            with self._lock:
-                if not transfer.launched.done():
-                    transfer.launched.set_result(None)
             self._wire.wait(posted, self.timeout_s)
         except BaseException as error:
             failure = HandoverError(f"channel {self.name}: {transfer.what} failed: {error}")

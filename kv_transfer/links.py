@@ -8,19 +8,25 @@ from functools import partial
 from typing import Any
 
 from core.control import Control, Done, ask
-from core.errors import HandoverError, RankLost, TandemError
+from core.errors import HandoverError, RankLost, SequenceEnded, StalePages, TandemError
+from core.identity import Identity
 from kv_transfer.base import Channel
+from kv_transfer.caches import Span, staged
 from kv_transfer.line import Line
-from kv_transfer.messages import Accepted, Connect, HangUp
+from kv_transfer.messages import Accepted, Connect, HangUp, Send, Sent
 from kv_transfer.side import Side
-from kv_transfer.waiting import opened
+from kv_transfer.staging import Buffer
+from kv_transfer.waiting import opened, settled
 
 log = logging.getLogger(__name__)
+MAX_PLACES = 3
+"""Of a link: P reads one chunk while another is on the wire, and one is asked for."""
 
 
 @dataclass(eq=False)
 class Link:
-    """The way to one (owner, epoch). Whoever transfers holds ``lock``, in order of asking.
+    """The way to one (owner, epoch), by which all bytes come: who brings a chunk waits for its
+    `place` and then has to `move`. A stopped peer holds no more than the ``num_places`` it had.
 
     ``me`` is this rank as P knows it, its seat and epoch.
     """
@@ -30,7 +36,8 @@ class Link:
     epoch: int
     control: Control
     side: Side
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_places: int = 0
+    _wire: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PLACES))
     _line: Line | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +63,7 @@ class Link:
 
     def drop_if_idle(self, idle_s: float) -> None:
         """End a channel that nobody has used for ``idle_s``."""
-        if self._line is not None and self._line.is_idle(idle_s) and not self.lock.locked():
+        if self._line is not None and self._line.is_idle(idle_s) and not self.num_places:
             self.drop(f"not used for {idle_s} s")
 
     def drop(self, reason: str) -> None:
@@ -64,6 +71,50 @@ class Link:
         if self._line is not None:
             self._line.drop(reason)
         self._line = None
+
+    async def place(self) -> Buffer:
+        """Wait for a channel and for staging to `move` a chunk into, which gives the place up."""
+        await self._wire.acquire()
+        self.num_places += 1
+        try:
+            await self.ready()
+            return await self.side.staging.reserve(self.side.deadlines.staging_s)
+        except BaseException:
+            self._leave()
+            raise
+
+    async def move(self, identity: Identity, span: Span, buffer: Buffer) -> Sent:
+        """Bring a chunk from P's pages into staging. Must run to its end; where it raises the
+        buffer is given back, as soon as nothing can write there.
+
+        Raises SequenceEnded or StalePages where P has nothing to send; anything else ends the
+        channel.
+        """
+        data, staging, channel = staged(span, buffer).flatten(), self.side.staging, None
+        try:
+            line, channel = await self.ready()
+            where = span.group.name, span.lo, span.hi
+            ask = Send(identity, *where, line.nonce, channel.num_asked)
+            channel.num_asked += 1
+            sent: Sent = await self.call("send", ask, Sent, channel.timeout_s)
+            if (sent.transfer_id, sent.num_bytes) != (channel.num_transfers, data.nbytes):
+                raise HandoverError(f"asked for {ask} of {data.nbytes} B, got {sent}")
+            await settled(channel.recv(data).done, channel)
+            return sent
+        except BaseException as error:
+            if channel is None or isinstance(error, (SequenceEnded, StalePages)):
+                staging.free(buffer)
+            else:
+                channel.abort(f"a chunk of {identity} failed: {error}")
+                line.drop("it failed")
+                staging.quarantine(buffer, channel.terminal)
+            raise
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.num_places -= 1
+        self._wire.release()
 
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
         """One control call to this owner; may take ``wait_s`` plus the usual deadline.

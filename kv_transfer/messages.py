@@ -5,7 +5,7 @@ method     reply     meaning
 =========  ========  =====================================================================
 connect    Accepted  P starts its end of a channel; both ends meet under the nonce
 pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
-send       Sent      D's receive is launched: P reads a chunk into staging and sends it
+send       Sent      P has read a chunk into staging and begins to send it
 sums       Sums      what P's pages hold, for D to compare
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine
@@ -97,19 +97,20 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send tokens ``[lo, hi)`` of a group as transfer ``transfer_id`` of channel ``nonce``."""
+    """Send tokens ``[lo, hi)`` of a group over channel ``nonce``, of which D asks by ``number``."""
 
     identity: Identity
     group: str
     lo: int
     hi: int
     nonce: str
-    transfer_id: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """``generations`` of P's pages ``first_page ...`` (counted within the request) as read."""
+    """Which transfer of its channel it is, in whose order answers come; ``generations`` of P's
+    pages ``first_page ...`` (counted within the request) as read."""
 
     transfer_id: int
     num_bytes: int

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.errors import HandoverError
+from core.errors import SequenceEnded
 from core.identity import Identity
 from core.tasks import resolve
 from kv_transfer.messages import Seal
@@ -70,16 +70,16 @@ class OfferBook:
         return True
 
     def get(self, identity: Identity) -> Offered | None:
-        """The open entry, None while unknown. Raises HandoverError once ended."""
+        """The open entry, None while unknown. Raises SequenceEnded once ended."""
         if identity in self._ended:
-            raise HandoverError(f"{identity}: {self._ended[identity][0]}")
+            raise SequenceEnded(f"{identity}: {self._ended[identity][0]}")
         return self._open.get(identity)
 
     def need(self, identity: Identity) -> Offered:
-        """The open entry. Raises HandoverError for anything else."""
+        """The open entry. Raises SequenceEnded for anything else."""
         entry = self.get(identity)
         if entry is None:
-            raise HandoverError(f"{identity}: not offered here")
+            raise SequenceEnded(f"{identity}: not offered here")
         return entry
 
     def advance(self, identity: Identity, now: Computed, seal: Seal | None = None) -> None:
@@ -118,19 +118,19 @@ class OfferBook:
         return expired
 
     def renew(self, identity: Identity) -> None:
-        """Start the lease anew; one not opened yet needs none. Raises HandoverError for what has
+        """Start the lease anew; one not opened yet needs none. Raises SequenceEnded for what has
         ended, or ran out unswept."""
         entry = self.get(identity)
         if entry is None:
             return
         if entry.ends_at <= self._clock():
-            raise HandoverError(f"{identity}: its lease of {self.lease_s} s ran out")
+            raise SequenceEnded(f"{identity}: its lease of {self.lease_s} s ran out")
         entry.ends_at = self._clock() + self.lease_s
 
     async def wait(self, identity: Identity, num_pulled: int, wait_s: float) -> Offered | None:
         """The entry as soon as it has more than ``num_pulled``, else as it is after ``wait_s``.
 
-        None if it is still unknown then. Raises HandoverError when it ends meanwhile.
+        None if it is still unknown then. Raises SequenceEnded when it ends meanwhile.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + wait_s

@@ -4,23 +4,17 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
 
 from core.answer import TransferStats
 from core.errors import HandoverError, StalePages
 from kv_transfer import messages as m
-from kv_transfer.base import Channel
 from kv_transfer.caches import Span, staged
-from kv_transfer.line import Line
 from kv_transfer.links import Link
 from kv_transfer.side import Side
 from kv_transfer.staging import Buffer
-from kv_transfer.waiting import SLACK_S, settled
 
-MAX_CHUNKS_IN_FLIGHT = 2
-"""Per pull: one on the wire while another is scattered; others get their turn between."""
+MAX_CHUNKS_IN_FLIGHT = 4
+"""Per pull: one is scattered while others come; those of other pulls get their turn between."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +23,7 @@ class Pulling:
     started always runs to its end, even when nobody waits.
 
     ``num_pulled`` tokens of all groups have come and were scattered: ``read`` says as what.
-    ``wire_s`` is the time from their receives to their arrivals.
+    ``wire_s`` is the time in which some of it was on its way.
     """
 
     side: Side
@@ -39,6 +33,7 @@ class Pulling:
     num_pulled: int = 0
     read: list[m.Sent] = field(default_factory=list)
     wire_s: float = 0.0
+    _moved_at: float = 0.0
     exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
     window: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
@@ -68,17 +63,20 @@ class Pulling:
                 )
 
     def stats(self) -> TransferStats:
-        """The seconds are those that chunks took, from P's reading to their arrival."""
+        """The seconds are those in which chunks were on their way, P's reading of them too."""
         num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
     async def fetch(self, span: Span) -> None:
         """Bring a chunk of tokens into the pages and note it.
 
-        Cancelled while on the wire, the transfer drains into staging and is not scattered.
+        Cancelled while it comes, it is left in staging and not scattered.
         """
         async with self.window:
-            exchange, buffer = await self._start(span)
+            buffer = await self.link.place()
+            exchange = self.side.tasks.start(self._move(span, buffer))
+            self.exchanges.add(exchange)
+            exchange.add_done_callback(self.exchanges.discard)
             try:
                 sent = await asyncio.shield(exchange)
             except asyncio.CancelledError:
@@ -90,44 +88,12 @@ class Pulling:
                 self.side.staging.free(buffer)
             self.read.append(sent)
 
-    async def _start(self, span: Span) -> tuple[asyncio.Task[m.Sent], Buffer]:
-        link = self.link
-        await link.lock.acquire()
-        try:
-            line, channel = await link.ready()
-            buffer = await self.side.staging.reserve(self.side.deadlines.staging_s)
-        except BaseException:
-            link.lock.release()
-            raise
-        where = span.group.name, span.lo, span.hi
-        ask = m.Send(self.offer.identity, *where, line.nonce, channel.num_transfers)
-        data = staged(span, buffer).flatten()
-        exchange = self.side.tasks.start(self._exchange(line, channel, buffer, ask, data))
-        self.exchanges.add(exchange)
-        exchange.add_done_callback(self.exchanges.discard)
-        return exchange, buffer
-
-    async def _exchange(
-        self, line: Line, channel: Channel, buffer: Buffer, ask: m.Send, data: Tensor
-    ) -> m.Sent:
-        """Runs to its end holding the link's lock; quarantines the buffer when it fails."""
-        began, link, tasks = time.perf_counter(), self.link, self.side.tasks
-        try:
-            transfer = channel.recv(data)
-            assert transfer.transfer_id == ask.transfer_id, "a channel was used without its lock"
-            await settled(transfer.launched, channel)
-            call = tasks.start(link.call("send", ask, m.Sent, channel.timeout_s))
-            sent = await _arrival(call, tasks.start(settled(transfer.done, channel)))
-            if (sent.transfer_id, sent.num_bytes) != (ask.transfer_id, data.nbytes):
-                raise HandoverError(f"asked for {ask} of {data.nbytes} B, got {sent}")
-        except BaseException as error:
-            channel.abort(f"transfer {ask.transfer_id} failed: {error}")
-            line.drop("it failed")
-            self.side.staging.quarantine(buffer, channel.terminal)
-            raise
-        finally:
-            link.lock.release()
-        self.wire_s += time.perf_counter() - began
+    async def _move(self, span: Span, buffer: Buffer) -> m.Sent:
+        began = time.perf_counter()
+        sent = await self.link.move(self.offer.identity, span, buffer)
+        now = time.perf_counter()
+        self.wire_s += now - max(began, self._moved_at)
+        self._moved_at = now
         return sent
 
     def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
@@ -143,15 +109,3 @@ class Pulling:
             if not posted.cancel():
                 await asyncio.wait([waiting])
             raise
-
-
-async def _arrival(call: "asyncio.Task[m.Sent]", done: "asyncio.Task[None]") -> m.Sent:
-    """P's answer, once the bytes are here too. P's own error goes before that of the wire."""
-    both: list[asyncio.Task[Any]] = [call, done]
-    await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-    if not call.done():
-        await asyncio.wait([call], timeout=SLACK_S)
-    if call.done():
-        call.result()
-    await done
-    return await call

@@ -13,11 +13,12 @@ from core.identity import Identity
 from core.tasks import again, cancelled
 from kv_transfer import messages as m
 from kv_transfer.accepted import AcceptedChannels
-from kv_transfer.base import Channel
+from kv_transfer.base import Channel, Transfer
 from kv_transfer.caches import Span, staged
 from kv_transfer.layout import check_given
 from kv_transfer.offered import Computed, OfferBook
 from kv_transfer.side import Side
+from kv_transfer.staging import Buffer
 from kv_transfer.sums import PageSums
 from kv_transfer.waiting import settled
 
@@ -115,26 +116,38 @@ class Source:
         return await asyncio.wrap_future(summing)
 
     async def _send(self, ask: m.Send) -> m.Sent:
-        """Read and send what D's receive is launched for. Must run to its end.
+        """Read what is asked for and begin to send it. Must run to its end.
 
-        Raises HandoverError for an identity, range, channel or transfer id that is not to be had,
-        StalePages for pages that changed hands; the channel is gone then, but for what was asked
-        for before.
+        Raises SequenceEnded for an identity and StalePages for pages that are not to be had, of
+        which nothing is sent; HandoverError for a range or channel.
         """
         channel = await self._channels.get(ask.nonce)
-        number, next_one = ask.transfer_id, channel.num_transfers
-        if number < next_one + channel.is_asked:  # the call came twice: D waits for no more of it
-            raise HandoverError(f"transfer {number} has been asked for already")
+        if ask.number < channel.num_asked:  # the call came twice: D waits for no more of it
+            raise HandoverError(f"chunk {ask.number} has been asked for already")
+        channel.num_asked = ask.number + 1
+        span, buffer = self._span(ask), await self._side.staging.reserve(channel.timeout_s)
         try:
-            if number > next_one:
-                raise HandoverError(f"transfer {next_one} is next here, {number} there")
-            channel.is_asked = True
-            return await self._transfer(channel, ask, self._span(ask))
-        except BaseException as error:
-            # D's receive is posted and nothing will fill it: only dropping the channel ends it.
-            channel.abort(f"transfer {ask.transfer_id} failed: {error}")
-            self._channels.drop(ask.nonce, "it failed")
+            data = staged(span, buffer)
+            first_page, generations = await self._read(ask, span, data)
+        except BaseException:
+            self._side.staging.free(buffer)
             raise
+        transfer = channel.send(data)
+        self._side.tasks.start(self._finish(channel, transfer, buffer, ask.nonce))
+        return m.Sent(transfer.transfer_id, data.nbytes, first_page, generations)
+
+    async def _finish(
+        self, channel: Channel, transfer: Transfer, buffer: Buffer, nonce: str
+    ) -> None:
+        """What is raised ends the channel, and only then is the buffer free."""
+        try:
+            await settled(transfer.done, channel)
+        except BaseException as error:
+            self._side.staging.quarantine(buffer, channel.terminal)
+            channel.abort(f"{transfer.what} failed: {error}")
+            self._channels.drop(nonce, "it failed")
+            raise
+        self._side.staging.free(buffer)
 
     def _span(self, ask: m.Send) -> Span:
         """What is asked for, of which there is so much."""
@@ -148,20 +161,6 @@ class Source:
         if num_bytes > chunk_bytes:
             raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
         return Span(group, computed.pages, ask.lo, ask.hi)
-
-    async def _transfer(self, channel: Channel, ask: m.Send, span: Span) -> m.Sent:
-        """What is raised ends the channel, and only then is the buffer free."""
-        staging = self._side.staging
-        buffer = await staging.reserve(channel.timeout_s)
-        data = staged(span, buffer)
-        try:
-            first_page, generations = await self._read(ask, span, data)
-            await settled(channel.send(data).done, channel)
-        except BaseException:
-            staging.quarantine(buffer, channel.terminal)
-            raise
-        staging.free(buffer)
-        return m.Sent(ask.transfer_id, data.nbytes, first_page, generations)
 
     async def _read(self, ask: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """Beside the steps of prefill, which write other entries; what was read is good if its

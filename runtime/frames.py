@@ -17,7 +17,7 @@ from core.membership import PortAddress
 from core.schema import Failure, encode_failure, error_of, unpack
 from wires import listener
 from wires.framing import framed, receive
-from wires.listener import EMPTY, Listener
+from wires.listener import NO_BYTES, Listener
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class FrameServer(Listener):
         def send(frame: Frame) -> None:
             if isinstance(frame, BaseException):
                 text = f"the decode engine stopped: {frame!r}"
-                writer.write(EMPTY + framed(encode_failure(RankDied(text))))
+                writer.write(NO_BYTES + framed(encode_failure(RankDied(text))))
                 writer.close()
             elif writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 log.error("a reader of frames is %d bytes behind: cut off", MAX_UNREAD_BYTES)
@@ -82,7 +82,7 @@ class FrameStream:
 
     def beat(self) -> None:
         """Send a heartbeat; its answer comes among the frames."""
-        self.writer.write(EMPTY)
+        self.writer.write(NO_BYTES)
 
     def close(self) -> None:
         self.writer.close()

@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answered:
     number: int
     payload: bytes
 
@@ -53,7 +53,7 @@ class CallServer(Listener):
 
         async def answer(call: Call) -> None:
             payload = await self._handle(epoch, call.method, call.payload)
-            writer.write(framed(pack(Answer(call.number, payload))))
+            writer.write(framed(pack(Answered(call.number, payload))))
 
         try:
             async with asyncio.timeout(IDLE_S) as idle:
@@ -102,7 +102,7 @@ class CallClient(Control):
         why = "closed"
         try:
             async for data in receive(reader, MAX_CALL_BYTES):
-                answer = unpack(Answer, data)
+                answer = unpack(Answered, data)
                 if answer.number in self._waiting:
                     resolve(self._waiting[answer.number], answer.payload)
         except (OSError, ValueError) as error:

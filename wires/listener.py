@@ -9,8 +9,8 @@ from core.membership import PortAddress
 from wires.framing import GREETING_S, Strangers, framed, keep_alive
 
 log = logging.getLogger(__name__)
-EMPTY = framed(b"")
-Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+NO_BYTES = framed(b"")
+Serving = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Listener:
@@ -21,7 +21,7 @@ class Listener:
     Owned by one loop.
     """
 
-    def __init__(self, host: str, num_bytes: int, serve: Serve) -> None:
+    def __init__(self, host: str, num_bytes: int, serve: Serving) -> None:
         self._host, self._serve = host, serve
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -62,7 +62,7 @@ class Listener:
             while hello is None:
                 data = await reader.read(self._strangers.num_wanted(writer))
                 hello = self._strangers.hear(writer, data)
-            writer.write(EMPTY)
+            writer.write(NO_BYTES)
             await self._serve(hello, reader, writer)
         except (OSError, ValueError) as error:
             level = logging.WARNING if hello is None else logging.INFO
@@ -85,7 +85,7 @@ async def connect(
             reader, writer = await asyncio.open_connection(address.host, address.port)
             keep_alive(writer.get_extra_info("socket"))
             writer.write(framed(address.token + greeting))
-            await reader.readexactly(len(EMPTY))
+            await reader.readexactly(len(NO_BYTES))
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise RankLost(
             f"{name}: no answer from {address.host}:{address.port}: {error!r}; can this machine "

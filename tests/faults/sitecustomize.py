@@ -190,6 +190,23 @@ def _lose_calls(actors: Any) -> None:
     actors.RayControl.call = troubled
 
 
+def _trouble_pulls(calls: Any) -> None:
+    call, messages = calls.CallClient.call, Messages()
+
+    async def troubled(self: Any, method: str, payload: bytes) -> bytes:
+        kind = messages.drawn("pulls-broken", "pulls-call-late", "pulls-answer-late")
+        if kind == "pulls-broken" and self._writer is not None:
+            self._writer.transport.abort()
+        if kind == "pulls-call-late":
+            await asyncio.sleep(LATE_S)  # time: the fault itself
+        answer: bytes = await call(self, method, payload)
+        if kind == "pulls-answer-late":
+            await asyncio.sleep(LATE_S)  # time: the fault itself
+        return answer
+
+    calls.CallClient.call = troubled
+
+
 def _break_frames(frames: Any) -> None:
     inner, messages = frames.FrameStream.frames, Messages()
 
@@ -244,6 +261,7 @@ CHAOS_PATCHES = {
     "cluster.control.actors": _lose_calls,
     "cluster.control.controller": _watch_controllers,
     "runtime.frames": _break_frames,
+    "wires.calls": _trouble_pulls,
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.driven.exact import near_ties
 from core.tasks import cancelled
 from decode_node.service.rank import DecodeRank
+from kv_transfer.links import MAX_PLACES
 from kv_transfer.pages import PagePool
 from prefill_node.rank import PrefillRank
 from tests.scene import Scene, prompts, scene
@@ -94,8 +95,9 @@ async def amid_its_prompt(at: Scene) -> None:
 async def before_the_pull(at: Scene) -> None:
     """The first token is out; the channel is busy with another pull."""
     [link] = at.cluster.decodes[0].intake._links.values()
-    await link.lock.acquire()
-    at.undo.append(link.lock.release)
+    for _ in range(MAX_PLACES):
+        await link._wire.acquire()
+        at.undo.append(link._wire.release)
     await until(lambda: at.streams[VICTIM].tokens, at.prefill_on)
     arriving = at.cluster.decodes[0]._arriving
     await until(lambda: any(identity.request_id == VICTIM for identity in arriving))

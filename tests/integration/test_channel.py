@@ -16,7 +16,7 @@ from core.errors import HandoverError
 from kv_transfer.base import Channel, Direction
 from kv_transfer.channel import make_channels
 from kv_transfer.staging import StagingPool
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 HOST = "127.0.0.1"
 DEADLINE_S = 2.0
@@ -103,7 +103,7 @@ def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:
     for num in (1, 5, 100_000):
         target = torch.zeros(num, dtype=torch.int64)
         transfer = channel.recv(target)
-        transfer.launched.result(PATIENCE_S)
+        wait_until(lambda: channel._running is transfer)  # noqa: B023
         peer.pipe.send(("send", num))
         transfer.done.result(PATIENCE_S)
         assert peer.pipe.recv() == "done"
@@ -142,7 +142,7 @@ def test_a_receive_that_nobody_fills_ends_at_the_deadline(peer: Peer) -> None:
 def test_the_peers_closing_ends_a_receive_at_once(peer: Peer) -> None:
     channel = peer.connect()
     transfer = channel.recv(torch.zeros(8))
-    transfer.launched.result(PATIENCE_S)
+    wait_until(lambda: channel._running is transfer)
     peer.pipe.send(("close",))
     with pytest.raises(HandoverError) as caught:
         transfer.done.result(PATIENCE_S)
@@ -156,7 +156,7 @@ async def test_death_of_the_peer_returns_the_staging_it_might_write(mortal: Peer
     pool = StagingPool(1 << 20, 1 << 20)
     buffer = await pool.reserve()
     transfer = channel.recv(buffer.bytes)
-    transfer.launched.result(PATIENCE_S)
+    wait_until(lambda: channel._running is transfer)
     pool.quarantine(buffer, channel.terminal)
     assert pool.num_buffers - pool.num_taken == 0
     assert mortal.process.pid is not None
@@ -206,7 +206,7 @@ def test_memory_comes_free_also_when_a_transfer_ends_well_after_its_channel() ->
     wire = Deaf()
     channel = Channel(wire, "p", PATIENCE_S)
     transfer = channel.recv(torch.zeros(1))
-    transfer.launched.result(PATIENCE_S)
+    wait_until(lambda: channel._running is transfer)
     channel.abort("its hand-over was cancelled")
     wire.has_arrived.set()
     channel.terminal.result(PATIENCE_S)

@@ -16,6 +16,7 @@ from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.config import TandemConfig
 from core.errors import HandoverError
+from kv_transfer.links import MAX_PLACES
 from kv_transfer.side import Deadlines, Side
 from runtime import parts
 from tests.faulty import WARM, Fault, FaultyChannels, faulty_client
@@ -126,7 +127,7 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
         await world.sink.idle()
         await prefill.source.idle()
         held = world.sink if end == "d" else prefill.source
-        assert held.counts()["staging"] == 1
+        assert 1 <= held.counts()["staging"] <= MAX_PLACES
         await until(lambda: "its staging stays in quarantine" in caplog.text)
         fault.over()
         await settle(world, prefill)

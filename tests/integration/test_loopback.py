@@ -10,7 +10,7 @@ from core.errors import HandoverError
 from kv_transfer.base import Channel
 from tests.integration.test_channel import ended, threads
 from tests.loopback import LoopbackChannels
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def loopback_pair(timeout_s: float = PATIENCE_S) -> tuple[Channel, Channel]:
@@ -41,7 +41,7 @@ def test_loopback_copies_in_order() -> None:
 def test_loopback_errors_destroy_both_ends(end: str) -> None:
     sender, receiver = loopback_pair(0.3 if end == "deadline" else PATIENCE_S)
     transfer = receiver.recv(torch.zeros(4))
-    transfer.launched.result(PATIENCE_S)
+    wait_until(lambda: receiver._running is transfer)
     if end == "abort":
         sender.abort("enough")
     elif end == "wrong size":

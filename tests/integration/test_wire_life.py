@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from core.control import Done, InProcessControl, ask
-from core.errors import HandoverError, RankLost
+from core.errors import HandoverError, RankLost, SequenceEnded
 from core.schema import decode, unpack
 from core.tasks import cancelled
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
+from kv_transfer.links import MAX_PLACES
 from kv_transfer.side import Deadlines
 from tests.integration.handover_peer import CONFIG, DEADLINE_S, DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
@@ -71,20 +72,23 @@ async def test_no_step_of_either_side_is_waited_for() -> None:
 
 
 async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> None:
-    """It asks for a chunk that it does not receive, which is all that it can hold."""
+    """It asks for chunks that it does not receive: as many as it can have on their way."""
     async with prefill_rank(lease_s=PATIENCE_S) as prefill, AsyncExitStack() as stack:
         worlds = [await stack.enter_async_context(decode_rank(prefill)) for _ in range(3)]
         still, *others = worlds
         await pull_and_check(still)
         await still.prefill(asked := offer(30))
         line, channel = await still.sink._links["p0"].ready()
-        chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, channel.num_transfers)
-        standing = asyncio.create_task(ask(still.control(), "send", chunk, m.Sent, 5.0))
-        await until(lambda: prefill.source.counts()["staging"] == 1 or standing.done())
+        chunks = [
+            m.Send(asked.identity, "main", 7 * i, 7 * i + 7, line.nonce, channel.num_asked + i)
+            for i in range(MAX_PLACES)
+        ]
+        asks = [ask(still.control(), "send", chunk, m.Sent, PATIENCE_S) for chunk in chunks]
+        sent, *_ = await asyncio.gather(*asks, return_exceptions=True)
+        assert isinstance(sent, m.Sent) and prefill.source.counts()["staging"]
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
-        with pytest.raises(HandoverError):
-            await standing
+        await until(lambda: not prefill.source.counts()["staging"])
         channel.abort("as a pull does whose chunk did not come")
         line.drop("it failed")
         _, pages = await still.pull(asked)
@@ -93,22 +97,50 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
             await world.check_clean(channels=3)
 
 
-async def test_a_send_that_is_ahead_is_refused() -> None:
-    """What comes off the wire next is another's."""
-    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_places() -> None:
+    """Were it stopped, others could still be pulled from."""
+    async with prefill_rank(lease_s=PATIENCE_S) as prefill, decode_rank(prefill) as world:
         await pull_and_check(world)
-        await world.prefill(asked := offer(20))
-        line, channel = await world.sink._links["p0"].ready()
-        number = channel.num_transfers + 1
-        chunk = m.Send(asked.identity, "main", 0, 7, line.nonce, number)
-        with pytest.raises(HandoverError, match=f"is next here, {number} there"):
-            await ask(world.control(), "send", chunk, m.Sent, 5.0)
-        assert not prefill.source.counts()["channels"], "its ends are a transfer apart"
-        channel.abort("as a pull does whose chunk did not come")
-        line.drop("it failed")
-        _, pages = await world.pull(asked)
-        await world.check_bytes(asked, pages)
+        offers = [offer(30) for _ in range(3)]
+        for asked in offers:
+            await world.prefill(asked)
+        prefill.may_gather.clear()
+        pulls = [asyncio.create_task(world.pull(asked)) for asked in offers]
+        await until(lambda: prefill.source.counts()["staging"] == MAX_PLACES)
+        await turns()
+        num_taken, num_buffers = (
+            world.sink.counts()["staging"],
+            world.sink._side.staging.num_buffers,
+        )
+        prefill.may_gather.set()
+        assert num_taken == MAX_PLACES < num_buffers
+        for asked, pull in zip(offers, pulls, strict=True):
+            await world.check_bytes(asked, (await pull)[1])
         await world.check_clean(channels=1)
+
+
+async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_for_another() -> None:
+    maker = LoopbackChannels(DEADLINE_S)
+    prefill, others, num_sends = Prefill(maker), asyncio.Event(), 0
+
+    async def first_one_late(epoch: int, method: str, payload: bytes) -> bytes:
+        nonlocal num_sends
+        num_sends, is_first = num_sends + (method == "send"), method == "send" and not num_sends
+        answer = await prefill.handle(epoch, method, payload)
+        if is_first:
+            await others.wait()
+        elif method == "send":
+            others.set()
+        return answer
+
+    async with world_over(first_one_late, maker) as world:
+        await world.prefill(asked := offer(20))
+        with pytest.raises(HandoverError, match=r"asked for .* got Sent\(transfer_id="):
+            await world.pull(asked)
+        await pull_and_check(world)
+        await world.check_clean(channels=1)
+    await prefill.source.stop()
+    prefill.engine.stop()
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -138,16 +170,18 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
 
 async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        channel = await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
         await world.prefill(asked := offer(20))
         prefill.may_gather.clear()
         pulling = asyncio.create_task(world.pull(asked))
-        await until(lambda: prefill.source.counts()["staging"] == 1)
+        await until(lambda: prefill.source.counts()["staging"] == MAX_PLACES)
         release = m.Release(asked.identity, "cancelled")
         await ask(world.control(), "release", release, Done, 5.0)
         prefill.may_gather.set()
-        with pytest.raises(HandoverError, match="released: cancelled"):
+        with pytest.raises(SequenceEnded, match="released: cancelled"):
             await pulling
-        await world.check_clean()
+        await world.check_clean(channels=1)
+        assert await world.sink._links["p0"].ready() == channel, "others' chunks may be on it"
         await pull_and_check(world)
 
 
