@@ -34,6 +34,8 @@ from kv_transfer.pages import PagePool
 from kv_transfer.side import Side
 from kv_transfer.sink import Sink
 from kv_transfer.source import Source
+from model.kernels.build import built
+from model.kernels.native import Native
 from model.network.cache import MAIN
 from runtime.engine_loop import EngineLoop
 from wires.calls import DOOR, CallClient, CallServer
@@ -66,7 +68,8 @@ class Rank:
             name: [torch.randn(size, **kind) for _ in range(num)]
             for name, num in shape.num_layers.items()
         }
-        self.caches = PagedCaches(memory, self.pool, "bfloat16", "a prompt")
+        copy = Native(built()).copy_rows if shape.device == "cpu" else None
+        self.caches = PagedCaches(memory, self.pool, "bfloat16", "a prompt", copy=copy)
         self.loop = EngineLoop("engine")
         self.loop.start()
         self.side = Side(self.caches, self.loop, make_channels("gloo", HOST), shape.config)

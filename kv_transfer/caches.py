@@ -32,7 +32,7 @@ class PagedCaches:
 
     `gather` and `scatter` run beside the engine's steps, on one thread and on GPUs on a stream of
     their own; the entries they touch are touched by no step meanwhile. They are done when they
-    return.
+    return. ``copy`` is the kernels' own, if they have one.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class PagedCaches:
         dtype: str,
         model: str,
         num_features: int = 0,
+        copy: Copy | None = None,
     ) -> None:
         groups = tuple(
             Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
@@ -55,7 +56,7 @@ class PagedCaches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
-        self._copy = copy_on(self.device)
+        self._copy = copy or copy_on(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:

@@ -54,7 +54,7 @@ class RankParts:
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
         num_features = loaded.drafter.num_features if ships else 0
-        what = loaded.dtype_name, loaded.config.identity(), num_features
+        what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what)
 
     def side(self) -> Side:

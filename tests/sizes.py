@@ -30,7 +30,7 @@ HOUSES = {
     "colocated_node": 70,
     "core": 1_065,
     "decode_node": 1_610,
-    "kv_transfer": 1_500,
+    "kv_transfer": 1_505,
     "model": 2_650,
     "model/kernels": 1_770,
     "prefill_node": 485,

@@ -90,6 +90,9 @@ class Kernels(Sampler):
     reads_pages = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
+    copy_rows: Callable[[Sequence[Tensor], Tensor, Tensor, bool], None] | None = None
+    """Entries of all layers into staging, or from it (kv_transfer.caches.Copy), if these can."""
+
     def use_threads(self, num_threads: int) -> None:
         """What this process computes on its CPU is computed by so many, from now on."""
         torch.set_num_threads(num_threads)

@@ -43,6 +43,7 @@ class Native(Kernels):
     likeliest = _op("likeliest")
     lookup = _op("lookup")
     move = _op("move")
+    copy_rows = _op("copy_rows")
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(library)

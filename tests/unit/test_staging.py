@@ -13,18 +13,23 @@ from kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
+from model.kernels.build import built
+from model.kernels.native import Native
 from tests.kernels import IS_INTERPRETED
 from tests.waiting import PATIENCE_S, turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
 
-@pytest.fixture(autouse=True)
-def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["by layer"] if IS_INTERPRETED else ["by layer", "native"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
         from kv_transfer.gpu_copies import copy_all_layers
 
         monkeypatch.setattr(caches_module, "copy_on", lambda device: copy_all_layers)
+    elif request.param == "native":
+        native = Native(built())
+        monkeypatch.setattr(caches_module, "copy_on", lambda device: native.copy_rows)
 
 
 def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,6 +59,26 @@ def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: i
         assert torch.equal(out[layer], wanted)
         assert torch.equal(got[write_T], wanted)
         assert torch.equal(got[others], before[layer][others])
+
+
+def test_a_chunk_larger_than_a_cache_moves_exactly_its_rows() -> None:
+    """In runs of slots that begin anywhere, also within a word."""
+    pool = PagePool(90, 64)
+    tensors = {"g": [random_bytes(90 * 64, 577, torch.uint8) for _ in range(2)]}
+    pages = pool.allocate(40)[::-1] + pool.allocate(30)
+    caches = PagedCaches(tensors, pool, "any", "m")
+    span = Span(caches.layout.groups[0], pages, 3, 70 * 64 - 5)
+    out = torch.zeros(2, 70 * 64 - 8, 577, dtype=torch.uint8)
+    assert out.nbytes > 2 << 20
+    caches.gather(span, out)
+    slots_T, before = caches.slots_T(span), [layer.clone() for layer in tensors["g"]]
+    for layer, rows_TW in zip(tensors["g"], out, strict=True):
+        assert torch.equal(rows_TW, layer[slots_T])
+    new = torch.randint_like(out, 256)
+    caches.scatter(span, new)
+    for layer, old, rows_TW in zip(tensors["g"], before, new, strict=True):
+        old[slots_T] = rows_TW
+        assert torch.equal(layer, old)
 
 
 def test_token_wise_copies_between_different_page_sizes() -> None:

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "adjust.h"
+#include "copies.h"
 #include "experts.h"
 #include "lookup.h"
 #include "prefill.h"
@@ -22,6 +23,7 @@ TORCH_LIBRARY(tandem, m) {
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
+  m.def("copy_rows(Tensor(a!)[] layers, Tensor slots, Tensor(b!) rows, bool is_gather) -> ()");
   m.def("lookup(Tensor text, Tensor rows, Tensor known, int most_size, int num_drafts, bool oldest)"
         " -> (Tensor, Tensor)");
   m.def(
@@ -51,6 +53,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_entry", mla_entry);
   m.impl("mla_attend", mla_attend);
   m.impl("move", move);
+  m.impl("copy_rows", copy_rows);
   m.impl("lookup", lookup);
   m.impl("mla_prefill", mla_prefill);
   m.impl("experts", experts);
