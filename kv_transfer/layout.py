@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from core.errors import LayoutMismatch
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the hand-over messages; both sides must speak the same one."""
 
 

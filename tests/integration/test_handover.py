@@ -180,7 +180,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, RankLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 7 here, 9 there"),
+        ({"protocol": 9}, LayoutMismatch, "protocol: 8 here, 9 there"),
         ({"caches": ("dtype: f00",)}, LayoutMismatch, "decode wants .*; prefill has dtype: f00"),
         ({"num_tokens": 21}, HandoverError, "sealed at 20 tokens, 21 were offered"),
         ({"num_tokens": 19}, HandoverError, "20 tokens reported.*19 were offered"),

@@ -43,7 +43,7 @@ def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
     [
         (replace(LAYOUT, dtype="float32"), "wants dtype: float32; prefill has dtype: bfloat16"),
         (replace(LAYOUT, model="other"), "wants model: other; prefill has model: deepseek-v3"),
-        (replace(LAYOUT, protocol=8), "wants protocol: 8; prefill has protocol: 7"),
+        (replace(LAYOUT, protocol=9), "wants protocol: 9; prefill has protocol: 8"),
         (replace(LAYOUT, num_features=9), "wants features: 9; prefill has features: 7"),
         (
             replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
