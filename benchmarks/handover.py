@@ -96,6 +96,7 @@ def measured(shape: Shape, num_rounds: int) -> tuple[int, Seconds]:
     pipe, theirs = context.Pipe()
     child = context.Process(target=_prefill, args=(theirs, shape), daemon=True)
     child.start()
+    theirs.close()  # whoever waits for a child that has died is told so
     try:
         torch.set_num_threads(1)
         return asyncio.run(_decode(pipe, shape, num_rounds))

@@ -93,7 +93,7 @@ class Timings:
 @dataclass(frozen=True, slots=True)
 class TransferStats:
     """What crossed from prefill to decode; ``bytes`` 0 when nothing had to. ``seconds`` is the
-    time that its chunks took, from their reading to their arrival."""
+    time in which chunks of it were on their way, from reading to arrival."""
 
     bytes: int = 0
     tokens: int = 0

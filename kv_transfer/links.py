@@ -26,7 +26,8 @@ MAX_PLACES = 3
 @dataclass(eq=False)
 class Link:
     """The way to one (owner, epoch), by which all bytes come: who brings a chunk waits for its
-    `place` and then has to `move`. A stopped peer holds no more than the ``num_places`` it had.
+    `place` and then has to `move`. At most MAX_PLACES of its chunks are on their way, so a stopped
+    peer holds no more staging than that.
 
     ``me`` is this rank as P knows it, its seat and epoch.
     """
@@ -36,7 +37,7 @@ class Link:
     epoch: int
     control: Control
     side: Side
-    num_places: int = 0
+    num_moving: int = 0
     _wire: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PLACES))
     _line: Line | None = None
 
@@ -63,7 +64,7 @@ class Link:
 
     def drop_if_idle(self, idle_s: float) -> None:
         """End a channel that nobody has used for ``idle_s``."""
-        if self._line is not None and self._line.is_idle(idle_s) and not self.num_places:
+        if self._line is not None and self._line.is_idle(idle_s) and not self.num_moving:
             self.drop(f"not used for {idle_s} s")
 
     def drop(self, reason: str) -> None:
@@ -75,7 +76,7 @@ class Link:
     async def place(self) -> Buffer:
         """Wait for a channel and for staging to `move` a chunk into, which gives the place up."""
         await self._wire.acquire()
-        self.num_places += 1
+        self.num_moving += 1
         try:
             await self.ready()
             return await self.side.staging.reserve(self.side.deadlines.staging_s)
@@ -113,7 +114,7 @@ class Link:
             self._leave()
 
     def _leave(self) -> None:
-        self.num_places -= 1
+        self.num_moving -= 1
         self._wire.release()
 
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:

@@ -115,8 +115,10 @@ class Sink:
         pulled_over = {pull.link for pull in self._pulls}
         for seat, link in list(self._links.items()):
             link.drop_if_idle(self._side.deadlines.idle_s)
-            if not link.has_channel and link not in pulled_over:
+            # What is still to be said to its peer, a release, wants its connection.
+            if not (link.has_channel or link in pulled_over or self._side.tasks):
                 del self._links[seat]
+                self._side.tasks.start(link.control.close())
 
     async def _check(self, link: Link, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:

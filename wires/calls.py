@@ -11,16 +11,15 @@ from core.errors import RankLost
 from core.membership import PortAddress
 from core.schema import pack, unpack
 from core.tasks import Tasks, cancelled, resolve
-from wires.framing import framed, receive
+from wires.framing import GREETING_S, framed, receive
 from wires.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
 """Of a call or an answer: a seal with features and the generations of a million pages."""
 DOOR = "door"
 """The method by which a rank tells the PortAddress of its CallServer."""
-DOOR_S = 10.0
 IDLE_S = 600.0
-"""Without a call, which a CallServer ends a connection after."""
+"""A CallServer ends a connection after so long without a call."""
 _EPOCH = struct.Struct("!Q")
 
 
@@ -77,12 +76,12 @@ class CallClient(Control):
         self._reading: asyncio.Task[None] | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """Raises RankLost when the connection ends first, or cannot be had."""
+        """Raises RankLost when the connection ends first or cannot be had, and what ``first``
+        raises."""
         async with self._opening:
             if self._reading is None or self._reading.done():
-                address = await ask(self._first, DOOR, None, PortAddress, DOOR_S)
-                hello = _EPOCH.pack(self._epoch)
-                reader, self._writer = await connect(self._name, address, hello)
+                address = await ask(self._first, DOOR, None, PortAddress, GREETING_S)
+                reader, self._writer = await connect(self._name, address, _EPOCH.pack(self._epoch))
                 self._reading = asyncio.create_task(self._read(reader, self._writer))
         number = next(self._numbers)
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()

@@ -83,9 +83,13 @@ async def connect(
     try:
         async with asyncio.timeout(GREETING_S):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            keep_alive(writer.get_extra_info("socket"))
-            writer.write(framed(address.token + greeting))
-            await reader.readexactly(len(NO_BYTES))
+            try:
+                keep_alive(writer.get_extra_info("socket"))
+                writer.write(framed(address.token + greeting))
+                await reader.readexactly(len(NO_BYTES))
+            except BaseException:
+                writer.close()
+                raise
     except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
         raise RankLost(
             f"{name}: no answer from {address.host}:{address.port}: {error!r}; can this machine "

@@ -10,8 +10,8 @@ import pytest
 from core.control import InProcessControl, Service
 from core.errors import RankLost
 from core.membership import PortAddress
-from tests.waiting import turns, until
-from wires import calls
+from tests.waiting import PATIENCE_S, turns, until
+from wires import calls, listener
 from wires.calls import DOOR, CallClient, CallServer
 
 EPOCH = 2**40
@@ -88,6 +88,25 @@ async def test_nobody_is_answered_without_the_token() -> None:
         assert not rank.ended
         addresses.append(right)
         assert await client.call("first", b"") == b"%d first " % EPOCH
+
+
+async def test_who_is_not_answered_leaves_no_connection_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "GREETING_S", 0.1)
+    is_over = asyncio.Event()
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        is_over.set()
+        writer.close()
+
+    async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(RankLost, match="p: no answer"):
+            await listener.connect("p", PortAddress("127.0.0.1", port, b"token"), b"")
+        async with asyncio.timeout(PATIENCE_S):
+            await is_over.wait()
 
 
 async def test_a_connection_without_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,7 @@ from kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
 from kv_transfer.layout import Group, Layout
 from kv_transfer.pages import PagePool
 from kv_transfer.staging import StagingPool
-from model.kernels.build import built
-from model.kernels.native import Native
-from tests.kernels import IS_INTERPRETED
+from tests.kernels import IS_INTERPRETED, ours
 from tests.waiting import PATIENCE_S, turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]
@@ -28,8 +26,7 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(caches_module, "copy_on", lambda device: copy_all_layers)
     elif request.param == "native":
-        native = Native(built())
-        monkeypatch.setattr(caches_module, "copy_on", lambda device: native.copy_rows)
+        monkeypatch.setattr(caches_module, "copy_on", lambda device: ours().copy_rows)
 
 
 def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
