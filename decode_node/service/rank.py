@@ -125,8 +125,8 @@ class DecodeRank:
         if asked.identity in self._arriving:
             raise HandoverError(f"{asked.identity} arrives already")
         task = self._arriving[asked.identity] = asyncio.create_task(self._arrive(asked))
+        task.add_done_callback(lambda _: self._arriving.pop(asked.identity))
         await asyncio.wait([task])
-        self._arriving.pop(asked.identity, None)
         if task.cancelled():
             raise HandoverError(f"{asked.identity} was aborted while it arrived")
         return task.result()
@@ -155,12 +155,12 @@ class DecodeRank:
         )
 
     async def _end(self, identity: Identity) -> None:
-        """The pull ends first: only then may its pages be freed. What was overtaken is refused."""
+        """The pull ends first: only then may its pages be freed, however often this is asked. What
+        was overtaken is refused."""
         self._ended[identity] = self._asyncio.time()
         self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
-        task = self._arriving.pop(identity, None)
-        if task is not None:
-            await cancelled(task)
+        if identity in self._arriving:
+            await cancelled(self._arriving[identity])
         await self._drop(identity)
 
     async def _drop(self, identity: Identity) -> None:

@@ -5,8 +5,10 @@ is held until the request has been ended there.
 """
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,4 +247,37 @@ async def test_all_answers_of_an_ended_request_are_gone(small_model: Path, way: 
         await at.end(VICTIM, way)
         await until(lambda: not at.is_held(VICTIM), at.prefill_on)
         await asyncio.wait([at.streams.pop(VICTIM).task])
+        await go_on(at)
+
+
+async def test_who_is_ended_twice_keeps_its_pages_until_nothing_writes_them(
+    small_model: Path,
+) -> None:
+    """An abort may come twice, or with a sweep."""
+    async with scene(small_model) as at:
+        [decode] = at.cluster.decodes
+        caches, goes_on = decode.intake._side.caches, threading.Event()
+        scatter, writing = caches.scatter, []
+
+        def slow(*given: Any) -> None:
+            writing.append(given)
+            goes_on.wait()
+            scatter(*given)
+
+        caches.scatter = slow
+        at.ask(VICTIM, prompts(1, 60)[0], 30)
+        await until(lambda: writing, at.prefill_on)
+        [identity] = decode._arriving
+        ends = [asyncio.create_task(decode._end(identity)) for _ in range(2)]
+        try:
+            for _ in range(MAX_STEPS):
+                await until(lambda: at.decode.is_held)
+                at.decode.give()
+            assert at.holds_a_row(VICTIM) and not any(one.done() for one in ends)
+        finally:
+            goes_on.set()
+        await until(lambda: all(one.done() for one in ends), at.answer)
+        assert not at.holds_a_row(VICTIM)
+        at.streams.pop(VICTIM).task.cancel()
+        await until(lambda: not at.is_held(VICTIM), at.answer)
         await go_on(at)
