@@ -4,11 +4,12 @@
         [--set speculation.drafter=ngram ..]
     python -m benchmarks.draft_length --change [--batch-sizes 1,8,32]
 
-All arms decode the same held-out prompts in the same engine and take turns, so that drift hits them
-alike; "none" is an engine without any draft layer, for comparison. What "by_load" spends on looking
+All arms decode the same held-out prompts at once, and the one that has had the least time does the
+next step, so that the machine's other work hits them alike (whole turns of one arm differ by 10 to
+25 %); "none" is an engine without any draft layer, for comparison. What "by_load" spends on looking
 at other lengths while it serves is in its figure; what it measures while idle before is not, nor
-are every arm's first turns, in which programs are met for the first time. With --change all drafts
-are wrong at first and right later, and the steps are counted until the length is what it is
+are every arm's first batches, in which programs are met for the first time. With --change all
+drafts are wrong at first and right later, and the steps are counted until the length is what it is
 where they were right all the time.
 """
 
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
-from operator import truediv
+from operator import attrgetter, truediv
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Wrong:
 
 
 class Arm:
-    """One way to choose the length; what it has learned lasts over its turns."""
+    """One way to choose the length; what it has learned lasts over its batches."""
 
     def __init__(
         self, name: str, loaded: LoadedModel, depth: int, batch_size: int, num_pages: int
@@ -71,6 +72,7 @@ class Arm:
         if name == NONE:
             loaded = replace(loaded, drafter=NoDrafter())
         self.rates: list[float] = []
+        self.spent_s = 0.0
         self.bench = Bench(
             loaded,
             num_drafts=0 if name == NONE else depth,
@@ -83,16 +85,24 @@ class Arm:
         )
         self._finish()
 
-    def turn(self, asked: list[Request], counts: bool) -> None:
-        """Decode one full batch to its end; prefill does not count."""
+    def begin(self, asked: list[Request]) -> None:
+        """Prefill does not count."""
         for request in asked:
             self.bench.start(request)
         self.bench.frames.clear()
+        self.spent_s = 0.0
+
+    def step(self) -> bool:
+        """Whether there is more to do."""
         began_at = time.perf_counter()
-        self._finish()
+        self.bench.decode.step()
+        self.spent_s += time.perf_counter() - began_at
+        return self.bench.decode.has_work()
+
+    def end(self, counts: bool) -> None:
         if counts:
             num_tokens = sum(len(update.token_ids) for update in self.bench.updates())
-            self.rates.append(num_tokens / (time.perf_counter() - began_at))
+            self.rates.append(num_tokens / self.spent_s)
         self.bench.check_empty()
 
     def _finish(self) -> None:
@@ -110,20 +120,29 @@ def measure(
     num_rounds: int,
     bar: Progress,
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm in each of its turns, with so many pages a row."""
+    """Tokens per second of each arm with each batch, with so many pages a row."""
     names = [*map(str, range(len(loaded.drafter.levels(depth)))), BY_LOAD, NONE]
     arms = {name: Arm(name, loaded, depth, batch_size, num_pages) for name in names}
-    task = bar.add_task(f"batch of {batch_size}", total=(num_warm + num_rounds) * len(arms))
-    for i in range(num_warm + num_rounds):
-        batch = list(islice(asked, batch_size))
-        for name in names[:: -1 if i % 2 else 1]:
-            arms[name].turn(batch, counts=i >= num_warm)
-            bar.advance(task)
+    for i in bar.track(range(num_warm + num_rounds), description=f"batch of {batch_size}"):
+        together([*arms.values()], list(islice(asked, batch_size)), counts=i >= num_warm)
     return {name: arm.rates for name, arm in arms.items()}
 
 
+def together(arms: list[Arm], asked: list[Request], counts: bool) -> None:
+    """One full batch to its end in each of them."""
+    for arm in arms:
+        arm.begin(asked)
+    left = list(arms)
+    while left:
+        arm = min(left, key=attrgetter("spent_s"))
+        if not arm.step():
+            left.remove(arm)
+    for arm in arms:
+        arm.end(counts)
+
+
 def of_best(rates: dict[str, list[float]]) -> float:
-    """by_load over the best held level, turn by turn, in which both met the same prompts."""
+    """by_load over the best held level, batch by batch, in which both met the same prompts."""
     held = filter(str.isdecimal, rates)
     best = rates[max(held, key=lambda name: statistics.median(rates[name]))]
     return statistics.median(map(truediv, rates[BY_LOAD], best))
@@ -207,8 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
-    parser.add_argument("--warm-up", type=int, default=1, help="turns before these [1]")
+    parser.add_argument("--rounds", type=int, default=4, help="batches that count")
+    parser.add_argument("--warm-up", type=int, default=1, help="batches before these [1]")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
@@ -227,8 +246,8 @@ def main() -> None:
     if args.wrong or args.change:
         wrong = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
-    num_turns = args.warm_up + args.rounds
-    asked = requests(args.path, num_turns * sum(sizes), args.max_tokens)
+    num_batches = args.warm_up + args.rounds
+    asked = requests(args.path, num_batches * sum(sizes), args.max_tokens)
     # A prompt's pages are held twice while it is handed over.
     num_tokens = 2 * max(len(request.prompt_ids) for request in asked) + args.max_tokens
     turns, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
