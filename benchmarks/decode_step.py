@@ -15,10 +15,12 @@ drop, decode.step, decode.step_s and decode.program_s) of ``benchmarks/driven/en
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,13 +90,37 @@ def benches(
     return found
 
 
-def turn(bench: Bench, case: Case, num_steps: int) -> list[Step]:
-    more = SAMPLING[case.sampling]
-    for i, ids in enumerate(held_out(case.rows, 128, 129, seed=3)):
-        bench.start(greedy(f"r{i}", ids, MOST_TOKENS, ignore_eos=True, **more))
-    steps = [timed(bench) for _ in range(NUM_UNCOUNTED + num_steps)]
-    for i in range(case.rows):
-        bench.drop(f"r{i}")
+class Baton(AbstractContextManager[None]):
+    """Held by one of two processes that do the same, each piece of it in turns; ``takes`` and
+    ``gives`` are ends of pipes. Raises EOFError if the other has ended before its turn."""
+
+    def __init__(self, takes: int, gives: int) -> None:
+        self._takes, self._gives = takes, gives
+
+    def __enter__(self) -> None:
+        if not os.read(self._takes, 1):
+            raise EOFError("the other process has ended")
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(BrokenPipeError):  # it needs no further turn
+            os.write(self._gives, b".")
+
+
+Turns = AbstractContextManager[None]
+ALONE: Turns = nullcontext()
+
+
+def turn(bench: Bench, case: Case, num_steps: int, baton: Turns = ALONE) -> list[Step]:
+    more, steps = SAMPLING[case.sampling], []
+    with baton:
+        for i, ids in enumerate(held_out(case.rows, 128, 129, seed=3)):
+            bench.start(greedy(f"r{i}", ids, MOST_TOKENS, ignore_eos=True, **more))
+    for _ in range(NUM_UNCOUNTED + num_steps):
+        with baton:
+            steps.append(timed(bench))
+    with baton:
+        for i in range(case.rows):
+            bench.drop(f"r{i}")
     return steps[NUM_UNCOUNTED:]
 
 
@@ -109,14 +135,14 @@ def timed(bench: Bench) -> Step:
 
 
 def lines(steps: Steps) -> Iterator[dict[str, object]]:
-    """A figure is that of the best step, which other work on the machine has disturbed least."""
+    """Figures of all steps in their order."""
     for case, by_arm in steps.items():
         for arm, all_steps in by_arm.items():
-            best = {
-                f"{name}_ms": min(getattr(step, name) for step in all_steps)
+            figures = {
+                f"{name}_ms": [round(getattr(step, name), 4) for step in all_steps]
                 for name in Step.__slots__
             }
-            yield {"arm": arm, **asdict(case), **best}
+            yield {"arm": arm, **asdict(case), **figures}
 
 
 def show(steps: Steps, arms: list[str]) -> Table:
@@ -147,7 +173,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each arm in a turn")
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
+    parser.add_argument("--baton", metavar="FD,FD", help="of two_commits: pipes to wait at")
     args = parser.parse_args()
+    baton = Baton(*map(int, args.baton.split(","))) if args.baton else ALONE
     rows, drafts = ([int(num) for num in text.split(",")] for text in (args.rows, args.drafts))
     arms, sampling = args.arms.split(","), args.sampling.split(",")
     for names, known in ((arms, ARMS), (sampling, SAMPLING)):
@@ -158,11 +186,12 @@ def main() -> None:
     steps: Steps = defaultdict(lambda: defaultdict(list))
     with Progress(console=Console(stderr=True)) as bar:
         for num_drafts in drafts:
-            by_arm = benches(args.path, arms, num_drafts, args.num_threads, max(rows))
+            with baton:
+                by_arm = benches(args.path, arms, num_drafts, args.num_threads, max(rows))
             cases = [Case(num, num_drafts, name) for num in rows for name in sampling]
             for case in bar.track(cases * args.rounds, description=f"{num_drafts} drafts"):
                 for name, bench in by_arm.items():
-                    steps[case][name] += turn(bench, case, args.steps)
+                    steps[case][name] += turn(bench, case, args.steps, baton)
     if args.json:
         print(json.dumps(list(lines(steps))))
     else:

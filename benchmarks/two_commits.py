@@ -1,17 +1,18 @@
-"""Whether a decode step of one commit takes longer than of another: both in turns, as processes.
+"""Whether a decode step of one commit takes longer than of another: two processes, step by step.
 
     python -m benchmarks.two_commits BASE [HEAD] [--pairs 10] [--json] [options of decode_step]
 
-Each commit gets a worktree of its own in a temporary folder. A turn is one process that runs this
-checkout's ``benchmarks/decode_step.py`` on a commit's code, with this interpreter and what is
+Each commit gets a worktree of its own in a temporary folder. A pair is two processes that run this
+checkout's ``benchmarks/decode_step.py`` on each commit's code, with this interpreter and what is
 installed for it: ``--rows 1,8,32 --drafts 0,3 --sampling greedy,top-p --arms "recorded bf16"``
-unless options say otherwise. A turn's figure is its best step. Commits take turns base, head, head,
-base and so on, and a pair's ratio is head by base, so that drift cancels. What is not committed is
-not measured. BASE against itself says how much ratios mean in this hour on this machine: look at
-it first, and take more pairs while it is not within 1.5 %.
+unless options say otherwise. They do everything in turns, one step of base, one of head, so that
+whatever else the machine does hits both; a pair's ratio is the median of its steps' head by base.
+Base begins every other pair. What is not committed is not measured. BASE against itself says how
+much ratios mean in this hour on this machine: look at it first, and take more pairs while it is not
+within 1.5 %.
 
 ``wall`` and ``cpu`` are a step's time by the clock and of all threads; ``outside`` is its wall less
-the wall of its program, the least of all turns.
+the wall of its program. Times are the least of all steps.
 """
 
 import argparse
@@ -22,9 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from rich.console import Console
 from rich.table import Table
@@ -35,14 +39,14 @@ from core.config import TINY_MODEL
 
 DRIVER = Path(benchmarks.decode_step.__file__)
 ROOT = DRIVER.parents[1]
-USUAL = ("--sampling", "greedy,top-p", "--arms", "recorded bf16", "--rounds", "1")
+USUAL = ("--sampling", "greedy,top-p", "--arms", "recorded bf16", "--rounds", "2")
 WARM_UP = ("--rows", "1", "--drafts", "0", "--sampling", "greedy", "--rounds", "1", "--steps", "1")
 """A turn of each commit that does not count: its kernels are compiled, its files are read."""
 BASE, HEAD = "base", "head"
 Case = tuple[object, ...]
 """Arm, rows, drafts, sampling."""
-Turn = dict[Case, dict[str, float]]
-"""Figures of decode_step by case."""
+Turn = dict[Case, dict[str, list[float]]]
+"""Figures of decode_step's steps by case."""
 
 
 class Failed(Exception):
@@ -62,7 +66,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Ratios are head by base, of pairs; times are the best of all turns (base, head)."""
+    """Ratios are head by base, of pairs; times are the least of all steps (base, head)."""
 
     wall: Spread
     cpu: Spread
@@ -75,27 +79,24 @@ class Compared:
         return head / base
 
 
-def order(num_pairs: int) -> list[str]:
-    """Whose turn it is: each pair the other way round than the one before."""
-    pairs = ((BASE, HEAD) if i % 2 == 0 else (HEAD, BASE) for i in range(num_pairs))
-    return [side for pair in pairs for side in pair]
-
-
 def compared(base: Sequence[Turn], head: Sequence[Turn]) -> dict[Case, Compared]:
-    """Turn i of one belongs to turn i of the other."""
+    """Turn i of one belongs to turn i of the other, and so do their steps."""
     found = {}
     for case in base[0]:
-        ours = {name: [turn[case][name] for turn in base] for name in base[0][case]}
-        theirs = {name: [turn[case][name] for turn in head] for name in base[0][case]}
+        pairs = [(old[case], new[case]) for old, new in zip(base, head, strict=True)]
         ratios = {
-            name: [new / old for old, new in zip(ours[name], theirs[name], strict=True)]
+            name: [statistics.median(map(truediv, new[name], old[name])) for old, new in pairs]
             for name in ("wall_ms", "cpu_ms")
+        }
+        least = {
+            name: (min(min(old[name]) for old, _ in pairs), min(min(new[name]) for _, new in pairs))
+            for name in ("wall_ms", "outside_ms")
         }
         found[case] = Compared(
             Spread.of(ratios["wall_ms"]),
             Spread.of(ratios["cpu_ms"]),
-            (min(ours["wall_ms"]), min(theirs["wall_ms"])),
-            (min(ours["outside_ms"]), min(theirs["outside_ms"])),
+            least["wall_ms"],
+            least["outside_ms"],
         )
     return found
 
@@ -109,15 +110,41 @@ def read_turn(line: str) -> Turn:
     return turn
 
 
-def run(tree: Path, options: Sequence[str]) -> Turn:
-    """A turn on the code in ``tree``. Raises Failed with the last thing that it said."""
+def begin(tree: Path, options: Sequence[str], keeps: Sequence[int] = ()) -> "Popen[str]":
+    """A turn on the code in ``tree``; ``keeps`` are open in its process too."""
     command = [sys.executable, "-P", str(DRIVER), "--json", "--path", str(TINY_MODEL), *options]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise Failed(f"decode_step cannot run on {tree.name}: {said[-1]}")
-    return read_turn(ran.stdout)
+    return Popen(
+        command, cwd=tree, env=environment, stdout=PIPE, stderr=PIPE, text=True, pass_fds=keeps
+    )
+
+
+def turn_of(process: "Popen[str]", tree: Path) -> Turn:
+    """Once it has ended. Raises Failed with the last thing that it said."""
+    said, words = process.communicate()
+    if process.returncode:
+        last = words.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise Failed(f"decode_step cannot run on {tree.name}: {last[-1]}")
+    return read_turn(said)
+
+
+def run_pair(trees: dict[str, Path], first: str, options: Sequence[str]) -> dict[str, Turn]:
+    """Both at once, in turns. Raises Failed, with what that one said which failed by itself."""
+    pipes = {side: os.pipe() for side in trees}
+    os.write(pipes[first][1], b".")
+    begun = {}
+    for side, other in ((BASE, HEAD), (HEAD, BASE)):
+        ends = pipes[side][0], pipes[other][1]
+        baton = "--baton", ",".join(map(str, ends))
+        begun[side] = begin(trees[side], [*USUAL, *options, *baton], ends)
+    for end in [end for pipe in pipes.values() for end in pipe]:
+        os.close(end)
+    with ThreadPoolExecutor(len(begun)) as pool:
+        ended = {side: pool.submit(turn_of, one, trees[side]) for side, one in begun.items()}
+    failed = [error for one in ended.values() if (error := one.exception()) is not None]
+    if failed:
+        raise min(failed, key=lambda error: "EOFError" in str(error))
+    return {side: one.result() for side, one in ended.items()}
 
 
 def commit_of(name: str) -> str:
@@ -155,9 +182,11 @@ def measure(
     turns: dict[str, list[Turn]] = {BASE: [], HEAD: []}
     with worktrees(commits) as trees:
         for tree in trees.values():
-            run(tree, [*USUAL, *options, *WARM_UP])
-        for side in tqdm(order(num_pairs), desc="turns", file=sys.stderr):
-            turns[side].append(run(trees[side], [*USUAL, *options]))
+            turn_of(begin(tree, [*USUAL, *options, *WARM_UP]), tree)
+        for i in tqdm(range(num_pairs), desc="pairs", file=sys.stderr):
+            pair = run_pair(trees, HEAD if i % 2 else BASE, options)
+            for side, turn in pair.items():
+                turns[side].append(turn)
     return compared(turns[BASE], turns[HEAD])
 
 
@@ -179,7 +208,7 @@ def main() -> None:
     )
     parser.add_argument("base", metavar="BASE")
     parser.add_argument("head", metavar="HEAD", nargs="?", default="HEAD")
-    parser.add_argument("--pairs", type=int, default=10, help="turns of each")
+    parser.add_argument("--pairs", type=int, default=10, help="processes of each")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args, options = parser.parse_known_args()
     try:

@@ -1,20 +1,23 @@
-"""The command that measures two commits in turns: its order, its figures, and one real run."""
+"""The command that measures two commits step by step: its order, its figures, and one real run."""
 
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from benchmarks.two_commits import BASE, HEAD, ROOT, Failed, commit_of, compared, order, read_turn
+from benchmarks.decode_step import Baton
+from benchmarks.two_commits import ROOT, Failed, commit_of, compared, read_turn
 
 CASE = ("recorded bf16", 1, 0, "greedy")
 
 
-def turn(wall: float, cpu: float = 1.0, outside: float = 1.0) -> dict:
-    return {CASE: {"wall_ms": wall, "cpu_ms": cpu, "outside_ms": outside}}
+def turn(wall: list[float], cpu: float = 1.0, outside: float = 1.0) -> dict:
+    num = len(wall)
+    return {CASE: {"wall_ms": wall, "cpu_ms": [cpu] * num, "outside_ms": [outside] * num}}
 
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,22 +26,17 @@ def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_each_commit_goes_first_in_every_other_pair() -> None:
-    assert order(3) == [BASE, HEAD, HEAD, BASE, BASE, HEAD]
-    assert order(10).count(BASE) == order(10).count(HEAD) == 10
-
-
-def test_drift_that_hits_both_of_a_pair_is_in_no_ratio() -> None:
-    base = [turn(10.0, 5.0), turn(100.0, 50.0), turn(20.0, 10.0)]
-    head = [turn(11.0, 5.0), turn(100.0, 60.0), turn(24.0, 10.0)]
+def test_drift_that_hits_both_of_a_step_is_in_no_ratio() -> None:
+    base = [turn([10.0, 90.0, 10.0], 5.0), turn([100.0], 50.0), turn([20.0], 10.0)]
+    head = [turn([11.0, 99.0, 70.0], 5.0), turn([100.0], 60.0), turn([24.0], 10.0)]
     wall, cpu = compared(base, head)[CASE].wall, compared(base, head)[CASE].cpu
     assert (wall.median, wall.least, wall.most) == (1.1, 1.0, 1.2)
     assert (cpu.median, cpu.most) == (1.0, 1.2)
 
 
-def test_times_are_the_best_of_all_turns() -> None:
-    base = [turn(10.0, outside=0.5), turn(8.0, outside=0.4)]
-    head = [turn(9.0, outside=0.3), turn(12.0, outside=0.6)]
+def test_times_are_the_least_of_all_steps() -> None:
+    base = [turn([10.0, 12.0], outside=0.5), turn([9.0, 8.0], outside=0.4)]
+    head = [turn([9.0, 9.5], outside=0.3), turn([12.0, 13.0], outside=0.6)]
     found = compared(base, head)[CASE]
     assert found.wall_ms == (8.0, 9.0)
     assert found.outside_ms == (0.4, 0.3) and found.outside == pytest.approx(0.75)
@@ -46,9 +44,34 @@ def test_times_are_the_best_of_all_turns() -> None:
 
 def test_what_the_benchmark_prints_is_read_by_case() -> None:
     line = {"arm": "recorded bf16", "rows": 1, "drafts": 0, "sampling": "greedy"}
-    assert read_turn(json.dumps([{**line, "wall_ms": 1.5, "cpu_ms": 2.5}])) == {
-        CASE: {"wall_ms": 1.5, "cpu_ms": 2.5}
+    assert read_turn(json.dumps([{**line, "wall_ms": [1.5], "cpu_ms": [2.5]}])) == {
+        CASE: {"wall_ms": [1.5], "cpu_ms": [2.5]}
     }
+
+
+def test_two_processes_do_each_piece_in_turns() -> None:
+    """And the one that is left alone says so."""
+    pipes = os.pipe(), os.pipe()
+    first, second = Baton(pipes[0][0], pipes[1][1]), Baton(pipes[1][0], pipes[0][1])
+    done: list[str] = []
+
+    def work(name: str, baton: Baton, num: int) -> None:
+        for i in range(num):
+            with baton:
+                done.append(f"{name}{i}")
+
+    os.write(pipes[0][1], b".")
+    other = threading.Thread(target=work, args=("b", second, 3))
+    other.start()
+    work("a", first, 3)
+    other.join()
+    assert done == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    with first:
+        os.close(pipes[0][1])
+    with pytest.raises(EOFError):
+        first.__enter__()
+    for end in (pipes[0][0], *pipes[1]):
+        os.close(end)
 
 
 def test_an_unknown_commit_is_told() -> None:
@@ -69,7 +92,7 @@ def test_a_commit_beside_itself(tmp_path: Path) -> None:
     assert tuple(case["case"]) == CASE
     assert all(ms > 0 for ms in (*case["wall_ms"], *case["outside_ms"]))
     assert case["wall"]["least"] <= case["wall"]["median"] <= case["wall"]["most"]
-    assert "turns: 100%" in ran.stderr
+    assert "pairs: 100%" in ran.stderr
     left = subprocess.check_output(["git", "worktree", "list"], cwd=ROOT, text=True)
     assert str(tmp_path) not in left and not list(tmp_path.glob("two-commits-*"))
 
