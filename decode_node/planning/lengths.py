@@ -23,7 +23,10 @@ NUM_TRIES = 5
 LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.003
 """Steps between looks at other levels, at least; the first step of one may have to catch up. Looks
 at a level lose at most this share of the time: one that seems as good is looked at often, one that
-takes four times as long for no more every 2,000 steps."""
+takes four times as long for no more every 2,000 steps. The first one is free: what was measured
+while idle was of other texts."""
+BLIND_EVERY, BLIND_SHARE = 16, 0.01
+"""Instead, of the best level that drafts while none is in use: nothing else tells of acceptance."""
 HOLD = 8
 """Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
 NUM_NEW = 256
@@ -205,13 +208,17 @@ def _worth(
 def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
     """A level to look at now, for which enough steps were planned since it was last. One that loses
     by its own time, too: that may have been a moment's, and nothing else would tell."""
-    if size.num_planned < max(size.looked) + LOOK_EVERY:
-        return None
     current, best, due = min(size.current, len(worth) - 1), max(worth) or 1.0, []
+    drafting = [] if current else [n for n in range(1, len(worth)) if not loses[n]]
+    blind = max(drafting, key=worth.__getitem__, default=None)
+    num_since = size.num_planned - max(size.looked)
     for level in range(len(worth)):
+        every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, LOOK_SHARE)
         lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
-        saved_s = LOOK_SHARE * size.step_s[current] * (size.num_planned - size.looked[level])
-        if level != current and (size.step_s[level] or not loses[level]) and lost_s <= saved_s:
+        saved_s = share * size.step_s[current] * (size.num_planned - size.looked[level])
+        is_free = not (size.looked[level] or loses[level]) or lost_s <= saved_s
+        is_known = bool(size.step_s[level]) or not loses[level]
+        if level != current and num_since >= every and is_known and is_free:
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 
