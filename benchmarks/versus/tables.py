@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from benchmarks.versus.arms import PEERS
 from benchmarks.versus.goodput import Limits, by_arm
 from benchmarks.versus.ratios import PREFILL, TPOT, TTFT, Ratio, all_ratios
 from benchmarks.versus.results import Result
@@ -45,8 +46,8 @@ def all_grids(results: Sequence[Result], limits: Limits) -> list[Grid]:
         own = [r for r in results if (r.checkpoint, r.dtype) == (checkpoint, dtype)]
         where = f"{checkpoint}, {dtype}"
         grids += [medians(own, measure, f"{title} ({where})") for measure, title in TITLES.items()]
-        for measure in (TPOT, PREFILL, TTFT):
-            grids.append(ratios(own, measure, f"{measure} divided by vLLM's ({where})"))
+        for family in PEERS:
+            grids += [ratios(own, measure, family, where) for measure in (TPOT, PREFILL, TTFT)]
         grids += [lengths(own, where), repeats(own, where), goodput(own, limits, where)]
         grids.append(failures(own, where))
     return [grid for grid in grids if grid.rows]
@@ -94,9 +95,11 @@ def _size(result: Result) -> tuple[float, int, int]:
     return result.temperature, result.prompt_tokens, result.num_sequences
 
 
-def ratios(results: Sequence[Result], measure: str, title: str) -> Grid:
-    header = ["arm", "load", "same n", "vLLM's fastest", "any n", "vLLM's fastest", "lengths agree"]
-    found = [one for one in all_ratios(results, measure) if one.best is not None]
+def ratios(results: Sequence[Result], measure: str, family: str, where: str) -> Grid:
+    fastest = f"{PEERS[family]}'s fastest"
+    header = ["arm", "load", "same n", fastest, "any n", fastest, "lengths agree"]
+    found = [one for one in all_ratios(results, measure, family) if one.best is not None]
+    title = f"{measure} divided by {PEERS[family]}'s ({where})"
     return Grid(title, header, [_ratio_row(one) for one in found])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.versus import arms as arms_module
 from benchmarks.versus.__main__ import options_of
-from benchmarks.versus.arms import OFFLINE, SPLIT, TANDEM, VLLM, Arm, choose
+from benchmarks.versus.arms import LLAMA, OFFLINE, PEERS, SPLIT, TANDEM, Arm, choose
 from benchmarks.versus.checkpoints import Checkpoint
 from benchmarks.versus.environments import requirements_of
 from benchmarks.versus.goodput import Limits, by_arm
@@ -32,7 +32,7 @@ def batch(**values: Any) -> dict[str, Any]:
 
 
 def result(arm: str, tpot: float | None, n: int = 0, length: float | None = None) -> Result:
-    family = VLLM if arm.startswith("vllm") else TANDEM
+    family = next((one for one in PEERS if arm.startswith(one)), TANDEM)
     setting = SPLIT if "split" in arm else OFFLINE
     about = {"cpu": "one", "cpu_flags": [], "cores": [0]}
     made = Result(arm, family, setting, n, "c", LOAD.name, 128, 8, 0.0, "bfloat16", about=about)
@@ -127,6 +127,15 @@ def test_only_peers_of_the_same_load_dtype_and_checkpoint_count() -> None:
     assert all_ratios([result("tandem-n0", 2.0), *peers], TPOT)[0].best is None
 
 
+def test_each_peer_divides_by_itself_and_none_by_another(tmp_path: Path) -> None:
+    found = [result("tandem-n0", 10.0), result("vllm-n0", 20.0), result("llama-n0", 40.0)]
+    [one], [other] = all_ratios(found, TPOT), all_ratios(found, TPOT, LLAMA)
+    assert (one.best, one.best_peer) == (0.5, "vllm-n0")
+    assert (other.best, other.best_peer) == (0.25, "llama-n0")
+    titles = [grid.title for grid in all_grids(found, LIMITS)]
+    assert {f"tpot_ms divided by {peer}'s (c, bfloat16)" for peer in PEERS.values()} < {*titles}
+
+
 def settings(tmp_path: Path, num_rounds: int) -> Settings:
     return Settings("bfloat16", num_rounds, 1, [0], tmp_path, 1.0, [])
 
@@ -190,7 +199,7 @@ def test_arms_are_chosen_by_name_with_or_without_drafts() -> None:
         "tandem-n3",
         "transformers",
     ]
-    with pytest.raises(ValueError, match="matches none of: tandem, "):
+    with pytest.raises(ValueError, match="matches none of: llama, tandem, "):
         choose(["sglang"], [0])
     assert len({arm.name for arm in arms_module.all_arms()}) == len(arms_module.all_arms())
 
