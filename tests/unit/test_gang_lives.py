@@ -6,12 +6,15 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from cluster.control import company, next_life
 from cluster.control import gang as gang_module
+from cluster.control import machines as machines_module
 from cluster.control.gang import GangKeeper
+from cluster.control.machines import RayMachines
 from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
-from cluster.control.verdict import LastWords, LifeOver
+from cluster.control.verdict import Death, LastWords, LifeOver
 from core.config import TandemConfig, load
 from core.errors import EpochEnded, ProgramFailed, RankLost
 from core.identity import Identity
@@ -386,3 +389,22 @@ def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
         "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or ask for less "
         "with decode.dp_size, decode.replicas or decode.num_threads"
     )
+
+
+async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often: pauses do not grow while its head is away."""
+
+    def no_head(plan: GangPlan, birth: Birth) -> None:
+        raise RaySystemError("the head is away")
+
+    monkeypatch.setattr(machines_module, "_room", no_head)
+    config, history = load(None, []), next_life.History()
+    plan = plan_gangs(config)[0]
+    for _ in range(5):
+        with pytest.raises(RankLost, match="Ray does not begin it: .*the head is away") as raised:
+            await RayMachines().begin(plan, Birth(1, 1, (0,), None), config)
+        decision = next_life.next_life(history, Death(raised.value, frozenset(), ()), 0.0)
+        history = decision.history
+        assert decision.pause_s == next_life.PAUSE_S
