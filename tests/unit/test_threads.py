@@ -50,13 +50,15 @@ def test_callers_at_once_get_what_each_gets_alone(threads: None) -> None:
 
 
 def pieces_of_two() -> None:
-    """One each, of which the caller is done with its own first: the other has to wake up."""
+    """One each, of which the caller is done with its own first: the other has to wake up. Often,
+    for beside other work it may come too late to take any."""
     made = torch.Generator().manual_seed(0)
     packed = ours().pack(torch.randn(128, 4096, generator=made))
     many = [torch.randn(96, 4096, generator=made) for _ in range(24)]
     alone = [ours().linear(x, packed, 128) for x in many]
     ours().use_threads(2)
-    assert same([ours().linear(x, packed, 128) for x in many], alone)
+    for _ in range(8):
+        assert same([ours().linear(x, packed, 128) for x in many], alone)
 
 
 def test_a_piece_that_somebody_is_in_the_middle_of_is_waited_for() -> None:
