@@ -29,7 +29,7 @@ from decode_node.service.rank import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.rig import Rig, rig, stop_all
-from tests.waiting import until
+from tests.waiting import for_ever, until
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")
 
@@ -316,6 +316,26 @@ async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
         finally:
             await stop_all(ranks)
             cluster.members.add(own)
+
+
+async def test_lives_that_end_while_a_gateway_begins_are_no_error_of_it(small_model: Path) -> None:
+    """It waits for the pairs that there are to be warm; this one never will be."""
+    async with rig(small_model, *SMALL) as cluster:
+        [own], fleet = cluster.decodes, cluster.gateway.fleet
+        cluster.members.remove(own.spec.life)
+        await until(lambda: not fleet.of_kind(DECODE))
+        warm, fleet._warm = fleet._warm, lambda pair: for_ever()
+        cluster.members.add(own)
+        await until(lambda: fleet.of_kind(DECODE))
+        begins = asyncio.create_task(fleet.ready())
+        await asyncio.sleep(0)
+        cluster.members.remove(own.spec.life)
+        await asyncio.wait([begins])
+        assert not begins.cancelled() and begins.exception() is None
+        fleet._warm = warm
+        cluster.members.add(own)
+        await until(fleet.usable)
+        await cluster.check_empty()
 
 
 async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model: Path) -> None:
