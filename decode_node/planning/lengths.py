@@ -46,8 +46,8 @@ class SizeCosts:
     """Of one size of batch: the mean step time of each level, 0 if unknown, how many of its steps
     were planned, how many of all while serving, and the level in use. What was ``chosen``, it or
     one to look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at
-    it, ``surprise`` one that brought so much more than expected that it is looked at again, if
-    there is such a one."""
+    it, 0 if there was none, ``surprise`` one that brought so much more than expected that it is
+    looked at again, if there is such a one."""
 
     step_s: list[float]
     num_tries: list[int]
@@ -216,9 +216,9 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
         every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, LOOK_SHARE)
         lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
         saved_s = share * size.step_s[current] * (size.num_planned - size.looked[level])
-        is_free = not (size.looked[level] or loses[level]) or lost_s <= saved_s
+        may_be_lost = not (size.looked[level] or loses[level]) or lost_s <= saved_s
         is_known = bool(size.step_s[level]) or not loses[level]
-        if level != current and num_since >= every and is_known and is_free:
+        if level != current and num_since >= every and is_known and may_be_lost:
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 

@@ -29,7 +29,7 @@ from decode_node.service.rank import REMEMBER_S
 from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from tests.rig import Rig, rig, stop_all
-from tests.waiting import for_ever, until
+from tests.waiting import for_ever, turns, until
 
 SMALL = ("kv.num_pages=200", "kv.page_size=16")
 
@@ -328,7 +328,7 @@ async def test_lives_that_end_while_a_gateway_begins_are_no_error_of_it(small_mo
         cluster.members.add(own)
         await until(lambda: fleet.of_kind(DECODE))
         begins = asyncio.create_task(fleet.ready())
-        await asyncio.sleep(0)
+        await turns()
         cluster.members.remove(own.spec.life)
         await asyncio.wait([begins])
         assert not begins.cancelled() and begins.exception() is None
