@@ -83,7 +83,8 @@ class Arm:
             page_size=PAGE_SIZE,
             measures=True,
         )
-        self._finish()
+        while self.bench.decode.has_work():  # what is measured while idle
+            self.bench.decode.step()
 
     def begin(self, asked: list[Request]) -> None:
         """Prefill does not count."""
@@ -104,10 +105,6 @@ class Arm:
             num_tokens = sum(len(update.token_ids) for update in self.bench.updates())
             self.rates.append(num_tokens / self.spent_s)
         self.bench.check_empty()
-
-    def _finish(self) -> None:
-        while self.bench.decode.has_work():
-            self.bench.decode.step()
 
 
 def measure(
@@ -250,14 +247,14 @@ def main() -> None:
     asked = requests(args.path, num_batches * sum(sizes), args.max_tokens)
     # A prompt's pages are held twice while it is handed over.
     num_tokens = 2 * max(len(request.prompt_ids) for request in asked) + args.max_tokens
-    turns, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
+    sizing, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
     if args.change:
         for size in sizes:
-            before, after, steps = changed(loaded, depth, wrong, cycle(asked), size, turns[0])
+            before, after, steps = changed(loaded, depth, wrong, cycle(asked), size, sizing[0])
             print(f"{size} rows: level {before}, then {after}; as good a one after {steps} steps")
         return
     with Progress(console=Console(stderr=True)) as bar:
-        results = {size: measure(loaded, depth, rest, size, *turns, bar) for size in sizes}
+        results = {size: measure(loaded, depth, rest, size, *sizing, bar) for size in sizes}
     if args.plot is not None:
         save_plot(args.plot, results, levels)
     if args.json:

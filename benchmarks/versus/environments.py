@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,20 +120,20 @@ def _make_vllm(cache: Path, folder: Path, said: Said) -> None:
 def _make_llama(cache: Path, folder: Path, said: Said) -> None:
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         raise NoEnvironment(f"llama.cpp is built here: install {' and '.join(missing)}")
+    shutil.rmtree(folder, ignore_errors=True)  # what an attempt that was broken off has left
     tree, build, library = folder / "tree", folder / "build", folder / "build" / "bin"
     ask = ["download", "--no-deps", "--no-binary", "xllamacpp", "-d", str(cache / "wheels"), LLAMA]
     _run(cache, "llama-archive", [sys.executable, "-m", "pip", *ask])
     archive = next((cache / "wheels").glob(f"xllamacpp-{LLAMA_VERSION}.tar.gz"))
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive) as files:
-        files.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder, filter="data")
     (folder / f"xllamacpp-{LLAMA_VERSION}" / "thirdparty" / "llama.cpp").rename(tree)
     said("llama.cpp is built for this processor (some minutes) ..")
     parts = ("TESTS", "TOOLS", "EXAMPLES", "COMMON", "SERVER")
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON"]
     options += [f"-DLLAMA_BUILD_{part}=OFF" for part in parts]
     _run(cache, "llama-cmake", ["cmake", "-S", str(tree), "-B", str(build), *options])
-    _run(cache, "llama-build", ["cmake", "--build", str(build), "-j", "--target", "llama"])
+    jobs = ["-j", str(os.cpu_count() or 1)]
+    _run(cache, "llama-build", ["cmake", "--build", str(build), *jobs, "--target", "llama"])
     include = [f"-I{tree / part / 'include'}" for part in (".", "ggml")]
     link = [f"-L{library}", f"-Wl,-rpath,{library}", "-lllama", "-lggml", "-lggml-base"]
     driver = [str(DRIVER), "-o", str(folder / "driver")]

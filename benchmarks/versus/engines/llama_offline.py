@@ -43,9 +43,10 @@ def converted(folder: Path, model: Path, dtype: str) -> Path:
 
 
 class Driver:
-    """Its process; ends with the last reference to its input."""
+    """Its process, which ends with its input. Raises RuntimeError once it has ended by itself."""
 
     def __init__(self, folder: Path, job: Job) -> None:
+        self._most = job.max_sequences
         model = converted(folder, Path(job.model_path), job.dtype)
         each = -(-job.max_model_len // 256) * 256
         sizes = map(str, (job.num_threads, job.max_sequences, each, MOST_AT_ONCE))
@@ -61,6 +62,10 @@ class Driver:
     def run_batch(self, trial: Trial, prompts: Sequence[list[int]]) -> Timeline:
         timeline, stdin = Timeline(len(prompts)), self._process.stdin
         assert stdin is not None
+        if len(prompts) > self._most:
+            raise ValueError(
+                f"{len(prompts)} prompts at once; the driver has no queue: {self._most}"
+            )
         asked = (trial.max_tokens, trial.temperature, int(trial.ignore_eos), len(prompts))
         lines = [" ".join(map(str, line)) for line in (asked, *prompts)]
         stdin.write("\n".join([*lines, ""]))
