@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -55,17 +56,17 @@ class Transfer:
 class Channel:
     """Transfers run in order on the channel's own thread, each within ``timeout_s``.
 
-    Takes ownership of ``wire``. Both ends number their transfers alike; ``num_asked``: those that D
-    has asked for, of which some came to nothing. After any error or `abort` nothing more is
-    accepted and what was fails at once. ``terminal`` resolves once no memory given to the channel
-    can be touched: when the wire is destroyed, also when that raised. A backend that hangs in it
-    keeps the memory: that is logged, and nothing else can be done about it but ending the process.
+    Takes ownership of ``wire``. Both ends number their transfers alike; ``asked`` are the latest
+    chunks that D has asked for, by numbers of their own, for some come to nothing. After any error
+    or `abort` nothing more is accepted and what was fails at once. ``terminal`` resolves once no
+    memory given to the channel can be touched: when the wire is destroyed, also when that raised. A
+    backend that hangs in it keeps the memory: that is logged, and nothing else can be done about it
+    but ending the process.
     """
 
     def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:
-        self.name = name
-        self.timeout_s = timeout_s
-        self.num_transfers = self.num_asked = 0
+        self.name, self.timeout_s = name, timeout_s
+        self.num_transfers, self.asked = 0, deque(range(-64, 0), maxlen=64)
         self.terminal = pending()
         self.failure: Exception | None = None
         self._wire = wire

@@ -95,8 +95,8 @@ class Link:
         try:
             line, channel = await self.ready()
             where = span.group.name, span.lo, span.hi
-            ask = Send(identity, *where, line.nonce, channel.num_asked)
-            channel.num_asked += 1
+            ask = Send(identity, *where, line.nonce, channel.asked[-1] + 1)
+            channel.asked.append(ask.number)
             sent: Sent = await self.call("send", ask, Sent, channel.timeout_s)
             if (sent.transfer_id, sent.num_bytes) != (channel.num_transfers, data.nbytes):
                 raise HandoverError(f"asked for {ask} of {data.nbytes} B, got {sent}")

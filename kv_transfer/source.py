@@ -122,9 +122,10 @@ class Source:
         which nothing is sent; HandoverError for a range or channel.
         """
         channel = await self._channels.get(ask.nonce)
-        if ask.number < channel.num_asked:  # the call came twice: D waits for no more of it
+        # One may overtake another, but not so many. Who comes twice is not waited for by D.
+        if ask.number in channel.asked or ask.number < channel.asked[0]:
             raise HandoverError(f"chunk {ask.number} has been asked for already")
-        channel.num_asked = ask.number + 1
+        channel.asked.append(ask.number)
         span, buffer = self._span(ask), await self._side.staging.reserve(channel.timeout_s)
         try:
             data = staged(span, buffer)

@@ -80,7 +80,7 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
         await still.prefill(asked := offer(30))
         line, channel = await still.sink._links["p0"].ready()
         chunks = [
-            m.Send(asked.identity, "main", 7 * i, 7 * i + 7, line.nonce, channel.num_asked + i)
+            m.Send(asked.identity, "main", 7 * i, 7 * i + 7, line.nonce, channel.asked[-1] + 1 + i)
             for i in range(MAX_PLACES)
         ]
         asks = [ask(still.control(), "send", chunk, m.Sent, PATIENCE_S) for chunk in chunks]
@@ -115,6 +115,29 @@ async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_plac
         for asked, pull in zip(offers, pulls, strict=True):
             await world.check_bytes(asked, (await pull)[1])
         await world.check_clean(channels=1)
+
+
+async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
+    """As they do where the first waits for a channel, which is there when the next one comes."""
+    maker = LoopbackChannels(DEADLINE_S)
+    prefill, others, num_sends = Prefill(maker), asyncio.Event(), 0
+
+    async def first_one_overtaken(epoch: int, method: str, payload: bytes) -> bytes:
+        nonlocal num_sends
+        num_sends, is_first = num_sends + (method == "send"), method == "send" and not num_sends
+        if is_first:
+            await others.wait()
+        answer = await prefill.handle(epoch, method, payload)
+        if method == "send":
+            others.set()
+        return answer
+
+    async with world_over(first_one_overtaken, maker) as world:
+        await pull_and_check(world)
+        assert num_sends > 1
+        await world.check_clean(channels=1)
+    await prefill.source.stop()
+    prefill.engine.stop()
 
 
 async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_for_another() -> None:
@@ -162,6 +185,27 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
             await pull_and_check(world, num_tokens)
         await world.check_clean(channels=1)
     assert len(nonces) == 1, "all of them on the first channel"
+    await prefill.source.stop()
+    prefill.engine.stop()
+
+
+async def test_a_send_that_comes_again_after_many_is_refused() -> None:
+    maker, calls = LoopbackChannels(DEADLINE_S), list[bytes]()
+    prefill = Prefill(maker)
+
+    async def handle(epoch: int, method: str, payload: bytes) -> bytes:
+        calls.extend([payload] if method == "send" else [])
+        return await prefill.handle(epoch, method, payload)
+
+    async with world_over(handle, maker) as world:
+        while len(calls) < 100:
+            await pull_and_check(world)
+        for early in (calls[0], calls[20], calls[-1]):
+            again = await prefill.handle(EPOCH, "send", early)
+            with pytest.raises(HandoverError, match="has been asked for already"):
+                decode(m.Sent, again)
+        await pull_and_check(world)
+        await world.check_clean(channels=1)
     await prefill.source.stop()
     prefill.engine.stop()
 
