@@ -129,8 +129,7 @@ class GangKeeper:
             self._set(epoch=epoch, state=STARTING, starts=starts, members=())
             self.ranks.suspicion = ""  # of the life before
             birth = Birth(epoch, self.ranks.room, missing, self.placement)
-            begun = await self.machines.begin(self.plan, birth, self.config)
-            self.ranks.handles |= begun
+            await self.machines.begin(self.plan, birth, self.config, self.ranks.handles)
         while True:
             self._look.clear()
             states = await self.ranks.ask(self.epochs.seen)

@@ -77,20 +77,26 @@ class RayRank:
         ray.kill(self._actor)
 
 
+Alive = dict[int, RayRank]
+"""A gang's ranks, by number."""
+
+
 class RayMachines:
     """Room from Ray for every rank of a gang at once, on as few machines as may be."""
 
-    async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig) -> dict[int, RayRank]:
-        """Ranks that load from now on. Raises Overloaded when there is no room for them, RankLost
-        when Ray itself does not answer, which is no fault of theirs."""
+    async def begin(self, plan: GangPlan, birth: Birth, config: TandemConfig, ranks: Alive) -> None:
+        """Add those that are missing to the ``ranks``; they load from now on. Raises Overloaded
+        when there is no room for them, RankLost when that of the others is gone, and when Ray
+        itself does not answer LifeOver, which the others outlive."""
         told = config.model_dump_json(), pack(birth.placement) if birth.placement else b""
         try:
-            group = await in_thread(lambda: _room(plan, birth))
-            hosts = await asyncio.to_thread(_hosts, group, config.kv_transfer.host)
+            room = await in_thread(lambda: _room(plan, birth))
+            hosts = await asyncio.to_thread(_hosts, room, config.kv_transfer.host)
             specs = plan.specs(birth.epoch, hosts, birth.room)
-            return {r: _create(specs[r], plan.resources, group, *told) for r in birth.missing}
+            ranks.update((r, _create(specs[r], plan.resources, room, *told)) for r in birth.missing)
         except RayError as error:
-            raise RankLost(f"{plan.name}: Ray does not begin it: {error}") from error
+            lost = RankLost(f"{plan.name}: Ray does not begin it: {error}")
+            raise LifeOver(lost, *(ranks.keys() & birth.missing)) from error
 
     async def last_words(self, state: RankState) -> LastWords:
         """Of a rank that has been killed, from its machine; empty where that cannot be had."""

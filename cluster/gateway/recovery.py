@@ -62,10 +62,11 @@ class Trials:
         """Whether by what is known now it may have been in a step that failed, or that killed its
         rank: who was there when it died may, until it is told what of.
 
-        Raises Poisonous when it was alone in one that did, or in MAX_DEATHS of them.
+        Raises Poisonous when it was alone in one that did and this is its second, or in MAX_DEATHS
+        of them.
         """
         deaths = self._deaths()
-        if any(step.is_alone for step in deaths):
+        if (self.has_failed or len(deaths) > 1) and any(step.is_alone for step in deaths):
             raise Poisonous("it was alone in the step that killed a rank: it is not tried again")
         if len(deaths) >= MAX_DEATHS:
             raise Poisonous(f"it was in {len(deaths)} steps that killed a rank: not tried again")

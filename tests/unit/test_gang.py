@@ -92,15 +92,15 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self, plan: GangPlan, birth: Birth, config: TandemConfig
-    ) -> dict[int, FakeRank]:
+        self, plan: GangPlan, birth: Birth, config: TandemConfig, ranks: dict[int, FakeRank]
+    ) -> None:
         if self.refusal is not None:
             raise self.refusal
         assert birth.room == birth.epoch and birth.missing == [0]
         [spec] = plan.specs(birth.epoch, ["127.0.0.1"])
         self.lives[birth.epoch] = rank = FakeRank(spec, self.log_path)
         self._on_begin(rank)
-        return {0: rank}
+        ranks[0] = rank
 
     async def last_words(self, state: RankState) -> LastWords:
         assert self.lives[state.spec.epoch].is_killed, "it may still write"

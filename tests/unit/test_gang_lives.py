@@ -119,8 +119,8 @@ class FakeMachines:
         return self.seen[1]
 
     async def begin(
-        self, plan: GangPlan, birth: Birth, config: TandemConfig
-    ) -> dict[int, FakeRank]:
+        self, plan: GangPlan, birth: Birth, config: TandemConfig, ranks: dict[int, FakeRank]
+    ) -> None:
         if self.troubles:
             raise self.troubles.pop()
         self.begun.append((birth.epoch, birth.room, list(birth.missing)))
@@ -130,7 +130,7 @@ class FakeMachines:
             await for_ever()
         made = {r: FakeRank(replace(specs[r], room=birth.room)) for r in birth.missing}
         self.ranks |= made
-        return made
+        ranks |= made
 
     async def last_words(self, state: RankState) -> LastWords:
         self.asked_for_words.append(state.spec.rank)
@@ -403,8 +403,31 @@ async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
     config, history = load(None, []), next_life.History()
     plan = plan_gangs(config)[0]
     for _ in range(5):
-        with pytest.raises(RankLost, match="Ray does not begin it: .*the head is away") as raised:
-            await RayMachines().begin(plan, Birth(1, 1, (0,), None), config)
-        decision = next_life.next_life(history, Death(raised.value, frozenset(), ()), 0.0)
+        with pytest.raises(LifeOver, match="Ray does not begin it: .*the head is away") as raised:
+            await RayMachines().begin(plan, Birth(1, 1, (0,), None), config, {})
+        death = Death(raised.value.cause, frozenset(), ())
+        decision = next_life.next_life(history, death, 0.0)
         history = decision.history
         assert decision.pause_s == next_life.PAUSE_S
+
+
+async def test_ranks_begun_before_ray_fell_silent_end_and_the_others_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was begun would hold the room of who is begun next."""
+    config = load(None, [f"prefill.dp_size={NUM_RANKS}"])
+    plan = plan_gangs(config)[0]
+    specs = plan.specs(1, ["127.0.0.1"] * NUM_RANKS)
+    ranks = {0: FakeRank(specs[0])}
+
+    def create(spec: RankSpec, *more: object) -> FakeRank:
+        if spec.rank == 2:
+            raise RaySystemError("the head is away")
+        return FakeRank(spec)
+
+    monkeypatch.setattr(machines_module, "_room", lambda plan, birth: None)
+    monkeypatch.setattr(machines_module, "_hosts", lambda group, host: ["127.0.0.1"] * NUM_RANKS)
+    monkeypatch.setattr(machines_module, "_create", create)
+    with pytest.raises(LifeOver, match="the head is away") as raised:
+        await RayMachines().begin(plan, Birth(2, 1, [1, 2], None), config, ranks)
+    assert raised.value.lost == {1} and ranks.keys() == {0, 1}
