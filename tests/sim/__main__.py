@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from tests.sim.faults import Fault
 from tests.sim.once import ONCE, run_once
-from tests.sim.run import Result, faults_of, run_seed, shortest
+from tests.sim.run import RUSHES, Result, faults_of, run_seed, shortest
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=50, help="how many [50]")
-    parser.add_argument("--first", type=int, default=1, help="of these [1]")
+    parser.add_argument("--first", type=int, default=RUSHES, help=f"of these [{RUSHES}]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [cores]")
     parser.add_argument("--once", action="store_true", help="only what failed before it was mended")
     parser.add_argument("--seed", type=int, help="this one alone, with all that can be told of it")

@@ -14,22 +14,26 @@ from runtime.shell import RankShell
 from tests.sim.world import World
 
 ANSWER_S, STILL_S = 60.0, 5.0
-SLACK_S = 8.0
-"""Beyond a lease, within which what nobody knows of has to be gone: sweeps and beats."""
+SLACK_S, LOOSE_S = 8.0, 2.0
+"""Beyond a lease, within which what nobody knows of has to be gone: sweeps, beats and, where wires
+are slow, the end of a copy; an engine that has failed waits to be told to leave. Within which
+what has lost its pages ends to be pulled."""
 
 
 @dataclass
 class Checks:
-    """Of one world; ``_orphans`` are held somewhere and known to no gateway, since when."""
+    """Of one world; ``_orphans`` are held somewhere and known to no gateway, since when, ``_loose``
+    ones arrive and are not held."""
 
     world: World
     _orphans: dict[tuple[str, Identity], float] = field(default_factory=dict)
+    _loose: dict[tuple[str, Identity], float] = field(default_factory=dict)
 
     def look(self) -> None:
         """Every second and at every fault: integrity, nothing held in two places or for nobody."""
         now, world = self.world.loop.time(), self.world
         held_by: dict[Identity, str] = {}
-        orphans, watches = {}, {}
+        orphans, watches, loose = {}, {}, {}
         known = self._known()
         for name, rank in self.ranks():
             watches[name] = rank.loop.watch
@@ -38,17 +42,23 @@ class Checks:
                     if identity in held_by:
                         world.wrong(f"{identity} is on {held_by[identity]} and {name}")
                     held_by[identity] = name
-                if identity not in known:
+                if identity not in known and rank.loop.is_running:
                     orphans[name, identity] = self._orphans.get((name, identity), now)
+            if rank.spec.kind == DECODE:
+                for identity in rank._arriving.keys() - {*self._held(rank)}:
+                    loose[name, identity] = self._loose.get((name, identity), now)
             if rank.loop.watch._began_at is None:
                 self._integrity(name, rank)
-        self._orphans = orphans
+        self._orphans, self._loose = orphans, loose
+        for (name, identity), since in loose.items():
+            if now - since > LOOSE_S:
+                world.wrong(f"{name} pulls {identity} since {since:.3f} to pages that are free")
         for (name, identity), since in orphans.items():
             most_s, watch = world.config.kv_transfer.lease_s, watches[name]
             # Only the engine lets go, and it may have waited for a stopped rank ever since.
             if watch._began_at is not None and watch._began_at <= since:
                 most_s = max(most_s, watch.bound_s)
-            if now - since > most_s + SLACK_S:
+            if now - since > most_s + SLACK_S + world.wires.most_extra_s:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
     def is_whole(self) -> str:
@@ -81,6 +91,8 @@ class Checks:
             side = rank.source._side if rank.spec.kind == PREFILL else rank.intake._side
             if num := side.staging.num_taken:
                 return f"{name} has {num} staging buffers taken"
+            if busy := [link.owner for link in self._links(rank) if link.num_moving]:
+                return f"{name} has chunks of {busy} on their way"
         return ""
 
     async def all_pairs_work(self) -> None:
@@ -112,6 +124,9 @@ class Checks:
         if rank.spec.kind == PREFILL:
             return list(dict.fromkeys([*held, *rank.source._book.open_ones()]))
         return list(dict.fromkeys([*held, *scheduler._begun, *scheduler._fresh]))
+
+    def _links(self, rank: Any) -> list[Any]:
+        return [] if rank.spec.kind == PREFILL else [*rank.intake._links.values()]
 
     def _known(self) -> set[Identity]:
         """To gateways that live, whether they go on or not."""

@@ -3,7 +3,9 @@ for gRPC between them and a gateway's admission."""
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,21 +25,33 @@ from tests.sim.world import Gateway, World
 RETRY_S, BACKOFF_S = 60.0, 0.2
 """A typed client's defaults."""
 HOP_S = 0.001
+LEAVE, STAY_S = 0.2, 3.0
+"""How many go away before they have all, and after how long at most."""
 
 
 @dataclass(eq=False)
 class Client:
-    """One request; its ``right`` answer, and what of it has come."""
+    """One request; its ``right`` answer, and what of it has come. It goes away after ``stays_s``:
+    its stream is ``over`` then, and what serves it is told to ``cancel``."""
 
     number: int
     plan: StreamPlan
     right: tuple[int, ...]
+    stays_s: float | None = None
+    has_left: bool = False
+    over: "asyncio.Future[InferenceError | None] | None" = None
+    cancel: Callable[[], None] | None = None
     token_ids: list[int] = field(default_factory=list)
     last_failure: str = ""
 
     @property
     def is_done(self) -> bool:
-        return self.plan.is_done
+        return self.plan.is_done or self.has_left
+
+    def end(self, failure: InferenceError | None) -> None:
+        """Its stream."""
+        if self.over is not None and not self.over.done():
+            self.over.set_result(failure)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Clients:
         self._world, self._draw = world, draw
         self.all: list[Client] = []
 
-    def make(self) -> Client:
+    def make(self, may_leave: bool = False) -> Client:
         draw, number = self._draw, len(self.all)
         prompt = [draw.randrange(3, 90) for _ in range(draw.randint(4, 60))]
         asked: Any = {
@@ -72,12 +86,26 @@ class Clients:
         right = expected(request, self._world.config.model.max_model_len or 0, ())
         options: Any = asked | {"request_id": request.request_id}
         client = Client(number, StreamPlan(prompt, options, RETRY_S, BACKOFF_S), right)
+        if may_leave and draw.random() < LEAVE:
+            client.stays_s = draw.uniform(0.0, STAY_S)
         self.all.append(client)
         return client
 
     def begin(self, client: Client) -> None:
         process = Process(self._world.loop, f"client-{client.number}")
         process.start(self._follow(client, process))
+        if client.stays_s is not None:
+            process.call(self._leave, client, after_s=client.stays_s)
+
+    def _leave(self, client: Client) -> None:
+        """As a gateway is told of it: what serves the stream is cancelled."""
+        if client.is_done:
+            return
+        client.has_left = True
+        self._world.told("left", client.number)
+        if client.cancel is not None:
+            client.cancel()
+        client.end(None)
 
     async def _follow(self, client: Client, process: Process) -> None:
         """To any gateway that is there, until the answer is whole. What a client would be told as
@@ -102,12 +130,8 @@ class Clients:
         self, client: Client, process: Process, gateway: Gateway
     ) -> InferenceError | None:
         """One try; why it broke."""
-        over: asyncio.Future[InferenceError | None] = asyncio.get_running_loop().create_future()
+        over = client.over = asyncio.get_running_loop().create_future()
         sent: Any = client.plan.begin(Sent)  # type: ignore[arg-type]
-
-        def end(failure: InferenceError | None) -> None:
-            if not over.done():
-                over.set_result(failure)
 
         def take(response: pb.GenerateResponse) -> None:
             if not over.done():
@@ -125,11 +149,16 @@ class Clients:
             except Exception as error:
                 status = status_of(error)
                 failure = InferenceError(status.code, status.details)
-            process.call(end, failure, after_s=HOP_S)
+            process.call(client.end, failure, after_s=HOP_S)
+
+        def begin() -> None:
+            if not over.done():
+                task = gateway.process.start(serve())
+                client.cancel = partial(gateway.process.call, task.cancel, after_s=HOP_S)
 
         gone = InferenceError(grpc.StatusCode.UNAVAILABLE, "the gateway died")
-        gateway.process.on_death.append(lambda: process.call(end, gone, after_s=HOP_S))
-        gateway.process.call(lambda: gateway.process.start(serve()), after_s=HOP_S)
+        gateway.process.on_death.append(lambda: process.call(client.end, gone, after_s=HOP_S))
+        gateway.process.call(begin, after_s=HOP_S)
         return await over
 
     def _take(self, client: Client, piece: Piece) -> None:

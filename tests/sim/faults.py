@@ -33,8 +33,8 @@ class Fault:
     def of(cls, text: str) -> "Fault":
         """Raises ValueError for what is no fault."""
         at, kind, number, for_s = text.split(",")
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(KINDS)}")
+        if kind not in KINDS | RUSH_KINDS:
+            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(KINDS | RUSH_KINDS)}")
         return cls(float(at), kind, int(number), float(for_s))
 
 
@@ -55,20 +55,24 @@ KINDS = {
     "clock back": 1,
 }
 """How often each is drawn."""
+RUSH_KINDS = {"slow wire": 3}
+"""Drawn, too, where clients come in rushes."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
 """These touch one process or none: where there are no others nobody else's may end."""
+RUSH_OWN = *OWN, "lose head", "slow wire"
+"""As these, where clients come in rushes."""
 CLOSE, CLOSE_S = 0.4, 3.0
 """How many come soon after another, and how soon."""
-SLOW_S, DRAIN_S = 6.0, 5.0
+SLOW_S, DRAIN_S, COPY_S = 6.0, 5.0, 12.0
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
 
 
-def drawn(draw: random.Random, num: int, first: float, last: float, is_own: bool) -> list[Fault]:
-    often = {kind: num for kind, num in KINDS.items() if kind in OWN or not is_own}
-    kinds = draw.choices([*often], [*often.values()], k=num)
+def drawn(
+    draw: random.Random, often: dict[str, int], num: int, first: float, last: float
+) -> list[Fault]:
     faults: list[Fault] = []
-    for kind in kinds:
+    for kind in draw.choices([*often], [*often.values()], k=num):
         at = draw.uniform(first, last)
         if faults and draw.random() < CLOSE:
             at = min(last, draw.choice(faults).at + draw.uniform(0.0, CLOSE_S))
@@ -89,7 +93,8 @@ class Faults:
         self._cuts: dict[tuple[str, str], float] = {}
         self.wall_offset_s = 0.0
         self.num_applied: dict[str, int] = {}
-        self._no_head_until = 0.0
+        self._no_head_until = self._slow_until = 0.0
+        world.wires.extra_s = self._extra_s
         world.ray.trouble = self._trouble
         world.ray.fails = self._fails
         world.net.is_cut = lambda a, b: self._is_cut(a.machine, b.machine)
@@ -104,6 +109,7 @@ class Faults:
         """Nothing is wrong from now on."""
         world = self.world
         self._trouble_until, self._no_head_until, self._cuts = 0.0, 0.0, {}
+        self._slow_until = 0.0
         world.loads.failing.clear()
         world.loads.slow.clear()
         world.net.heal()
@@ -233,6 +239,17 @@ class Faults:
             self._cuts[way] = self.world.loop.time() + fault.for_s
         self._later(fault.for_s + 0.001, self.world.net.heal)
         return f"{first} {'to' if is_one_way else 'and'} {second}"
+
+    def _slow_wire(self, fault: Fault) -> str:
+        """Whatever begins to be copied within that time takes long, if not so long that it fails;
+        some longer than a lease."""
+        self._slow_until = self.world.loop.time() + fault.for_s
+        self.world.wires.most_extra_s = COPY_S
+        return f"{fault.for_s} s"
+
+    def _extra_s(self) -> float:
+        is_slow = self.world.loop.time() < self._slow_until
+        return self._draw.uniform(0.0, COPY_S) if is_slow else 0.0
 
     def _clock_back(self, fault: Fault) -> str:
         self.wall_offset_s -= 3600.0

@@ -56,7 +56,7 @@ class HashNetwork:
     then."""
 
     def __init__(
-        self, draw_: random.Random, failing: set[str], slow: dict[str, float], step_s: float = 0.01
+        self, draw_: random.Random, failing: set[str], slow: dict[str, float], step_s: float
     ) -> None:
         self._draw, self._failing, self._slow, self._step_s = draw_, failing, slow, step_s
 
@@ -141,6 +141,7 @@ class Loads:
 
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw = ModelConfig.from_dir(folder), draw_
+        self.step_s = 0.01
         self.failing: set[str] = set()
         self.slow: dict[str, float] = {}
 
@@ -150,7 +151,7 @@ class Loads:
         for share in (0.25, 0.5, 0.75, 1.0):
             time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
             on_start.get()(LOADING, share)
-        network: Any = HashNetwork(self._draw, self.failing, self.slow)
+        network: Any = HashNetwork(self._draw, self.failing, self.slow, self.step_s)
         most = config.model.max_model_len or self._config.max_position_embeddings
         parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
         return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None)

@@ -51,6 +51,10 @@ ONCE = {
         *("43.326024,lose calls,100354958,20", "53.094590,kill gateway,309963378,1"),
         "56.418843,kill gateway,873040592,3",
     ),
+    "Ray's head is away while a rank is replaced, and the others of its gang are well": (
+        10176,
+        *("12.661699,kill rank,313095967,20", "13.138848,lose head,850104747,3"),
+    ),
     "an offer of a life that is over comes after one of the next": (
         131,
         *("15.133166,stop rank,688084202,20", "26.040961,lose calls,148510063,20"),

@@ -14,13 +14,19 @@ import torch
 
 from tests.sim.checks import Checks
 from tests.sim.clients import Clients
-from tests.sim.faults import OWN, Fault, Faults, drawn
+from tests.sim.faults import KINDS, OWN, RUSH_KINDS, RUSH_OWN, Fault, Faults, drawn
 from tests.sim.loop import Deadlock, Process
 from tests.sim.world import GATEWAYS, World
 
 UP_S, SERVE_S, SETTLE_S = 12.0, 60.0, 240.0
 MOST_CPU_S = 60
 NUM_CLIENTS, NUM_FAULTS = 20, 10
+RUSHES = 10_001
+"""From this seed on clients come in rushes, may go away, and a wire may be slow; those before are
+kept as they were for what they found."""
+RUSH, RUSH_S, EARLY_S, SLOW_STEP_S = 6, 0.3, 2.0, 0.1
+"""Clients of one rush, within how long, and how soon before a fault; a step of an engine takes so
+long that they meet."""
 WALL = 1_700_000_000.0
 SHAPES = (
     ("prefill.replicas=2", "decode.replicas=2"),
@@ -47,7 +53,10 @@ class Result:
 
 def faults_of(seed: int) -> list[Fault]:
     draw = random.Random(f"faults {seed}")
-    return drawn(draw, NUM_FAULTS, UP_S, UP_S + SERVE_S, is_own=seed % 4 == 0)
+    kinds, own = (KINDS, OWN) if seed < RUSHES else (KINDS | RUSH_KINDS, RUSH_OWN)
+    if seed % 4 == 0:
+        kinds = {kind: often for kind, often in kinds.items() if kind in own}
+    return drawn(draw, kinds, NUM_FAULTS, UP_S, UP_S + SERVE_S)
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool = False) -> Result:
@@ -58,6 +67,8 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool =
     gc.freeze()  # what is there now is not looked at again
     gc.disable()
     world = World(seed, *SHAPES[seed % len(SHAPES)])
+    if seed >= RUSHES:
+        world.loads.step_s = SLOW_STEP_S
 
     def end(*_: object) -> None:
         world.failures.append(f"it takes more than {MOST_CPU_S} s of a core: something never ends")
@@ -88,7 +99,7 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
     world.keeps_log = keeps_log
     world.loop.set_exception_handler(lambda loop, told: _unhandled(world, told))
     applied = Faults(world, random.Random(f"chances {world.seed}"))
-    if all(fault.kind in OWN for fault in faults):
+    if all(fault.kind in (OWN if world.seed < RUSHES else RUSH_OWN) for fault in faults):
         world.ray.on_kill = lambda name: world.wrong(f"{name} was well and is killed")
     wall = lambda: WALL + world.loop.time() + applied.wall_offset_s  # noqa: E731
     with world.patched(), patch.object(time, "time", wall):
@@ -111,6 +122,16 @@ def _unhandled(world: World, told: dict) -> None:
     world.wrong(f"{told['message']}: {told.get('exception')!r}, {of}")
 
 
+def _arrivals(world: World, faults: list[Fault]) -> list[float]:
+    draw = world.draw.uniform
+    if world.seed < RUSHES:
+        return [draw(UP_S / 2, UP_S + SERVE_S) for _ in range(NUM_CLIENTS)]
+    early = [fault.at - draw(0.0, EARLY_S) for fault in faults] or [UP_S]
+    rushes = [world.draw.choice(early) for _ in range(NUM_CLIENTS // RUSH)]
+    rest = [draw(UP_S / 2, UP_S + SERVE_S) for _ in range(NUM_CLIENTS % RUSH)]
+    return rest + [at + draw(0.0, RUSH_S) for at in rushes for _ in range(RUSH)]
+
+
 async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
     checks = Checks(world)
     clients = Clients(world, random.Random(world.draw.random()))
@@ -123,9 +144,9 @@ async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
         world.add_machine(4.0)
     for name in GATEWAYS:
         world.begin_gateway(name)
-    for _ in range(NUM_CLIENTS):
-        at = world.draw.uniform(UP_S / 2, UP_S + SERVE_S)
-        world.loop.call_later(at, clients.begin, clients.make())
+    for at in _arrivals(world, faults):
+        made = clients.make(may_leave=world.seed >= RUSHES)
+        world.loop.call_later(at, clients.begin, made)
     for fault in faults:
         world.loop.call_later(fault.at, apply, fault)
     for _ in range(int(UP_S + SERVE_S)):

@@ -1,6 +1,7 @@
 """The backend of channels: two ends meet in a store by their nonce, and copy tensors later. A cut
 in the middle of a copy breaks the connection."""
 
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,8 @@ class Wires:
     def __init__(self, net: Net, threads: Threads) -> None:
         self.net, self.threads = net, threads
         self.stores: dict[tuple[str, int], Store] = {}
+        self.extra_s: Callable[[], float] = lambda: 0.0
+        self.most_extra_s = 0.0
 
     def store_server(self, host: str, timeout_s: float) -> tuple[Store, int]:
         store = Store(host, self.net.next_port(), here())
@@ -128,7 +131,8 @@ class Wire:
         return posted
 
     def _copy(self) -> None:
-        """By the kernels: nobody's process has to run for that."""
+        """By the kernels: nobody's process has to run for that. One half is read and written at
+        once, the other at last, whoever has its memory by then."""
         told = {half.posted[1]: half for half in self.pipe.halves if half.posted}
         sender, receiver = told["send"], told["recv"]
         assert sender.posted and receiver.posted and sender.posted[0] == receiver.posted[0]
@@ -137,8 +141,11 @@ class Wire:
             wrong = f"{source.nbytes} B sent to {target.nbytes}: gloo ends a process of too few"
             return self.wires.net.loop.call_exception_handler({"message": wrong})
         sender.posted = receiver.posted = None
-        after_s = self.wires.net.latency_s() + source.nbytes / BYTES_PER_S
-        data = source.clone()
+        wires = self.wires
+        after_s = wires.net.latency_s() + source.nbytes / BYTES_PER_S + wires.extra_s()
+        read, written = source.flatten(), target.view(-1)
+        middle = len(read) // 2
+        written[:middle] = read[:middle]
 
         def arrive() -> None:
             if self.pipe.is_closed or self.wires.net.is_cut(sender.process, receiver.process):
@@ -146,11 +153,11 @@ class Wire:
                 for half, posted in ((sender, sent), (receiver, came)):
                     half.process.call(posted.end, "the connection broke")
                 return
-            target.copy_(data.view_as(target))
+            written[middle:] = read[middle:]
             sender.process.call(sent.end)
             receiver.process.call(came.end)
 
-        self.wires.net.loop.call_later(after_s, arrive, context=KERNEL)
+        wires.net.loop.call_later(after_s, arrive, context=KERNEL)
 
     def wait(self, posted: Posted, timeout_s: float) -> None:
         if not posted.is_done:
