@@ -25,8 +25,9 @@ LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.003
 at a level lose at most this share of the time: one that seems as good is looked at often, one that
 takes four times as long for no more every 2,000 steps. The first one is free: what was measured
 while idle was of other texts."""
-BLIND_EVERY, BLIND_SHARE = 16, 0.01
-"""Instead, of the best level that drafts while none is in use: nothing else tells of acceptance."""
+BLIND_EVERY, BLIND_SHARE = 4, 0.007
+"""Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
+which rises within some steps where a text begins to repeat itself."""
 HOLD = 8
 """Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
 NUM_NEW = 256

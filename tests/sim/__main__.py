@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.sim.faults import Fault
+from tests.sim.fault import Fault
 from tests.sim.once import ONCE, run_once
 from tests.sim.run import RUSHES, Result, faults_of, run_seed, shortest
 

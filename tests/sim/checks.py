@@ -11,7 +11,7 @@ from core.identity import Identity
 from core.info import DECODE, PREFILL
 from core.membership import READY
 from runtime.shell import RankShell
-from tests.sim.world import World
+from tests.sim.world import Gateway, World
 
 ANSWER_S, STILL_S = 60.0, 5.0
 SLACK_S, LOOSE_S = 8.0, 2.0
@@ -55,9 +55,9 @@ class Checks:
                 world.wrong(f"{name} pulls {identity} since {since:.3f} to pages that are free")
         for (name, identity), since in orphans.items():
             most_s, watch = world.config.kv_transfer.lease_s, watches[name]
-            # Only the engine lets go, and it may have waited for a stopped rank ever since.
-            if watch._began_at is not None and watch._began_at <= since:
-                most_s = max(most_s, watch.bound_s)
+            # Only the engine lets go, and it may have waited for a stopped rank since then.
+            if watch._began_at is not None and watch._began_at <= since + most_s:
+                most_s = max(most_s, watch._began_at - since + watch.bound_s)
             if now - since > most_s + SLACK_S + world.wires.most_extra_s:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
@@ -96,18 +96,26 @@ class Checks:
         return ""
 
     async def all_pairs_work(self) -> None:
-        """For each gateway, by a request of its own, once nothing is left of the last fault, such
-        as half of a channel."""
+        """For each gateway, by a request of its own, once nothing is left of the last fault. Who
+        meets half of a channel, which no word had to tell of, finds a whole one next."""
         await asyncio.sleep(STILL_S)  # time: virtual
         for one in self.world.gateways:
             assert one.gateway is not None
             for pair in one.gateway.fleet.usable():
-                try:
-                    async with asyncio.timeout(ANSWER_S):
-                        await one.gateway._warm(Pair(*pair, Identity(f"{one.name}-last")))
-                except Exception as error:
+                failure = await self._together(one, pair) and await self._together(one, pair)
+                if failure:
                     names = " and ".join(rank.life for rank in pair)
-                    self.world.wrong(f"{names} do not work together: {error!r}")
+                    self.world.wrong(f"{names} do not work together: {failure!r}")
+
+    async def _together(self, one: Gateway, pair: Any) -> Exception | None:
+        """Why these do not."""
+        assert one.gateway is not None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await one.gateway._warm(Pair(*pair, Identity(f"{one.name}-last")))
+        except Exception as error:
+            return error
+        return None
 
     def ranks(self) -> Iterator[tuple[str, Any]]:
         """That live and are not stopped."""

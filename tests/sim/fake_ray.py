@@ -75,6 +75,7 @@ class FakeRay:
         self.trouble: Callable[[Actor, str], Trouble] = lambda actor, method: Trouble()
         self.fails: Callable[[], bool] = lambda: False
         self.on_kill: Callable[[str], None] = lambda name: None
+        self.on_call: Callable[[Process | None, Actor, str], None] = lambda *called: None
         self._process = Process(loop, "ray")
         self.util = SimpleNamespace(
             list_named_actors=self._named, placement_group_table=self._table
@@ -222,6 +223,7 @@ class FakeRay:
             call.fail(Unavailable("the call was lost"))
             return answer
         call.send(self.net.latency_s() + trouble.before_s)
+        self.on_call(caller, actor, what or method)
         if trouble.is_doubled:
             again: asyncio.Future[Any] = self.loop.create_future()
             Call(actor, method, given, None, again).send(

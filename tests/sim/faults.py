@@ -1,9 +1,9 @@
-"""What goes wrong in a seed, and when: a list that is drawn once, so that it can be cut down."""
+"""What each fault does to a world."""
 
 import asyncio
 import random
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.control import rebalance
@@ -13,75 +13,21 @@ from core.errors import TandemError
 from core.membership import READY
 from tests.sim.actors import Actor, Machine
 from tests.sim.fake_ray import Trouble
-from tests.sim.world import World
+from tests.sim.fault import Fault
+from tests.sim.loop import Process
+from tests.sim.net import Transport
+from tests.sim.world import Gateway, World
 
-
-@dataclass(frozen=True)
-class Fault:
-    """``at`` so many seconds; ``number`` chooses among what there is then; ``for_s`` is how long it
-    lasts. As text it is what ``--fault`` takes."""
-
-    at: float
-    kind: str
-    number: int
-    for_s: float
-
-    def __str__(self) -> str:
-        return f"{self.at:.6f},{self.kind},{self.number},{self.for_s}"
-
-    @classmethod
-    def of(cls, text: str) -> "Fault":
-        """Raises ValueError for what is no fault."""
-        at, kind, number, for_s = text.split(",")
-        if kind not in KINDS | RUSH_KINDS:
-            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(KINDS | RUSH_KINDS)}")
-        return cls(float(at), kind, int(number), float(for_s))
-
-
-KINDS = {
-    "kill rank": 4,
-    "stop rank": 3,
-    "kill gateway": 1,
-    "stop gateway": 1,
-    "kill controller": 2,
-    "lose machine": 1,
-    "late machine": 1,
-    "lose calls": 4,
-    "cut": 3,
-    "lose head": 2,
-    "fail step": 2,
-    "slow rank": 3,
-    "drain": 2,
-    "clock back": 1,
-}
-"""How often each is drawn."""
-RUSH_KINDS = {"slow wire": 3}
-"""Drawn, too, where clients come in rushes."""
-OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
-"""These touch one process or none: where there are no others nobody else's may end."""
-RUSH_OWN = *OWN, "lose head", "slow wire"
-"""As these, where clients come in rushes."""
-CLOSE, CLOSE_S = 0.4, 3.0
-"""How many come soon after another, and how soon."""
-SLOW_S, DRAIN_S, COPY_S = 6.0, 5.0, 12.0
+CALLS = (
+    *("grant", "start", "prefill", "abort", "cancel", "beat"),
+    *("who", "host", "join", "leave", "begin", "attach", "membership", "report"),
+)
+"""In which somebody may die."""
+BREAKING = "connect", "pull", "send", "sums", "renew", "release", "hang_up"
+"""Calls from decode to prefill in which their connection may break."""
+SLOW_S, DRAIN_S, COPY_S, GATEWAY_S, CALL_S, REACH_S = 6.0, 5.0, 12.0, 2.0, 0.01, 0.0031
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
-
-
-def drawn(
-    draw: random.Random, often: dict[str, int], num: int, first: float, last: float
-) -> list[Fault]:
-    faults: list[Fault] = []
-    for kind in draw.choices([*often], [*often.values()], k=num):
-        at = draw.uniform(first, last)
-        if faults and draw.random() < CLOSE:
-            at = min(last, draw.choice(faults).at + draw.uniform(0.0, CLOSE_S))
-        for_s = draw.choice((1, 3, 7, 20))
-        faults.append(Fault(round(at, 6), kind, draw.randrange(1 << 30), for_s))
-    failing = [fault for fault in faults if fault.kind == "fail step"]
-    for fault in failing[1:]:  # who is in two such steps may be refused
-        faults.remove(fault)
-    return sorted(faults, key=lambda fault: fault.at)
 
 
 class Faults:
@@ -95,6 +41,10 @@ class Faults:
         self.num_applied: dict[str, int] = {}
         self._no_head_until = self._slow_until = 0.0
         world.wires.extra_s = self._extra_s
+        self._dying: list[tuple[str, bool]] = []
+        self._breaking: list[tuple[bytes, bool]] = []
+        world.ray.on_call = self._called
+        world.net.on_write = self._written
         world.ray.trouble = self._trouble
         world.ray.fails = self._fails
         world.net.is_cut = lambda a, b: self._is_cut(a.machine, b.machine)
@@ -109,7 +59,7 @@ class Faults:
         """Nothing is wrong from now on."""
         world = self.world
         self._trouble_until, self._no_head_until, self._cuts = 0.0, 0.0, {}
-        self._slow_until = 0.0
+        self._slow_until, self._dying, self._breaking = 0.0, [], []
         world.loads.failing.clear()
         world.loads.slow.clear()
         world.net.heal()
@@ -167,11 +117,15 @@ class Faults:
 
     def _kill_gateway(self, fault: Fault) -> str:
         gateway = self.world.gateways[fault.number % len(self.world.gateways)]
+        return gateway.name if self._end_gateway(gateway) else ""
+
+    def _end_gateway(self, gateway: Gateway) -> bool:
+        """Whether it lived; another comes in its place."""
         if not gateway.process.is_alive:
-            return ""
+            return False
         gateway.process.kill()
-        self._later(2.0, lambda: self.world.begin_gateway(gateway.name))
-        return gateway.name
+        self._later(GATEWAY_S, lambda: self.world.begin_gateway(gateway.name))
+        return True
 
     def _stop_gateway(self, fault: Fault) -> str:
         process = self.world.gateways[fault.number % len(self.world.gateways)].process
@@ -230,8 +184,7 @@ class Faults:
 
     def _cut(self, fault: Fault) -> str:
         names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
-        first = names[fault.number % len(names)]
-        second = names[(fault.number // 7) % len(names)]
+        first, second = names[fault.number % len(names)], names[fault.number // 7 % len(names)]
         if first == second:
             return ""
         is_one_way = fault.number // 49 % 3 == 0
@@ -250,6 +203,46 @@ class Faults:
     def _extra_s(self) -> float:
         is_slow = self.world.loop.time() < self._slow_until
         return self._draw.uniform(0.0, COPY_S) if is_slow else 0.0
+
+    def _reset(self, fault: Fault) -> str:
+        """Of all connections between two machines."""
+        names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
+        machines = {names[fault.number % len(names)], names[fault.number // 7 % len(names)]}
+        self.world.wires.reset(machines)
+        return f"{sorted(machines)}" if self.world.net.reset(machines) else ""
+
+    def _reset_in_call(self, fault: Fault) -> str:
+        """The next such call gets lost, or its answer."""
+        what, arrives = BREAKING[fault.number % len(BREAKING)], fault.number // 7 % 2 == 0
+        self._breaking.append((what.encode(), arrives))
+        return f"{what}, which {'arrives' if arrives else 'is lost'}"
+
+    def _written(self, end: Transport, data: bytes) -> None:
+        for breaking in [one for one in self._breaking if one[0] in data]:
+            self._breaking.remove(breaking)
+            self.world.told("reset in call", *breaking)
+            after_s = REACH_S if breaking[1] else 0.0
+            for one in (end, end.peer):
+                one.process.call(one.reset, after_s=after_s)
+
+    def _die_in_call(self, fault: Fault) -> str:
+        """Who makes the next such call, as soon as it has, or whom it reaches."""
+        what, is_caller = CALLS[fault.number % len(CALLS)], fault.number // len(CALLS) % 2 == 0
+        self._dying.append((what, is_caller))
+        return f"{what}, {'who calls' if is_caller else 'who is called'}"
+
+    def _called(self, caller: Process | None, actor: Actor, what: str) -> None:
+        for dying in [one for one in self._dying if one[0] == what]:
+            victim = caller if dying[1] else actor.process
+            gateway = next((g for g in self.world.gateways if g.process is victim), None)
+            if gateway is not None:
+                self._later(0.0, partial(self._end_gateway, gateway))
+            elif victim in self.world.ray.actor_of:
+                self._later(0.0 if dying[1] else self._draw.uniform(0.0, CALL_S), victim.kill)
+            else:
+                continue
+            self._dying.remove(dying)
+            self.world.told("dies in call", *dying)
 
     def _clock_back(self, fault: Fault) -> str:
         self.wall_offset_s -= 3600.0

@@ -59,6 +59,7 @@ class Net:
         self.loop, self.draw = loop, draw
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.is_cut: Callable[[Process, Process], bool] = lambda a, b: False
+        self.on_write: Callable[[Transport, bytes], None] = lambda end, data: None
         self._port = FIRST_PORT
         self._ends: list[Transport] = []
 
@@ -94,6 +95,14 @@ class Net:
         listener.process.call(theirs.accept, listener.protocol_factory)
         mine.protocol.connection_made(mine)
         return mine, mine.protocol
+
+    def reset(self, machines: set[str]) -> int:
+        """Connections between these two break, with what is on its way; how many."""
+        self._ends = [end for end in self._ends if not end.is_over]
+        broken = [e for e in self._ends if {e.process.machine, e.peer.process.machine} == machines]
+        for end in broken:
+            end.process.call(end.reset)
+        return len(broken)
 
     def heal(self) -> None:
         """What could not get through does so now."""
@@ -132,6 +141,7 @@ class Transport(asyncio.Transport):
         if not (self._is_closing or self.is_over):
             self.sent.append(bytes(data))
             self._schedule()
+            self.net.on_write(self, self.sent[-1])
 
     def get_write_buffer_size(self) -> int:
         return sum(map(len, self.sent))
@@ -167,6 +177,10 @@ class Transport(asyncio.Transport):
         self._is_closing = True
         self.sent.clear()
         self._schedule()
+
+    def reset(self) -> None:
+        """As its own process is told of it."""
+        self._lose(ConnectionResetError("reset"))
 
     def flush(self) -> None:
         if self.sent or self._is_closing:

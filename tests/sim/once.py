@@ -1,6 +1,6 @@
 """What failed before it was mended: a seed, which is a cluster's shape, and faults."""
 
-from tests.sim.faults import Fault
+from tests.sim.fault import Fault
 from tests.sim.run import Result, run_seed
 
 _DEAD = "30,kill rank,0,1", "30.1,kill rank,0,1"

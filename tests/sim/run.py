@@ -14,7 +14,8 @@ import torch
 
 from tests.sim.checks import Checks
 from tests.sim.clients import Clients
-from tests.sim.faults import KINDS, OWN, RUSH_KINDS, RUSH_OWN, Fault, Faults, drawn
+from tests.sim.fault import KINDS, OWN, RUSH_KINDS, RUSH_OWN, Fault, drawn
+from tests.sim.faults import Faults
 from tests.sim.loop import Deadlock, Process
 from tests.sim.world import GATEWAYS, World
 

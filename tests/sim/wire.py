@@ -60,6 +60,7 @@ class Wires:
     def __init__(self, net: Net, threads: Threads) -> None:
         self.net, self.threads = net, threads
         self.stores: dict[tuple[str, int], Store] = {}
+        self.pipes: list[Pipe] = []
         self.extra_s: Callable[[], float] = lambda: 0.0
         self.most_extra_s = 0.0
 
@@ -78,11 +79,18 @@ class Wires:
     def backend(self, host: str, timeout_s: float) -> "Backend":
         return Backend(self, timeout_s)
 
-    def close(self, pipe: Pipe, by: Process) -> None:
+    def reset(self, machines: set[str]) -> None:
+        """Connections between these two break."""
+        for pipe in self.pipes:
+            if {half.process.machine for half in pipe.halves} == machines:
+                self.close(pipe)
+
+    def close(self, pipe: Pipe, by: Process | None = None) -> None:
         """What is posted there fails, at the other end a little later."""
         if pipe.is_closed:
             return
         pipe.is_closed = True
+        self.pipes.remove(pipe)
         for half in pipe.halves:
             if half.posted is not None and half.process is not by:
                 half.process.call(half.posted[3].end, "the other end has closed", after_s=0.001)
@@ -97,7 +105,10 @@ class Backend:
 
     def join(self, met: tuple[Store, str], rank: int) -> "Wire":
         store, nonce = met
-        pipe = store.waiting.setdefault(nonce, Pipe())
+        if nonce not in store.waiting:
+            store.waiting[nonce] = Pipe()
+            self.wires.pipes.append(store.waiting[nonce])
+        pipe = store.waiting[nonce]
         half = Half(here())
         pipe.halves.append(half)
         half.process.closes.append(lambda: self.wires.close(pipe, half.process))
