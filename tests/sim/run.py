@@ -23,8 +23,8 @@ UP_S, SERVE_S, SETTLE_S = 12.0, 60.0, 240.0
 MOST_CPU_S = 60
 NUM_CLIENTS, NUM_FAULTS = 20, 10
 RUSHES = 10_001
-"""From this seed on clients come in rushes, may go away, and a wire may be slow; those before are
-kept as they were for what they found."""
+"""From this seed on clients come in rushes and may go away, and RUSH_KINDS are among the faults;
+those before are kept as they were for what they found."""
 RUSH, RUSH_S, EARLY_S, SLOW_STEP_S = 6, 0.3, 2.0, 0.1
 """Clients of one rush, within how long, and how soon before a fault; a step of an engine takes so
 long that they meet."""
@@ -54,10 +54,14 @@ class Result:
 
 def faults_of(seed: int) -> list[Fault]:
     draw = random.Random(f"faults {seed}")
-    kinds, own = (KINDS, OWN) if seed < RUSHES else (KINDS | RUSH_KINDS, RUSH_OWN)
+    kinds = KINDS if seed < RUSHES else KINDS | RUSH_KINDS
     if seed % 4 == 0:
-        kinds = {kind: often for kind, often in kinds.items() if kind in own}
+        kinds = {kind: often for kind, often in kinds.items() if kind in _own(seed)}
     return drawn(draw, kinds, NUM_FAULTS, UP_S, UP_S + SERVE_S)
+
+
+def _own(seed: int) -> Sequence[str]:
+    return OWN if seed < RUSHES else RUSH_OWN
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool = False) -> Result:
@@ -100,7 +104,7 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
     world.keeps_log = keeps_log
     world.loop.set_exception_handler(lambda loop, told: _unhandled(world, told))
     applied = Faults(world, random.Random(f"chances {world.seed}"))
-    if all(fault.kind in (OWN if world.seed < RUSHES else RUSH_OWN) for fault in faults):
+    if all(fault.kind in _own(world.seed) for fault in faults):
         world.ray.on_kill = lambda name: world.wrong(f"{name} was well and is killed")
     wall = lambda: WALL + world.loop.time() + applied.wall_offset_s  # noqa: E731
     with world.patched(), patch.object(time, "time", wall):
@@ -123,11 +127,12 @@ def _unhandled(world: World, told: dict) -> None:
     world.wrong(f"{told['message']}: {told.get('exception')!r}, {of}")
 
 
-def _arrivals(world: World, faults: list[Fault]) -> list[float]:
+def _arrivals(world: World) -> list[float]:
+    """The same when some of the seed's faults are left out."""
     draw = world.draw.uniform
     if world.seed < RUSHES:
         return [draw(UP_S / 2, UP_S + SERVE_S) for _ in range(NUM_CLIENTS)]
-    early = [fault.at - draw(0.0, EARLY_S) for fault in faults] or [UP_S]
+    early = [fault.at - draw(0.0, EARLY_S) for fault in faults_of(world.seed)]
     rushes = [world.draw.choice(early) for _ in range(NUM_CLIENTS // RUSH)]
     rest = [draw(UP_S / 2, UP_S + SERVE_S) for _ in range(NUM_CLIENTS % RUSH)]
     return rest + [at + draw(0.0, RUSH_S) for at in rushes for _ in range(RUSH)]
@@ -145,7 +150,7 @@ async def _live(world: World, applied: Faults, faults: list[Fault]) -> None:
         world.add_machine(4.0)
     for name in GATEWAYS:
         world.begin_gateway(name)
-    for at in _arrivals(world, faults):
+    for at in _arrivals(world):
         made = clients.make(may_leave=world.seed >= RUSHES)
         world.loop.call_later(at, clients.begin, made)
     for fault in faults:

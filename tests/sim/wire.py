@@ -81,7 +81,7 @@ class Wires:
 
     def reset(self, machines: set[str]) -> None:
         """Connections between these two break."""
-        for pipe in self.pipes:
+        for pipe in [*self.pipes]:
             if {half.process.machine for half in pipe.halves} == machines:
                 self.close(pipe)
 

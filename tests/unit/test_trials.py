@@ -24,7 +24,7 @@ def step(number: int, *others: str, is_alone: bool = False) -> InStep:
 
 
 def test_alone_in_one_step_that_killed_a_rank_is_not_poison_yet() -> None:
-    """It was alone because it was suspected of a death that nobody explained (seed 10167 of the
+    """It was alone because it was suspected of a death that nobody explained (seed 10,167 of the
     simulation)."""
     assert trials_after(step(1, is_alone=True)).is_suspect()
 
