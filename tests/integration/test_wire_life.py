@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.control import Done, InProcessControl, ask
+from core.control import Done, Handler, InProcessControl, ask
 from core.errors import HandoverError, RankLost, SequenceEnded
 from core.schema import decode, unpack
 from core.tasks import cancelled
@@ -117,24 +117,31 @@ async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_plac
         await world.check_clean(channels=1)
 
 
-async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
-    """As they do where the first waits for a channel, which is there when the next one comes."""
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill, others, num_sends = Prefill(maker), asyncio.Event(), 0
+def first_send_late(prefill: Prefill, *, answers: bool) -> Handler:
+    """The first one, or its answer, arrives when another one has been answered."""
+    others, num_sends = asyncio.Event(), 0
 
-    async def first_one_overtaken(epoch: int, method: str, payload: bytes) -> bytes:
+    async def handle(epoch: int, method: str, payload: bytes) -> bytes:
         nonlocal num_sends
         num_sends, is_first = num_sends + (method == "send"), method == "send" and not num_sends
-        if is_first:
+        if is_first and not answers:
             await others.wait()
         answer = await prefill.handle(epoch, method, payload)
-        if method == "send":
+        if is_first and answers:
+            await others.wait()
+        elif method == "send":
             others.set()
         return answer
 
-    async with world_over(first_one_overtaken, maker) as world:
+    return handle
+
+
+async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
+    """As they do where the first waits for a channel, which is there when the next one comes."""
+    maker = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(maker)
+    async with world_over(first_send_late(prefill, answers=False), maker) as world:
         await pull_and_check(world)
-        assert num_sends > 1
         await world.check_clean(channels=1)
     await prefill.source.stop()
     prefill.engine.stop()
@@ -142,19 +149,8 @@ async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
 
 async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_for_another() -> None:
     maker = LoopbackChannels(DEADLINE_S)
-    prefill, others, num_sends = Prefill(maker), asyncio.Event(), 0
-
-    async def first_one_late(epoch: int, method: str, payload: bytes) -> bytes:
-        nonlocal num_sends
-        num_sends, is_first = num_sends + (method == "send"), method == "send" and not num_sends
-        answer = await prefill.handle(epoch, method, payload)
-        if is_first:
-            await others.wait()
-        elif method == "send":
-            others.set()
-        return answer
-
-    async with world_over(first_one_late, maker) as world:
+    prefill = Prefill(maker)
+    async with world_over(first_send_late(prefill, answers=True), maker) as world:
         await world.prefill(asked := offer(20))
         with pytest.raises(HandoverError, match=r"asked for .* got Sent\(transfer_id="):
             await world.pull(asked)

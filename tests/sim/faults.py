@@ -183,8 +183,7 @@ class Faults:
         return self.world.loop.time() < self._no_head_until and self._draw.random() < 0.6
 
     def _cut(self, fault: Fault) -> str:
-        names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
-        first, second = names[fault.number % len(names)], names[fault.number // 7 % len(names)]
+        first, second = self._two_machines(fault)
         if first == second:
             return ""
         is_one_way = fault.number // 49 % 3 == 0
@@ -204,16 +203,21 @@ class Faults:
         is_slow = self.world.loop.time() < self._slow_until
         return self._draw.uniform(0.0, COPY_S) if is_slow else 0.0
 
-    def _reset(self, fault: Fault) -> str:
-        """Of all connections between two machines."""
+    def _two_machines(self, fault: Fault) -> tuple[str, str]:
+        """They may be one."""
         names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
-        machines = {names[fault.number % len(names)], names[fault.number // 7 % len(names)]}
+        return names[fault.number % len(names)], names[fault.number // 7 % len(names)]
+
+    def _reset(self, fault: Fault) -> str:
+        """Of all connections between two machines, or within one."""
+        machines = {*self._two_machines(fault)}
         self.world.wires.reset(machines)
         return f"{sorted(machines)}" if self.world.net.reset(machines) else ""
 
     def _reset_in_call(self, fault: Fault) -> str:
         """The next such call gets lost, or its answer."""
-        what, arrives = BREAKING[fault.number % len(BREAKING)], fault.number // 7 % 2 == 0
+        turn, place = divmod(fault.number, len(BREAKING))
+        what, arrives = BREAKING[place], turn % 2 == 0
         self._breaking.append((what.encode(), arrives))
         return f"{what}, which {'arrives' if arrives else 'is lost'}"
 
@@ -227,7 +231,8 @@ class Faults:
 
     def _die_in_call(self, fault: Fault) -> str:
         """Who makes the next such call, as soon as it has, or whom it reaches."""
-        what, is_caller = CALLS[fault.number % len(CALLS)], fault.number // len(CALLS) % 2 == 0
+        turn, place = divmod(fault.number, len(CALLS))
+        what, is_caller = CALLS[place], turn % 2 == 0
         self._dying.append((what, is_caller))
         return f"{what}, {'who calls' if is_caller else 'who is called'}"
 
