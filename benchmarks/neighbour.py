@@ -10,39 +10,19 @@ a figure is all time of a turn's steps by their number, the median of turns.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.busy import busy
 from benchmarks.decode_step import Case, benches, turn
 from core.config import TINY_MODEL
 
 ARM = "recorded bf16"
 NUM_STEPS = 40
-BUSY = "print(flush=True)\nwhile True: pass"
-
-
-@contextmanager
-def busy(num: int) -> Iterator[None]:
-    """So many processes that compute, and have begun to."""
-    command = [sys.executable, "-S", "-c", BUSY]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(num)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def main() -> None:

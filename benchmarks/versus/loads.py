@@ -20,12 +20,15 @@ class Load:
     max_tokens: int
     rate_per_s: float = 0.0
     """Sequences are sent at random times (Poisson), so many a second in the mean; 0 is at once."""
+    num_busy: int = 0
+    """Processes that do nothing but compute on the engine's cores meanwhile."""
 
     @property
     def name(self) -> str:
         warm = f"-t{self.temperature:g}" if self.temperature else ""
         rate = f"-r{self.rate_per_s:g}" if self.rate_per_s else ""
-        return f"p{self.prompt_tokens}-s{self.num_sequences}{warm}-o{self.max_tokens}{rate}"
+        busy = f"-b{self.num_busy}" if self.num_busy else ""
+        return f"p{self.prompt_tokens}-s{self.num_sequences}{warm}-o{self.max_tokens}{rate}{busy}"
 
     def trial(self, checkpoint: Checkpoint, batches: range) -> Trial:
         """The same prompts for every arm; those of each batch and the warm-up's are others."""
@@ -33,7 +36,7 @@ class Load:
         ignore_eos, arrivals_s = not checkpoint.is_trained, self.arrivals_s()
         if arrivals_s:
             warm_up = warm_up[:NUM_WARMING]
-        how = self.max_tokens, ignore_eos, self.temperature, arrivals_s
+        how = self.max_tokens, ignore_eos, self.temperature, arrivals_s, self.num_busy
         return Trial(self.name, warm_up, rest, *how)
 
     def arrivals_s(self) -> list[float]:

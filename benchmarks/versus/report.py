@@ -38,8 +38,9 @@ def about(results: Sequence[Result]) -> str:
         f"Taken on {'; '.join(machines)}; {'; '.join(pinned)}; {', '.join(sorted(named))}.",
         "One engine process at a time, all on the same cores; arms took turns within each round.",
         "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most",
-        "output tokens (o), and requests that arrive a second (r; s is their number). `mha` is",
-        "VLLM_MLA_DISABLE=1, `zen` AMD's zentorch, `n` the number of drafts.",
+        "output tokens (o), requests that arrive a second (r; s is their number), and processes",
+        "that do nothing but compute on the same cores (b). `mha` is VLLM_MLA_DISABLE=1, `zen`",
+        "AMD's zentorch, `n` the number of drafts.",
         "Ratios below 1 are faster than that peer. Figures are medians; a JSON line for each, with",
         "the command that takes it again, is in `results.jsonl`.",
     ]
@@ -72,7 +73,7 @@ def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[
 
 def _plotted(result: Result) -> bool:
     is_greedy = result.temperature == 0 and result.setting == OFFLINE
-    return is_greedy and result.median(TPOT) is not None
+    return is_greedy and result.num_busy == 0 and result.median(TPOT) is not None
 
 
 def _save_plot(path: Path, checkpoint: str, results: Sequence[Result]) -> None:

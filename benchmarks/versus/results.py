@@ -35,6 +35,7 @@ class Result:
     error: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     rate_per_s: float = 0.0
+    num_busy: int = 0
 
     @property
     def key(self) -> Key:
@@ -63,7 +64,7 @@ class Result:
 def new_result(arm: Arm, checkpoint: str, load: Load, dtype: str) -> Result:
     what = (arm.name, arm.family, arm.setting, arm.num_drafts, checkpoint, load.name)
     size = (load.prompt_tokens, load.num_sequences, load.temperature)
-    return Result(*what, *size, dtype, rate_per_s=load.rate_per_s)
+    return Result(*what, *size, dtype, rate_per_s=load.rate_per_s, num_busy=load.num_busy)
 
 
 class Results:

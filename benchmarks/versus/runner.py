@@ -47,6 +47,7 @@ class Settings:
         else:
             chosen += ["--sequences", num]
         chosen += ["--drafts", str(arm.num_drafts), "--temperatures", f"{load.temperature:g}"]
+        chosen += ["--num-busy", str(load.num_busy)] if load.num_busy else []
         return shlex.join(["python", "-m", "benchmarks.versus", *chosen, *self.options])
 
 

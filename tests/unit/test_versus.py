@@ -1,5 +1,6 @@
 """benchmarks/versus: what is computed from figures; engines are not run here."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,16 @@ def test_a_job_survives_its_file_and_tells_what_it_needs(tmp_path: Path) -> None
     assert read_job(tmp_path / "job.json") == job
     assert job.max_model_len == 192 and job.max_sequences == 1
     assert heard('@@{"kind": "end"}\n') == {"kind": "end"} and heard("INFO @@{") is None
+
+
+def test_neighbours_compute_while_their_trial_is_taken_and_end_with_it() -> None:
+    alone, beside = LOAD, replace(LOAD, num_busy=2)
+    assert beside.name == f"{alone.name}-b2"
+    trials = [load.trial(RANDOM, range(1)) for load in (beside, alone)]
+    children = Path("/proc/thread-self/children")
+    job = Job("", "", 0, 1, [], trials)
+    seen = [len(children.read_text().split()) for _ in job.in_turn()]
+    assert seen == [2, 0]
 
 
 def test_arms_are_chosen_by_name_with_or_without_drafts() -> None:

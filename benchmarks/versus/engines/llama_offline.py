@@ -86,7 +86,7 @@ def main() -> None:
     job = read_job(Path(sys.argv[1]))
     driver = Driver(Path(os.environ[LLAMA_FOLDER]), job)
     say("ready", versions={"llama.cpp": LLAMA_VERSION}, num_threads=job.num_threads)
-    for trial in job.trials:
+    for trial in job.in_turn():
         driver.run_batch(trial.warming(), trial.warm_up)
         for prompts in trial.batches:
             say_batch(trial, driver.run_batch(trial, prompts))

@@ -123,7 +123,7 @@ def main() -> None:
     say("ready", versions=versions, num_threads=job.num_threads, form=form)
     serial = count()
     with torch.inference_mode():
-        for trial in job.trials:
+        for trial in job.in_turn():
             bench = new_bench(loaded, job, trial)
             run_batch(bench, trial.warming(), trial.warm_up, serial, job.options)
             for prompts in trial.batches:

@@ -77,7 +77,7 @@ async def run_batch(client: AsyncClient, trial: Trial, prompts: list[list[int]])
 
 async def run_trials(job: Job, address: str) -> None:
     async with AsyncClient(address, retry_s=0) as client:
-        for trial in job.trials:
+        for trial in job.in_turn():
             await run_batch(client, trial.warming(), trial.warm_up)
             for prompts in trial.batches:
                 say_batch(trial, await run_batch(client, trial, prompts))

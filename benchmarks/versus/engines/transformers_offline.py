@@ -59,7 +59,7 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     say("ready", versions=versions, num_threads=torch.get_num_threads())
     with torch.inference_mode():
-        for trial in job.trials:
+        for trial in job.in_turn():
             run_batch(model, trial.warming(), trial.warm_up)
             for prompts in trial.batches:
                 say_batch(trial, run_batch(model, trial, prompts))

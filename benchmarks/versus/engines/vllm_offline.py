@@ -72,7 +72,7 @@ def main() -> None:
     versions = {"vllm": vllm.__version__, "torch": torch.__version__}
     say("ready", versions=versions, num_threads=torch.get_num_threads())
     serial = count()
-    for trial in job.trials:
+    for trial in job.in_turn():
         run_batch(engine, trial.warming(), trial.warm_up, serial)
         for prompts in trial.batches:
             say_batch(trial, run_batch(engine, trial, prompts, serial))

