@@ -35,7 +35,7 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
       EACH (j, S) acc[i][j] = Vec{};
     int64_t l = 0;
     for (; l + 2 * kLanes <= width; l += 2 * kLanes) {
-      EACH (j, S) __builtin_prefetch(soon[j] + l);
+      EACH (j, S) __builtin_prefetch(soon[j] + l, 0, 2);
       EACH (j, S) load(key[j] + l, a[j], b[j]);
       EACH (i, Q) {
         Vec first = load(q + i * width + l), second = load(q + i * width + l + kLanes);

@@ -23,10 +23,11 @@ template <int R, int B, class T>
   };
   // What comes next is asked for while this is at work: last level caches answer late.
   constexpr int64_t line = kBlock * sizeof(T);
-  int64_t ahead = num_k * B * line <= kNear ? num_k * B : kNear / 8 / line;
+  int64_t ahead = std::min(num_k, kNear / 4 / line), past = (B - 1) * num_k;
   // Whichever are fewer stay in registers while the others pass by.
   for (int64_t k = 0; k < num_k; k++) {
-    EACH (i, B) __builtin_prefetch(w[i] + (k + ahead) * kBlock);
+    int64_t soon = k + ahead < num_k ? k + ahead : k + ahead + past;
+    EACH (i, B) __builtin_prefetch(w[i] + soon * kBlock, 0, 2);
     if constexpr (R <= B * kVecs) {
       Number<T> rows[R];
       EACH (r, R) rows[r] = x[r * ldx + k];
