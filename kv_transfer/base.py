@@ -1,9 +1,10 @@
-"""What a channel is: two ends, one transfer at a time, destroyed at the first error."""
+"""What a channel is: two ends, transfers in order, destroyed at the first error."""
 
 import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Wire(Protocol):
-    """One end of a connection of two ranks. Used by its channel's thread, `abort` by any."""
+    """One end of a connection of two ranks. One thread posts transfers, several at a time, another
+    waits for them in order and destroys it once nothing more is posted; any may `abort`."""
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
         """Start a transfer; what is returned is for `wait`. Raises where it cannot start."""
@@ -34,7 +36,7 @@ class Wire(Protocol):
         its tensor any more; may block until then."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """``done`` resolves when its tensor is free; where that fails, the tensor is free once the
     channel is terminal."""
@@ -44,17 +46,14 @@ class Transfer:
     transfer_id: int
     done: "Future[None]" = field(default_factory=pending)
 
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
     @property
     def what(self) -> str:
         return f"{self.direction} {self.transfer_id} of {self.tensor.nbytes} B"
 
 
 class Channel:
-    """Transfers run in order on the channel's own thread, each within ``timeout_s``.
+    """Transfers run in order, each within ``timeout_s`` of the end of the one before it. They are
+    posted as they come, so that what is on its way hides how the next begins.
 
     Takes ownership of ``wire``. Both ends number their transfers alike; ``asked`` are the latest
     chunks that D has asked for, by numbers of their own, for some come to nothing. After any error
@@ -70,10 +69,12 @@ class Channel:
         self.terminal = pending()
         self.failure: Exception | None = None
         self._wire = wire
-        self._running: Transfer | None = None
+        self._running: list[Transfer] = []
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[Transfer, Any] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
-        threading.Thread(target=self._run, name=f"channel-{name}", daemon=True).start()
+        for run in (self._post, self._wait):
+            threading.Thread(target=run, name=f"channel-{name}", daemon=True).start()
 
     def send(self, tensor: Tensor) -> Transfer:
         """Send a tensor that is ready to be read. Never blocks; errors arrive in ``done``."""
@@ -92,9 +93,10 @@ class Channel:
         with self._lock:
             transfer = Transfer(direction, tensor, self.num_transfers)
             if self.failure is not None:
-                transfer.fail(self.failure)
+                transfer.done.set_exception(self.failure)
                 return transfer
             self.num_transfers += 1
+            self._running.append(transfer)
             self._queue.put(transfer)
         return transfer
 
@@ -104,10 +106,9 @@ class Channel:
                 return
             self.failure = error
             self._queue.put(None)
-            running = self._running
-            if running is not None:
-                running.fail(error)
-        if running is not None:
+            for transfer in (failed := list(self._running)):
+                transfer.done.set_exception(error)
+        if failed:
             name = f"channel-abort-{self.name}"
             threading.Thread(target=self._interrupt, name=name, daemon=True).start()
         self._watch_the_end()
@@ -127,14 +128,15 @@ class Channel:
         watch.start()
         self.terminal.add_done_callback(lambda _: watch.cancel())
 
-    def _run(self) -> None:
+    def _post(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            with self._lock:
-                if self.failure is not None:
-                    transfer.fail(self.failure)
-                    continue
-                self._running = transfer
-            self._transfer(transfer)
+            what = transfer.direction, transfer.tensor, transfer.transfer_id
+            self._posted.put((transfer, self._tried(transfer, self._wire.post, *what)))
+        self._posted.put(None)
+
+    def _wait(self) -> None:
+        while (posted := self._posted.get()) is not None:
+            self._wait_for(*posted)
         try:
             self._wire.destroy()
         except BaseException:
@@ -142,18 +144,18 @@ class Channel:
         finally:
             self.terminal.set_result(None)
 
-    def _transfer(self, transfer: Transfer) -> None:
-        failure: Exception | None = None
-        try:
-            posted = self._wire.post(transfer.direction, transfer.tensor, transfer.transfer_id)
-            self._wire.wait(posted, self.timeout_s)
-        except BaseException as error:
-            failure = HandoverError(f"channel {self.name}: {transfer.what} failed: {error}")
+    def _wait_for(self, transfer: Transfer, posted: Any) -> None:
+        self._tried(transfer, self._wire.wait, posted, self.timeout_s)
         with self._lock:
-            self._running = None
-            if failure is not None:
-                self._fail(failure)
-            if self.failure is not None:
-                transfer.fail(self.failure)
-            else:
+            self._running.remove(transfer)
+            if self.failure is None:
                 transfer.done.set_result(None)
+
+    def _tried(self, transfer: Transfer, work: Callable[..., Any], *given: Any) -> Any:
+        """What it gives. What it raises ends the channel, of which only ``terminal`` says then
+        when memory is free."""
+        try:
+            return work(*given) if self.failure is None else None
+        except BaseException as error:
+            text = f"channel {self.name}: {transfer.what} failed: {error}"
+            self._fail(HandoverError(text))

@@ -14,6 +14,8 @@ from wires.groups import store_client
 
 WARM = 2
 """Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""
+ENDINGS = ("wait", "abort", "destroy")
+"""Calls without which a transfer does not end."""
 
 
 @dataclass
@@ -68,10 +70,20 @@ class FaultyWire:
         self._num_posted += 1
         if self._num_posted > self._fault.after:
             self._fault.meet(direction)
+        if self._is_stuck():
+            return None
         return self._wire.post(direction, tensor, transfer_id)
+
+    def _is_stuck(self) -> bool:
+        """What is behind a transfer that does not end never begins."""
+        fault = self._fault
+        is_late = fault.call in ENDINGS and self._num_posted > max(fault.after, WARM) + 1
+        return is_late and not fault.let_go.is_set()
 
     def wait(self, posted: Any, timeout_s: float) -> None:
         fault = self._fault
+        if posted is None:
+            raise RuntimeError("it has never begun")
         if self._num_posted > fault.after and not fault.let_go.is_set():
             fault.meet("wait", self._aborted)
             if fault.call == "abort":  # comes to nothing without a transfer to abort
@@ -90,6 +102,19 @@ class FaultyWire:
             self._fault.meet("destroy")
         finally:
             self._wire.destroy()
+
+
+def watched(channel: Channel) -> list[Any]:
+    """What the channel has begun to wait for, from now on."""
+    begun: list[Any] = []
+    wait = channel._wire.wait
+
+    def told(posted: Any, timeout_s: float) -> None:
+        begun.append(posted)
+        wait(posted, timeout_s)
+
+    channel._wire.wait = told  # type: ignore[method-assign]
+    return begun
 
 
 class FaultyChannels(ChannelMaker):

@@ -1,7 +1,9 @@
 """Channels inside one process: a hand-over whose wire is a copy in memory, for tests."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,41 +12,46 @@ from core.errors import HandoverError
 from kv_transfer.base import Channel, Direction
 
 
+@dataclass
+class _Offer:
+    tensor: Tensor
+    is_filled: bool = False
+
+
 class _Way:
     """One direction. Everything, the copy included, happens under ``changed``."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.offered: Tensor | None = None
+        self.offered: deque[_Offer] = deque()
         self.is_cut = False
 
     def cut(self) -> None:
         with self.changed:
             self.is_cut = True
+            self.offered.clear()
             self.changed.notify_all()
 
     def send(self, tensor: Tensor, timeout_s: float) -> None:
         with self.changed:
-            self._wait(lambda: self.offered is not None, timeout_s)
-            assert self.offered is not None
-            target = self.offered
+            self._wait(lambda: bool(self.offered), timeout_s)
+            target = self.offered[0].tensor
             if target.nbytes != tensor.nbytes:
                 raise ValueError(f"{tensor.nbytes} B to send, {target.nbytes} to receive")
             target.copy_(tensor.view(target.shape))
-            self.offered = None
+            self.offered.popleft().is_filled = True
             self.changed.notify_all()
 
-    def offer(self, tensor: Tensor) -> None:
+    def offer(self, tensor: Tensor) -> _Offer:
         with self.changed:
-            self.offered = tensor
+            self.offered.append(offer := _Offer(tensor))
             self.changed.notify_all()
+        return offer
 
-    def taken(self, timeout_s: float) -> None:
+    def filled(self, offer: _Offer, timeout_s: float) -> None:
+        """What fails ends the wire, which forgets what it was offered."""
         with self.changed:
-            try:
-                self._wait(lambda: self.offered is None, timeout_s)
-            finally:
-                self.offered = None
+            self._wait(lambda: offer.is_filled, timeout_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         if not self.changed.wait_for(lambda: condition() or self.is_cut, timeout_s):
@@ -61,16 +68,13 @@ class LoopbackWire:
         self._incoming = incoming
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
-        if direction == "recv":
-            self._incoming.offer(tensor)
-        return direction, tensor
+        return tensor if direction == "send" else self._incoming.offer(tensor)
 
     def wait(self, posted: Any, timeout_s: float) -> None:
-        direction, tensor = posted
-        if direction == "recv":
-            self._incoming.taken(timeout_s)
+        if isinstance(posted, _Offer):
+            self._incoming.filled(posted, timeout_s)
         else:
-            self._outgoing.send(tensor, timeout_s)
+            self._outgoing.send(posted, timeout_s)
 
     def abort(self) -> None:
         self._outgoing.cut()

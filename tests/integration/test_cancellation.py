@@ -109,14 +109,14 @@ async def on_the_wire(at: Scene) -> None:
     """Bytes are being sent when the request ends."""
     [(_, line)] = at.cluster.prefills[0].source._channels._accepted.values()
     channel = await line.channel()
-    transfer, goes_on = channel._transfer, asyncio.Event()
+    post, goes_on = channel._wire.post, asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(job: object) -> None:
+    def slow(*transfer: object) -> object:
         asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
-        transfer(job)
+        return post(*transfer)
 
-    channel._transfer = slow
+    channel._wire.post = slow
     at.undo.append(goes_on.set)
     staging = at.cluster.prefills[0].source._side.staging
     await until(lambda: at.streams[VICTIM].tokens and staging.num_taken, at.prefill_on)

@@ -16,6 +16,7 @@ from core.errors import HandoverError
 from kv_transfer.base import Channel, Direction
 from kv_transfer.channel import make_channels
 from kv_transfer.staging import StagingPool
+from tests.faulty import watched
 from tests.waiting import PATIENCE_S, wait_until
 
 HOST = "127.0.0.1"
@@ -99,11 +100,11 @@ def threads() -> list[str]:
 
 def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:
     channel = peer.connect()
-    num_warm = channel.num_transfers
-    for num in (1, 5, 100_000):
+    begun, num_warm = watched(channel), channel.num_transfers
+    for i, num in enumerate((1, 5, 100_000)):
         target = torch.zeros(num, dtype=torch.int64)
         transfer = channel.recv(target)
-        wait_until(lambda: channel._running is transfer)  # noqa: B023
+        wait_until(lambda: len(begun) > i)  # noqa: B023
         peer.pipe.send(("send", num))
         transfer.done.result(PATIENCE_S)
         assert peer.pipe.recv() == "done"
@@ -114,6 +115,42 @@ def test_bytes_arrive_and_ids_agree(peer: Peer) -> None:
     channel.abort("closed")
     ended(channel)
     assert threads() == []
+
+
+def test_receives_that_are_posted_early_get_each_what_is_theirs(peer: Peer) -> None:
+    channel = peer.connect()
+    targets = [torch.zeros(num, dtype=torch.int64) for num in (100_000, 7, 50_000)]
+    transfers = [channel.recv(target) for target in targets]
+    for target, transfer in zip(targets, transfers, strict=True):
+        peer.pipe.send(("send", len(target)))
+        transfer.done.result(PATIENCE_S)
+        assert peer.pipe.recv() == "done" and torch.equal(target, torch.arange(len(target)))
+    channel.abort("enough")
+    ended(channel)
+    assert threads() == []
+
+
+async def test_all_that_were_posted_fail_with_the_first_and_only_then_is_memory_free(
+    mortal: Peer,
+) -> None:
+    channel = mortal.connect()
+    pool, begun = StagingPool(3 << 20, 1 << 20), watched(channel)
+    buffers = [await pool.reserve() for _ in range(3)]
+    transfers = [channel.recv(buffer.bytes) for buffer in buffers]
+    for buffer in buffers:
+        pool.quarantine(buffer, channel.terminal)
+    wait_until(lambda: bool(begun))
+    assert mortal.process.pid is not None
+    os.kill(mortal.process.pid, signal.SIGKILL)
+    for transfer in transfers:
+        with pytest.raises(HandoverError, match="recv 2 of"):
+            await asyncio.wait_for(asyncio.wrap_future(transfer.done), PATIENCE_S)
+    await asyncio.wait_for(asyncio.wrap_future(channel.terminal), PATIENCE_S)
+    for buffer in [await asyncio.wait_for(pool.reserve(), PATIENCE_S) for _ in buffers]:
+        pool.free(buffer)
+    pool.check_integrity()
+    ended(channel)
+    assert len(begun) == 1 and threads() == []
 
 
 def test_two_channels_to_one_peer_are_apart(peer: Peer) -> None:
@@ -141,8 +178,9 @@ def test_a_receive_that_nobody_fills_ends_at_the_deadline(peer: Peer) -> None:
 
 def test_the_peers_closing_ends_a_receive_at_once(peer: Peer) -> None:
     channel = peer.connect()
+    begun = watched(channel)
     transfer = channel.recv(torch.zeros(8))
-    wait_until(lambda: channel._running is transfer)
+    wait_until(lambda: bool(begun))
     peer.pipe.send(("close",))
     with pytest.raises(HandoverError) as caught:
         transfer.done.result(PATIENCE_S)
@@ -154,9 +192,9 @@ def test_the_peers_closing_ends_a_receive_at_once(peer: Peer) -> None:
 async def test_death_of_the_peer_returns_the_staging_it_might_write(mortal: Peer) -> None:
     channel = mortal.connect()
     pool = StagingPool(1 << 20, 1 << 20)
-    buffer = await pool.reserve()
+    buffer, begun = await pool.reserve(), watched(channel)
     transfer = channel.recv(buffer.bytes)
-    wait_until(lambda: channel._running is transfer)
+    wait_until(lambda: bool(begun))
     pool.quarantine(buffer, channel.terminal)
     assert pool.num_buffers - pool.num_taken == 0
     assert mortal.process.pid is not None
@@ -205,8 +243,9 @@ class Deaf:
 def test_memory_comes_free_also_when_a_transfer_ends_well_after_its_channel() -> None:
     wire = Deaf()
     channel = Channel(wire, "p", PATIENCE_S)
+    begun = watched(channel)
     transfer = channel.recv(torch.zeros(1))
-    wait_until(lambda: channel._running is transfer)
+    wait_until(lambda: bool(begun))
     channel.abort("its hand-over was cancelled")
     wire.has_arrived.set()
     channel.terminal.result(PATIENCE_S)

@@ -8,6 +8,7 @@ import torch
 
 from core.errors import HandoverError
 from kv_transfer.base import Channel
+from tests.faulty import watched
 from tests.integration.test_channel import ended, threads
 from tests.loopback import LoopbackChannels
 from tests.waiting import PATIENCE_S, wait_until
@@ -40,8 +41,9 @@ def test_loopback_copies_in_order() -> None:
 @pytest.mark.parametrize("end", ["abort", "deadline", "wrong size"])
 def test_loopback_errors_destroy_both_ends(end: str) -> None:
     sender, receiver = loopback_pair(0.3 if end == "deadline" else PATIENCE_S)
+    begun = watched(receiver)
     transfer = receiver.recv(torch.zeros(4))
-    wait_until(lambda: receiver._running is transfer)
+    wait_until(lambda: bool(begun))
     if end == "abort":
         sender.abort("enough")
     elif end == "wrong size":

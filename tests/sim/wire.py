@@ -30,14 +30,16 @@ class Store:
 @dataclass(eq=False)
 class Half:
     process: Process
-    posted: tuple[int, str, Tensor, Any] | None = None
-    """Transfer id, direction, tensor, and who waits for it."""
+    posted: dict[int, tuple[str, Tensor, "Posted"]] = field(default_factory=dict)
+    """By transfer id: what has not begun."""
 
 
 @dataclass(eq=False)
 class Pipe:
     halves: list[Half] = field(default_factory=list)
     is_closed: bool = False
+    free_at: float = 0.0
+    """When all that has begun will have arrived."""
     met: list[Waiter] = field(default_factory=list)
 
 
@@ -92,8 +94,8 @@ class Wires:
         pipe.is_closed = True
         self.pipes.remove(pipe)
         for half in pipe.halves:
-            if half.posted is not None and half.process is not by:
-                half.process.call(half.posted[3].end, "the other end has closed", after_s=0.001)
+            for *_, posted in half.posted.values() if half.process is not by else ():
+                half.process.call(posted.end, "the other end has closed", after_s=0.001)
 
 
 @dataclass(eq=False)
@@ -134,33 +136,32 @@ class Wire:
     def post(self, direction: str, tensor: Tensor, transfer_id: int) -> Posted:
         if self.pipe.is_closed:
             raise RuntimeError("the other end has closed")
-        posted = Posted()
-        self.half.posted = transfer_id, direction, tensor, posted
-        both = [half.posted for half in self.pipe.halves]
-        if len(both) == 2 and all(both):
-            self._copy()
-        return posted
+        posted = self.half.posted[transfer_id] = direction, tensor, Posted()
+        if len(self.pipe.halves) == 2 and all(transfer_id in h.posted for h in self.pipe.halves):
+            self._copy(transfer_id)
+        return posted[-1]
 
-    def _copy(self) -> None:
+    def _copy(self, transfer_id: int) -> None:
         """By the kernels: nobody's process has to run for that. One half is read and written at
         once, the other at last, whoever has its memory by then."""
-        told = {half.posted[1]: half for half in self.pipe.halves if half.posted}
+        told = {half.posted[transfer_id][0]: half for half in self.pipe.halves}
         sender, receiver = told["send"], told["recv"]
-        assert sender.posted and receiver.posted and sender.posted[0] == receiver.posted[0]
-        (_, _, source, sent), (_, _, target, came) = sender.posted, receiver.posted
+        (_, source, sent), (_, target, came) = (
+            half.posted.pop(transfer_id) for half in (sender, receiver)
+        )
         if source.nbytes != target.nbytes:
             wrong = f"{source.nbytes} B sent to {target.nbytes}: gloo ends a process of too few"
             return self.wires.net.loop.call_exception_handler({"message": wrong})
-        sender.posted = receiver.posted = None
-        wires = self.wires
-        after_s = wires.net.latency_s() + source.nbytes / BYTES_PER_S + wires.extra_s()
+        wires, pipe = self.wires, self.pipe
+        began_at, latency_s = max(wires.net.loop.time(), pipe.free_at), wires.net.latency_s()
+        pipe.free_at = began_at + source.nbytes / BYTES_PER_S + wires.extra_s()
         read, written = source.flatten(), target.view(-1)
         middle = len(read) // 2
         written[:middle] = read[:middle]
 
         def arrive() -> None:
-            if self.pipe.is_closed or self.wires.net.is_cut(sender.process, receiver.process):
-                self.wires.close(self.pipe, sender.process)
+            if pipe.is_closed or wires.net.is_cut(sender.process, receiver.process):
+                wires.close(pipe, sender.process)
                 for half, posted in ((sender, sent), (receiver, came)):
                     half.process.call(posted.end, "the connection broke")
                 return
@@ -168,7 +169,7 @@ class Wire:
             sender.process.call(sent.end)
             receiver.process.call(came.end)
 
-        wires.net.loop.call_later(after_s, arrive, context=KERNEL)
+        wires.net.loop.call_at(pipe.free_at + latency_s, arrive, context=KERNEL)
 
     def wait(self, posted: Posted, timeout_s: float) -> None:
         if not posted.is_done:

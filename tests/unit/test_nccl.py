@@ -106,7 +106,6 @@ def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
     """work.wait() makes a stream wait and not the host: done must not follow from it."""
     made, group = channel()
     transfer = made.recv(torch.zeros(8))
-    wait_until(lambda: made._running is transfer)
     group.looked_at()
     assert not transfer.done.done(), "NCCL still writes into the tensor"
     group.num_passed = 1
@@ -135,7 +134,7 @@ def test_an_error_of_the_communicator_is_told_before_the_deadline(
     monkeypatch.setattr(nccl, "SETTLE_S", 0.05)
     made, group = channel(timeout_s=60)
     transfer = made.recv(torch.zeros(8))
-    wait_until(lambda: made._running is transfer)
+    group.looked_at()
     group.error = RuntimeError("remote process exited")
     with pytest.raises(HandoverError, match="remote process exited"):
         transfer.done.result(PATIENCE_S)
@@ -145,7 +144,7 @@ def test_an_error_of_the_communicator_is_told_before_the_deadline(
 def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
     made, group = channel()
     transfer = made.recv(torch.zeros(8))
-    wait_until(lambda: made._running is transfer)
+    group.looked_at()
     made.abort("the pull was given up")
     with pytest.raises(HandoverError, match="the pull was given up"):
         transfer.done.result(PATIENCE_S)
@@ -156,11 +155,16 @@ def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
 def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None:
     """The first transfer creates it and may block in that for long."""
     made, group = channel()
-    creating = threading.Event()
-    post = group.recv
-    group.recv = lambda *asked: creating.wait(PATIENCE_S) and post(*asked)  # type: ignore[method-assign]
+    begun, creating, post = threading.Event(), threading.Event(), group.recv
+
+    def slow(*asked: Any) -> Any:
+        begun.set()
+        assert creating.wait(PATIENCE_S)
+        return post(*asked)
+
+    group.recv = slow  # type: ignore[method-assign]
     transfer = made.recv(torch.zeros(8))
-    wait_until(lambda: made._running)
+    assert begun.wait(PATIENCE_S)
     made.abort("the deadline of set-up")
     with pytest.raises(HandoverError, match="the deadline of set-up"):
         transfer.done.result(PATIENCE_S)
@@ -176,8 +180,8 @@ def test_a_failed_abort_is_logged_and_memory_waits_for_the_kernel(
 ) -> None:
     made, group = channel()
     group.abort_error = RuntimeError("unhandled cuda error")
-    transfer = made.recv(torch.zeros(8))
-    wait_until(lambda: made._running is transfer)
+    made.recv(torch.zeros(8))
+    group.looked_at()
     made.abort()
     group.looked_at()
     assert not made.terminal.done()
