@@ -54,8 +54,9 @@ def all_arms() -> list[Arm]:
 
 
 def _tandem(n: int) -> list[Arm]:
-    """``relaxed`` are prompts of a model that thinks, with TensorRT-LLM's settings for DeepSeek-R1:
-    another text, so that its drafts are no measure of the others'."""
+    """``half`` is one rank with as many threads as each of split's has: what splitting costs a
+    prompt. ``relaxed`` are prompts of a model that thinks, with TensorRT-LLM's settings for
+    DeepSeek-R1: another text, so that its drafts are no measure of the others'."""
     served = ENGINES + "tandem_served"
     modes = (("colocated", SERVED), ("split", SPLIT))
     alone = ENGINES + "tandem_offline"
@@ -63,6 +64,8 @@ def _tandem(n: int) -> list[Arm]:
         Arm(f"tandem-{mode}-n{n}", TANDEM, setting, served, n, options={"mode": mode})
         for mode, setting in modes
     ]
+    half = {"mode": "colocated", "is_half": True}
+    arms.append(Arm(f"tandem-colocated-half-n{n}", TANDEM, SERVED, served, n, options=half))
     if n:
         told = {"relaxed_top_n": 10, "relaxed_delta": 0.6}
         relaxed = Arm(f"tandem-relaxed-n{n}", TANDEM, OFFLINE, alone, n, {}, told, samples=False)

@@ -22,7 +22,8 @@ CHUNK = 256
 def settings(job: Job) -> list[str]:
     is_split = job.options["mode"] == "split"
     prefill_cores, decode_cores = sides(job.cores)
-    num_threads = len(decode_cores) if is_split else job.num_threads
+    on_one_side = is_split or job.options.get("is_half", False)
+    num_threads = len(decode_cores) if on_one_side else job.num_threads
     pages = 2 * (job.max_model_len // PAGE_SIZE + 2) * job.max_sequences + 1
     return [
         f"mode={job.options['mode']}",
