@@ -1,0 +1,22 @@
+"""Log probabilities of the tokens that were chosen, and the likeliest of a vocabulary."""
+
+import pytest
+import torch
+
+from model.sampling.logprobs import _BLOCK, raw_logprobs
+
+
+@pytest.mark.parametrize("vocab", [50, _BLOCK, 8 * _BLOCK, 2048, 129_280])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_the_likeliest_are_those_that_sorting_finds(vocab: int, num_top: int) -> None:
+    torch.manual_seed(vocab + num_top)
+    logits_BNV = 3 * torch.randn(3, 2, vocab)
+    logits_BNV[0, 0, 7 : 7 + num_top] += 50  # all of them side by side
+    tokens_BN = torch.randint(vocab, (3, 2))
+    found = raw_logprobs(logits_BNV, tokens_BN, num_top)
+    log_p_BNV = logits_BNV.double().log_softmax(-1)
+    top = torch.sort(log_p_BNV, dim=-1, descending=True, stable=True)
+    assert torch.equal(found.top_ids_BNK, top.indices[..., :num_top])
+    torch.testing.assert_close(found.top_BNK.double(), top.values[..., :num_top], atol=1e-5, rtol=0)
+    chosen_BN = log_p_BNV.gather(-1, tokens_BN.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found.chosen_BN.double(), chosen_BN, atol=1e-5, rtol=0)
