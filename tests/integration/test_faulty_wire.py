@@ -78,7 +78,7 @@ async def test_a_pull_fails_by_name_and_the_next_one_works(
         await world.prefill(failing := offer(20))
         with pytest.raises(HandoverError):
             await world.pull(failing)
-        assert fault.num_met, "the fault was not met"
+        await until(lambda: fault.num_met)
         assert threading.current_thread() not in fault.met_on, "the loop waits for a backend's call"
         if (call, hangs) == ("destroy", True):
             held = world.sink if end == "d" else prefill.source
