@@ -31,7 +31,7 @@ HOUSES = {
     "core": 1_065,
     "decode_node": 1_610,
     "kv_transfer": 1_505,
-    "model": 2_660,
+    "model": 2_650,
     "model/kernels": 1_770,
     "prefill_node": 485,
     "runtime": 975,

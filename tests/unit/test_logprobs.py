@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.sampling.logprobs import _BLOCK, raw_logprobs
+from model.sampling.logprobs import raw_logprobs
 
 
-@pytest.mark.parametrize("vocab", [50, _BLOCK, 8 * _BLOCK, 2048, 129_280])
+@pytest.mark.parametrize("vocab", [50, 64, 512, 2048, 129_280])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_the_likeliest_are_those_that_sorting_finds(vocab: int, num_top: int) -> None:
     torch.manual_seed(vocab + num_top)
