@@ -1,6 +1,7 @@
 """The backend of channels: two ends meet in a store by their nonce, and copy tensors later. A cut
 in the middle of a copy breaks the connection."""
 
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ class Store:
 @dataclass(eq=False)
 class Half:
     process: Process
-    posted: dict[int, tuple[str, Tensor, "Posted"]] = field(default_factory=dict)
-    """By transfer id: what has not begun."""
+    posted: deque[tuple[int, str, Tensor, "Posted"]] = field(default_factory=deque)
+    """What has not begun: transfer id, direction, tensor, and who waits for it."""
 
 
 @dataclass(eq=False)
@@ -94,7 +95,7 @@ class Wires:
         pipe.is_closed = True
         self.pipes.remove(pipe)
         for half in pipe.halves:
-            for *_, posted in half.posted.values() if half.process is not by else ():
+            for *_, posted in half.posted if half.process is not by else ():
                 half.process.call(posted.end, "the other end has closed", after_s=0.001)
 
 
@@ -136,19 +137,20 @@ class Wire:
     def post(self, direction: str, tensor: Tensor, transfer_id: int) -> Posted:
         if self.pipe.is_closed:
             raise RuntimeError("the other end has closed")
-        posted = self.half.posted[transfer_id] = direction, tensor, Posted()
-        if len(self.pipe.halves) == 2 and all(transfer_id in h.posted for h in self.pipe.halves):
-            self._copy(transfer_id)
-        return posted[-1]
+        self.half.posted.append((transfer_id, direction, tensor, posted := Posted()))
+        if len(self.pipe.halves) == 2 and all(half.posted for half in self.pipe.halves):
+            self._copy()
+        return posted
 
-    def _copy(self, transfer_id: int) -> None:
+    def _copy(self) -> None:
         """By the kernels: nobody's process has to run for that. One half is read and written at
         once, the other at last, whoever has its memory by then."""
-        told = {half.posted[transfer_id][0]: half for half in self.pipe.halves}
+        told = {half.posted[0][1]: half for half in self.pipe.halves}
         sender, receiver = told["send"], told["recv"]
-        (_, source, sent), (_, target, came) = (
-            half.posted.pop(transfer_id) for half in (sender, receiver)
+        (number, _, source, sent), (other, _, target, came) = (
+            half.posted.popleft() for half in (sender, receiver)
         )
+        assert number == other, f"{number} is sent to who waits for {other}"
         if source.nbytes != target.nbytes:
             wrong = f"{source.nbytes} B sent to {target.nbytes}: gloo ends a process of too few"
             return self.wires.net.loop.call_exception_handler({"message": wrong})
