@@ -33,7 +33,7 @@ async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
 
 
 async def settled(future: "Future[None]", channel: Channel) -> None:
-    """Wait for a transfer's ``launched`` or ``done``.
+    """Wait for a transfer's ``done``.
 
     Raises HandoverError: the transfer's own, or, when the backend does not even keep its
     deadline, one of ours; the tensor belongs into quarantine then.

@@ -21,7 +21,8 @@ template <int R, int B, class T>
   auto weight = [&](int64_t k, int i) {
     return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
   };
-  // What comes next is asked for while this is at work: last level caches answer late.
+  // What comes next is asked for while this is at work, this tile's or the next one's: last level
+  // caches answer late. Into the second cache, for a first one has few requests open at a time.
   constexpr int64_t line = kBlock * sizeof(T);
   int64_t ahead = std::min(num_k, kNear / 4 / line), past = (B - 1) * num_k;
   // Whichever are fewer stay in registers while the others pass by.
