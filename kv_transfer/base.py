@@ -85,7 +85,7 @@ class Channel:
         return self._enqueue("recv", tensor)
 
     def abort(self, reason: str = "aborted") -> None:
-        """Refuse new transfers and end the running one as soon as the backend can. Never
+        """Refuse new transfers and end the running ones as soon as the backend can. Never
         blocks."""
         self._fail(HandoverError(f"channel {self.name}: {reason}"))
 
