@@ -113,7 +113,8 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
     """Others go on in what staging is left."""
     async with faulty_world() as (world, prefill, makers):
         fault = makers[end].faulty.fault = Fault("destroy", hangs=True)
-        await world.prefill(failing := offer(20))
+        # Of a chunk for each group: whatever became of more could leave too little staging.
+        await world.prefill(failing := offer(2))
         with pytest.raises(HandoverError):
             await world.pull(failing)
         makers[end].faulty.fault = Fault()
