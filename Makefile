@@ -82,7 +82,7 @@ proto: $(READY)
 
 checkpoint: $(READY)
 	$(PY) -m training.train --state build/training --max-minutes 67
-	$(PY) -m training.tune_drafts --state build/training --continuations 768 --max-minutes 13
+	$(PY) -m training.tune_drafts --continuations 768
 	$(PY) -m training.report --state build/training
 
 clean:

@@ -88,7 +88,6 @@ class RankInfo:
     caches: tuple[str, ...]
     drafter: str
     model: ModelInfo
-    num_mtp_layers: int
     max_tokens: int
     max_rows: int
     frames: PortAddress | None = None

@@ -13,7 +13,7 @@ from core.pace import LOADING, on_start
 from core.placement import Placement
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles
-from model.checkpoint.weights import Checkpoint, has_mtp, load_main
+from model.checkpoint.weights import Checkpoint, load_main, num_mtp
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
@@ -106,7 +106,7 @@ def load_model(
         checkpoint = Checkpoint(files, model, dtype, device, keep_blocks, drafts=kind != PREFILL)
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
-        holds_mtp = has_mtp(files, model)
+        has_mtp = num_mtp(files, model) > 0
     kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
@@ -114,7 +114,7 @@ def load_model(
     kernels.use_threads(section.num_threads)
     on_start.get()(LOADING, 1.0)
     parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
-    return LoadedModel(model, *parts, *kind_of, max_model_len, holds_mtp, think_ids)
+    return LoadedModel(model, *parts, *kind_of, max_model_len, has_mtp, think_ids)
 
 
 def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:

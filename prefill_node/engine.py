@@ -18,7 +18,7 @@ from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
-from model.network.batch import Batch, Segment, pack
+from model.network.batch import Batch, Segment, Segments, pack
 from model.sampling.adjust import no_rules, set_rules
 from model.sampling.logprobs import raw_logprobs
 from model.sampling.sampler import SamplingRows, adjusted, draw
@@ -40,7 +40,7 @@ class Progress:
     """After a chunk of a sequence, which says how far it is computed.
 
     With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
-    ``features_F`` are what the drafter wants of the last token, None if it wants nothing.
+    ``features_F`` are what the drafter wants of the last tokens, None if it wants nothing.
     """
 
     sequence: Sequence
@@ -55,7 +55,7 @@ class Work:
 
     requests: list[Request]
     batch: Batch
-    next_G: Tensor
+    next_GK: Tensor
     ended_E: Tensor
     num_output_E: Tensor
     sampling: SamplingRows
@@ -82,7 +82,8 @@ class PrefillEngine:
         self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_batch_tokens
         pages = pages or PageSource(parts.pool, parts.loaded.lag)
-        self.scheduler = Scheduler(pages, max_batch_tokens)
+        self._num_ahead = max(1, parts.loaded.lag)
+        self.scheduler = Scheduler(pages, max_batch_tokens, self._num_ahead)
         self._planner = planner or parts.lockstep.planner(fullest, (int, int), parts.loop.wake)
         self.num_steps = 0
 
@@ -145,7 +146,7 @@ class PrefillEngine:
         return Work(
             requests,
             batch=pack(segments, self._page_size, self._loaded.device, least),
-            next_G=self._ints(UNKNOWN if c.is_last else c.sequence.token_ids[c.hi] for c in chunks),
+            next_GK=self._ints(self._ahead(chunk) for chunk in chunks).view(-1, self._num_ahead),
             ended_E=self._ints(i for i, chunk in enumerate(chunks) if chunk.is_last),
             num_output_E=self._ints(len(request.output_ids) for request in requests),
             sampling=sampling_rows(requests, self._loaded),
@@ -162,14 +163,22 @@ class PrefillEngine:
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
         adjusted_EV = adjusted(logits_EV, work.sampling, work.num_output_E, no_drafts)
         tokens_E = draw(adjusted_EV, work.sampling, work.num_output_E)
-        next_G = work.next_G.index_copy(0, work.ended_E, tokens_E)
+        next_GK = work.next_GK
+        next_GK[work.ended_E, 0] = tokens_E
         drafter = self._loaded.drafter
-        drafter.prefill(work.batch, next_G, hidden_1TD, self._caches)
+        drafter.prefill(work.batch, next_GK, hidden_1TD, self._caches)
         logprobs = _logprobs(work.requests, logits_EV, tokens_E)
-        features_EF = hidden_ED if drafter.num_features else [None] * len(hidden_ED)
+        features_EF: Iterable[Tensor | None] = [None] * len(hidden_ED)
+        if drafter.num_features:
+            features_EF = last_rows(hidden_1TD[0], segments, work.ended_E, drafter.num_last)
         return zip(tokens_E.tolist(), logprobs, features_EF, strict=True)
 
-    def _ints(self, values: Iterable[int]) -> Tensor:
+    def _ahead(self, chunk: Chunk) -> list[int]:
+        """As many tokens behind it as cache entries may depend on."""
+        known = chunk.sequence.token_ids[chunk.hi : chunk.hi + self._num_ahead]
+        return [*known, *[UNKNOWN] * (self._num_ahead - len(known))]
+
+    def _ints(self, values: Iterable[int | list[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._loaded.device)
 
     def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
@@ -178,6 +187,16 @@ class PrefillEngine:
             progress = Progress(chunk.sequence, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
+
+
+def last_rows(x_TF: Tensor, segments: Segments, ended_E: Tensor, num: int) -> Tensor:
+    """Of the ``num`` last tokens of prompts that end, in order: [E, num * F]. A segment has fewer
+    where the prompt has: then the first are zeros."""
+    starts_G = segments.ends_G - segments.ends_G.new_tensor(segments.lengths)
+    back_K = torch.arange(-num, 0, device=ended_E.device)
+    at_EK = segments.ends_G[ended_E].unsqueeze(1) + back_K
+    is_there_EK1 = (at_EK >= starts_G[ended_E].unsqueeze(1)).unsqueeze(2)
+    return (x_TF[at_EK.clamp(min=0)] * is_there_EK1).flatten(1)
 
 
 def _segment(chunk: Chunk) -> Segment:

@@ -40,11 +40,13 @@ class Scheduler:
     """Owner of the prefill rank's sequences: queued for pages, waiting to be computed, leased.
 
     A sequence holds its pages from when it is placed until ``drop``: after its prefill is done
-    they are what decode ranks pull from. The queue is bounded by what decode ranks grant.
+    they are what decode ranks pull from. The queue is bounded by what decode ranks grant. Cache
+    entries of the last tokens depend on those behind, so many of them are computed at once: the
+    ``least`` of a prompt's last chunk.
     """
 
-    def __init__(self, pages: PageSource, max_batch_tokens: int) -> None:
-        self._pages = pages
+    def __init__(self, pages: PageSource, max_batch_tokens: int, least: int = 1) -> None:
+        self._pages, self._least = pages, least
         self._pool = pages.pool
         self._max_batch_tokens = max_batch_tokens
         self._begun: deque[Sequence] = deque()
@@ -97,14 +99,21 @@ class Scheduler:
         allowed = max(1, left - left // SHORT_SHARE) if behind else left
         chunks: list[Chunk] = []
         for sequence in (first, *sorted(behind, key=lambda one: one.num_left)):
-            num_tokens = min(allowed, sequence.num_left)
-            if num_tokens == 0:
+            if allowed <= 0:
                 break
+            num_tokens = self._num_now(sequence.num_left, allowed)
             done = sequence.num_done
             chunks.append(Chunk(sequence, done, done + num_tokens))
             left -= num_tokens
             allowed = left
         return chunks
+
+    def _num_now(self, num_left: int, allowed: int) -> int:
+        """Of the tokens left: the last chunk of a prompt has ``least`` or all."""
+        num_tokens = min(allowed, num_left)
+        if num_left - num_tokens in range(1, self._least):
+            num_tokens = num_left - self._least if num_left > self._least else num_left
+        return num_tokens
 
     def advance(self, chunk: Chunk, first_token: int | None) -> None:
         """The chunk is computed; with its last one a sequence leaves the queue and its pages

@@ -53,7 +53,7 @@ class RankParts:
         """The same memory as the hand-over sees it."""
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
-        num_features = loaded.drafter.num_features if ships else 0
+        num_features = loaded.drafter.num_shipped if ships else 0
         what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what)
 
@@ -81,7 +81,6 @@ class RankParts:
                 think_token_ids=loaded.think_ids or (),
                 has_trees=not self.levels[-1].is_chain,
             ),
-            num_mtp_layers=loaded.config.num_nextn_predict_layers,
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,
             why_plain=loaded.kernels.why_plain,

@@ -16,25 +16,25 @@ from benchmarks.driven import tiny
 from core.config import TINY_MODEL
 
 SIZES = {"vocab_size": 2048, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-FIRST, LAST, MTP = (f"model.layers.{i}." for i in range(3))
+FIRST, LAST = (f"model.layers.{i}." for i in range(2))
 UNLIKE = 0.02
 """How much of its input the MTP layer does not know: the first layer, which it lacks, adds so much
 to the embeddings, and it adds so much of the hidden state to them."""
 
 
-def write_small(folder: Path) -> None:
-    config = tiny.write_tiny(folder, seed=41, **SIZES)
+def write_small(folder: Path, num_mtp: int = 1) -> None:
+    config = tiny.write_tiny(folder, seed=41, num_nextn_predict_layers=num_mtp, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     embeddings = tensors["model.embed_tokens.weight"]
     embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         tensors[FIRST + name] *= UNLIKE
-    for name in tensors:
-        if name.startswith(LAST):
-            tensors[name.replace(LAST, MTP)] = tensors[name].clone()
-    tensors[MTP + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    of_embedding = torch.diag(1 / tensors[MTP + "enorm.weight"])
-    of_hidden = tensors[MTP + "eh_proj.weight"][:, config.hidden_size :] * UNLIKE
-    tensors[MTP + "eh_proj.weight"] = torch.cat((of_embedding, of_hidden), 1)
+    for mtp in (f"model.layers.{SIZES['num_hidden_layers'] + i}." for i in range(num_mtp)):
+        last = {name: tensor for name, tensor in tensors.items() if name.startswith(LAST)}
+        tensors |= {name.replace(LAST, mtp): tensor.clone() for name, tensor in last.items()}
+        tensors[mtp + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+        of_embedding = torch.diag(1 / tensors[mtp + "enorm.weight"])
+        of_hidden = tensors[mtp + "eh_proj.weight"][:, config.hidden_size :] * UNLIKE
+        tensors[mtp + "eh_proj.weight"] = torch.cat((of_embedding, of_hidden), 1)
     save_file(tensors, folder / "model.safetensors")
     shutil.copy(TINY_MODEL / "tokenizer.json", folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.corpus import BOS_ID, EOS_ID
 from training.model import Network
@@ -47,17 +47,23 @@ def hf_config(c: NetworkConfig) -> dict:
 
 def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
     """All tensors under their checkpoint names: bf16, but the routing biases in fp32."""
+    tensors = layer_tensors(network)
+    mtp = f"model.layers.{network.config.num_hidden_layers}"
+    tensors[f"{mtp}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{mtp}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors
+
+
+def layer_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Of a part of it, whose names begin so."""
     tensors: dict[str, Tensor] = {}
-    for name, value in network.state_dict().items():
-        prefix, stacked, projection = name.partition(".experts.")
+    for name, value in module.state_dict(prefix=prefix).items():
+        before, stacked, projection = name.partition(".experts.")
         if stacked:
             for index, matrix in enumerate(value):
-                tensors[f"{prefix}.experts.{index}.{projection}.weight"] = matrix
+                tensors[f"{before}.experts.{index}.{projection}.weight"] = matrix
         else:
             tensors[name] = value
-    mtp = f"model.layers.{network.config.num_hidden_layers}"
-    tensors[f"{mtp}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors[f"{mtp}.shared_head.head.weight"] = tensors["lm_head.weight"]
     return {name: _stored(name, value) for name, value in tensors.items()}
 
 

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from training.evaluate import held_out_windows, load_network
+from training.evaluate import held_out_windows
 from training.model import Network
-from training.train import keep_freed_memory, token_stream
-from training.tune_drafts import LENGTH, add_schedule, continuations, draft_loss, tune
+from training.tuning import LENGTH, Run, add_schedule, draft_loss, subject
 
 DECAY = 0.8
 """Of a head's weight in the loss, from one to the next."""
@@ -89,7 +87,7 @@ def save(heads: Heads, folder: Path, base: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_schedule(parser, max_minutes=22)
+    add_schedule(parser, "medusa", num_steps=500)
     add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-medusa"
     add("--out", type=Path, default=default, help="folder of the heads")
     add("--num-heads", type=int, default=4)
@@ -100,20 +98,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and says how often each head is right on held-out text before and after."""
     arguments = parse_arguments()
-    keep_freed_memory()
-    torch.set_num_threads(arguments.threads)
-    folder = arguments.checkpoint
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    network = load_network(folder).requires_grad_(False)
+    texts = subject(arguments)
+    network = texts.network
     heads = Heads(network, arguments.num_heads)
-    held_out = held_out_windows(tokenizer, LENGTH, 64)
+    held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     print("before", agreement(network, heads, held_out), flush=True)
-    stream = token_stream(tokenizer)
-    own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
     adam = torch.optim.AdamW(heads.parameters(), lr=arguments.lr, weight_decay=0.0, fused=True)
-    history = tune(partial(head_losses, network, heads), [adam], own, stream, arguments)
-    print("after", agreement(network, heads, held_out), "steps", len(history) * 10, flush=True)
-    save(heads, arguments.out, folder)
+    Run(heads, partial(head_losses, network, heads), [adam], texts, arguments).run()
+    print("after", agreement(network, heads, held_out), flush=True)
+    save(heads, arguments.out, arguments.checkpoint)
 
 
 if __name__ == "__main__":

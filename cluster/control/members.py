@@ -150,7 +150,3 @@ def _tell(infos: Sequence[RankInfo]) -> None:
         log.warning("steps are slower than they could be, %s", why)
     if not info.model.has_mtp:
         log.warning("this checkpoint has no MTP layer: it is served without drafts")
-    if info.num_mtp_layers > 1:
-        log.warning(
-            "this checkpoint has %d MTP layers: the first gives every draft", info.num_mtp_layers
-        )

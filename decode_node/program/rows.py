@@ -81,7 +81,7 @@ class Rows:
 
     def begin(self, sequence: Running, first_token: int, features_F: Tensor | None) -> None:
         """``sequence`` enters with ``first_token``, which is not in the cache yet, and the features
-        of the token before it, None if they were not shipped (zero_hidden). Memory for logit rules
+        of the tokens before it, None if they were not shipped (zero_hidden). Memory for logit rules
         is taken when the first request, of any rank, has some."""
         row, asked = sequence.row, sequence.request
         request = replace(asked, output_ids=(*asked.output_ids, first_token))
@@ -147,7 +147,7 @@ class Rows:
         """One row of trials; their tokens are far apart, as their experts shall be."""
         num_known, vocab_size = self._loaded.max_model_len // 2, self._loaded.config.vocab_size
         prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
-        features_F = torch.randn(self._loaded.drafter.num_features)
+        features_F = torch.randn(self._loaded.drafter.num_shipped)
         new = self._row(_request(prompt_ids, i * vocab_size // len(self._num_pages)), features_F)
         write(self._table, self._upload([self._num_rows + i]), new)
 
@@ -164,16 +164,16 @@ class Rows:
         prompt_ids, output_ids = request.prompt_ids, request.output_ids
         bounds = [getattr(speculation, name) for name in KINDS[speculation.acceptance].bounds]
         is_thinking = thinking_at_start(prompt_ids, output_ids, self._loaded.think_ids)
-        is_known, token = features_F is not None, output_ids[-1]
-        features_F = torch.zeros(drafter.num_features) if features_F is None else features_F
+        is_known, text = features_F is not None, (*prompt_ids, *output_ids)
+        features_F = torch.zeros(drafter.num_shipped) if features_F is None else features_F
         features_F = features_F.to(self._loaded.dtype)
         row = RowTensors(
             state=RowState(
-                last_B1=torch.tensor([[token]]),
-                num_known_B=torch.tensor([len(prompt_ids) + len(output_ids)]),
+                last_B1=torch.tensor([[text[-1]]]),
+                num_known_B=torch.tensor([len(text)]),
                 num_output_B=torch.tensor([len(output_ids)]),
                 thinking_B=torch.tensor([is_thinking]),
-                drafter=drafter.begin(token, features_F, is_known, self._most_depth),
+                drafter=drafter.begin(text, features_F, is_known, self._most_depth),
             ),
             page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),

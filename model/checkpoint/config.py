@@ -213,9 +213,9 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Of the main model and of the first MTP layer, which comes last."""
-        num_mtp = min(1, self.num_nextn_predict_layers)
-        return sum(map(self.is_moe_layer, range(self.num_hidden_layers + num_mtp)))
+        """Of the main model and of the MTP layers, which come last."""
+        num_layers = self.num_hidden_layers + self.num_nextn_predict_layers
+        return sum(map(self.is_moe_layer, range(num_layers)))
 
     def identity(self) -> str:
         """Digest of what shapes cached KV, which must be equal where KV is shared; weights' values

@@ -39,15 +39,23 @@ class Checkpoint:
     drafts: bool = True
 
 
-def mtp_prefix(config: ModelConfig) -> str:
-    """What the names of the first MTP layer begin with."""
-    return f"model.layers.{config.num_hidden_layers}."
+def mtp_prefix(config: ModelConfig, number: int) -> str:
+    """What the names of an MTP layer begin with."""
+    return f"model.layers.{config.num_hidden_layers + number}."
 
 
-def has_mtp(files: CheckpointFiles, config: ModelConfig) -> bool:
-    """Whether the checkpoint really holds its first MTP layer: re-quantised copies often drop
-    it while config.json still promises one."""
-    return config.num_nextn_predict_layers > 0 and f"{mtp_prefix(config)}eh_proj.weight" in files
+def num_mtp(files: CheckpointFiles, config: ModelConfig) -> int:
+    """MTP layers that the checkpoint really holds: re-quantised copies often drop them while
+    config.json still promises some. Raises ValueError if it holds some of them."""
+    promised = config.num_nextn_predict_layers
+    names = [f"{mtp_prefix(config, number)}eh_proj.weight" for number in range(promised)]
+    missing = [name for name in names if name not in files]
+    if len(missing) not in (0, promised):
+        raise ValueError(
+            f"{files.path / 'config.json'}: num_nextn_predict_layers = {promised}, but "
+            f"{missing[0]} is missing; download the rest, or set it to {names.index(missing[0])}"
+        )
+    return promised - len(missing)
 
 
 def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
@@ -58,13 +66,13 @@ def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
     load_weights(network, own, checkpoint)
 
 
-def load_mtp(layer: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the first MTP layer; its copies of embedding and head are not read, nor are experts if
-    they are not to be kept. Raises as load_weights does."""
-    prefix = mtp_prefix(checkpoint.config)
+def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole: bool) -> None:
+    """Fill an MTP layer; its copies of embedding and head are not read, nor are experts if it is
+    not to be whole. Raises as load_weights does."""
+    prefix = mtp_prefix(checkpoint.config, number)
     own = (name for name in checkpoint.files.names() if name.startswith(prefix))
     own = (name for name in own if name.removeprefix(prefix) not in _MTP_COPIES)
-    if not checkpoint.drafts:
+    if not is_whole:
         del layer.mlp
         own = (name for name in own if not name.startswith(prefix + "mlp."))
     load_weights(layer, own, checkpoint, prefix)

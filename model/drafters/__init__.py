@@ -5,7 +5,7 @@ from functools import partial
 from importlib import import_module
 
 from core.config import AUTO, SpeculationConfig
-from model.checkpoint.weights import Checkpoint, has_mtp
+from model.checkpoint.weights import Checkpoint, num_mtp
 from model.drafters.base import Drafter
 from model.drafters.none import NoDrafter
 from model.drafters.user import UserDrafter
@@ -20,8 +20,9 @@ CLASSES = {
     "ngram": "model.drafters.ngram:NgramDrafter",
 }
 TREES = CLASSES | {MTP: "model.drafters.mtp_tree:MtpTreeDrafter"}
+MODULES = CLASSES | {MTP: "model.drafters.mtp_vanilla:VanillaDrafter"}
 """Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
-may share, and what is asked of them."""
+may share, and what is asked of them: chains, trees, chains of several MTP layers."""
 
 
 def create_drafter(
@@ -33,18 +34,19 @@ def create_drafter(
     without that layer, for trees of who drafts chains, and for whatever is wrong with the drafter's
     weights.
     """
-    holds_mtp = has_mtp(checkpoint.files, checkpoint.config)
+    num_layers = num_mtp(checkpoint.files, checkpoint.config)
     name = asked.drafter if asked.num_tokens else NONE
     if name == AUTO:
-        name = MTP if holds_mtp else NONE
+        name = MTP if num_layers else NONE
     if name == NONE:
         return NoDrafter()
-    if name == MTP and not holds_mtp:
+    if name == MTP and not num_layers:
         raise ValueError(
             "speculation.drafter: 'mtp' needs the MTP layer, which this checkpoint lacks; "
             "use 'auto' or 'none'"
         )
-    classes = CLASSES if asked.num_nodes is None else TREES
+    chains = CLASSES if min(num_layers, asked.num_tokens) < 2 else MODULES
+    classes = chains if asked.num_nodes is None else TREES
     drafter = _load(classes.get(name, name))(checkpoint, network, asked)
     if asked.num_nodes is not None and drafter.levels(asked.num_tokens)[-1].is_chain:
         raise ValueError(

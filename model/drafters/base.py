@@ -105,14 +105,16 @@ class Drafter(Protocol):
     what it raises costs that rank the drafts of that step. ``meets_ranks``: it calls what all ranks
     of a gang have to call together.
     ``num_features``: of each token that the main model has seen it wants the last hidden state, or
-    nothing (0). ``cache_groups`` are the caches it reads and writes besides the main model's; a
-    prefill node fills them, and they travel with the rest.
+    nothing (0); those of the last ``num_last`` tokens of a prompt come with it. ``cache_groups``
+    are the caches it reads and writes besides the main model's; a prefill node fills them, and they
+    travel with the rest.
     """
 
     name: str
     is_fed: bool = False
     meets_ranks: bool = False
     num_features: int = 0
+    num_last: int = 1
     cache_groups: tuple[CacheGroup, ...] = ()
 
     @property
@@ -120,13 +122,20 @@ class Drafter(Protocol):
         """What a status should tell, if anything."""
         return ""
 
+    @property
+    def num_shipped(self) -> int:
+        """Features that come with a prompt."""
+        return self.num_last * self.num_features
+
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
         return
 
-    def prefill(self, batch: Batch, next_G: Tensor, features_1TF: Tensor, caches: Caches) -> None:
+    def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Fill the drafter's caches for the main model's packed ``batch``, whose features are
-        ``features_1TF``. ``next_G`` are the tokens behind each segment's last, or UNKNOWN."""
+        ``features_1TF``. ``next_GK`` are as many tokens behind each segment's last as entries may
+        depend on, or UNKNOWN, and of what is not known nothing may be written: that of a prompt's
+        last rows. Other segments have at least as many tokens behind them."""
         return
 
     def levels(self, most_depth: int) -> Levels:
@@ -137,9 +146,12 @@ class Drafter(Protocol):
         """How it catches up where its drafts are at most so deep."""
         return NeverBehind()
 
-    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> Own:
-        """One row, of a sequence whose first token this is. ``features_F`` are those of the last
-        prompt token, zeros if they are not known: then nothing of the prompt's may be written."""
+    def begin(
+        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    ) -> Own:
+        """One row, of a sequence whose ``text`` ends with its first token. ``features_F`` are those
+        of the last prompt tokens, ``num_shipped``; zeros if they are not known: then nothing of the
+        prompt's may be written."""
         return None
 
     def memory(self, num_rows: int, num_tokens: int, device: torch.device) -> Notes:

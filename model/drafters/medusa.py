@@ -78,7 +78,9 @@ class MedusaDrafter(Drafter):
         self._ranks |= {one: (num_ranks, places_N[: one.num_nodes]) for one in levels}
         return levels
 
-    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> MedusaRows:
+    def begin(
+        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    ) -> MedusaRows:
         return MedusaRows(features_F.unsqueeze(0))
 
     def draft(

@@ -4,6 +4,7 @@ Shape legend: B rows, M tokens pending at most, N drafts, D hidden, P pages; in 
 T packed tokens, G segments.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -29,8 +30,8 @@ from model.network.layers import Linear, RMSNorm, adopt
 class MtpLayer(DecoderLayer):
     """Row i: (embedding of token i+1, main hidden i) -> hidden that predicts token i+2."""
 
-    def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
-        super().__init__(config, dispatch, config.moe_layer(config.num_hidden_layers))
+    def __init__(self, config: ModelConfig, dispatch: Dispatch, number: int = 0) -> None:
+        super().__init__(config, dispatch, config.moe_layer(config.num_hidden_layers + number))
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size)
@@ -77,7 +78,7 @@ class MtpDrafter(Drafter):
         """With the checkpoint's first MTP layer; see load_weights for what it raises."""
         with torch.device("meta"):
             layer = MtpLayer(checkpoint.config, network.dispatch)
-        load_mtp(layer, checkpoint)
+        load_mtp(layer, checkpoint, 0, is_whole=checkpoint.drafts)
         return cls(network, layer.eval())
 
     def adopt(self, kernels: Kernels) -> None:
@@ -86,10 +87,12 @@ class MtpDrafter(Drafter):
     def catch_up(self, most_depth: int) -> Pending:
         return Pending(most_depth)
 
-    def begin(self, token: int, features_F: Tensor, is_known: bool, most_depth: int) -> MtpRows:
+    def begin(
+        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    ) -> MtpRows:
         width = Pending(most_depth).most
         tokens_1M = torch.zeros(1, width, dtype=torch.int64)
-        tokens_1M[0, 0] = token
+        tokens_1M[0, 0] = text[-1]
         return MtpRows(
             tokens_1M,
             F.pad(features_F.view(1, 1, -1), (0, 0, 0, width - 1)),
@@ -102,13 +105,13 @@ class MtpDrafter(Drafter):
     ) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [X, D]."""
         z_XD, angles = self._combined(batch, hidden_XD), angles or self._angles(batch)
-        return self._layer.predict(z_XD, batch, caches[MTP][0], angles)
+        return self._layer.predict(z_XD, batch, caches[MTP][-1], angles)
 
-    def prefill(self, batch: Batch, next_G: Tensor, features_1TF: Tensor, caches: Caches) -> None:
+    def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
-        batch = shifted(batch, next_G)
-        z_XD = self._combined(batch, features_1TF[0])
+        batch = shifted(ahead(batch), next_GK[:, 0])
+        z_XD = self._combined(known(batch), features_1TF[0])
         self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
 
     def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
@@ -167,8 +170,11 @@ class MtpDrafter(Drafter):
         return self._layer.predict(z_XD[at_B], *at_head)
 
     def _combined(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
-        embedding_XD = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
-        return self._layer.combined(embedding_XD, hidden_XD)
+        return self._layer.combined(self._embedded(batch), hidden_XD)
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        embedding_XD: Tensor = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
+        return embedding_XD
 
     def _angles(self, batch: Batch) -> Angles:
         return self._network.rope.at(batch.positions_BQ.flatten())
@@ -200,8 +206,19 @@ def head_batch(view: View, batch: Batch, at_B: Tensor) -> Batch:
     return Batch(*own, batch.page_table_BP, real_BQ=view.real_B.unsqueeze(1))
 
 
+def ahead(batch: Batch) -> Batch:
+    """With the positions of the tokens after those of its rows."""
+    return replace(batch, positions_BQ=batch.positions_BQ + 1)
+
+
+def known(batch: Batch) -> Batch:
+    """With some token in place of UNKNOWN."""
+    return replace(batch, token_ids_BQ=batch.token_ids_BQ.clamp(min=0))
+
+
 def shifted(batch: Batch, next_G: Tensor) -> Batch:
-    """A packed batch with each token replaced by the one after it in its own segment."""
+    """A packed batch with each token replaced by the one after it in its own segment; rows where
+    that is UNKNOWN write nothing."""
     assert batch.segments is not None, "only prefill batches are shifted"
     last_G = batch.segments.ends_G - 1
     next_ids_1T = batch.token_ids_BQ.roll(-1, 1)
@@ -209,7 +226,6 @@ def shifted(batch: Batch, next_G: Tensor) -> Batch:
     is_known_1T = next_ids_1T != UNKNOWN
     return replace(
         batch,
-        token_ids_BQ=next_ids_1T.clamp(min=0),
-        positions_BQ=batch.positions_BQ + 1,
+        token_ids_BQ=next_ids_1T,
         write_slots_BQ=batch.write_slots_BQ.where(is_known_1T, DUMMY_PAGE),
     )

@@ -141,7 +141,7 @@ def reference_argmax(checkpoint: Path, ids: tuple[int, ...], tokens: tuple[int, 
 
 
 def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) -> None:
-    tiny.write_tiny(tmp_path, seed=7, with_mtp=False)
+    tiny.write_tiny(tmp_path, seed=7, num_mtp=0)
     loaded = load(tmp_path)
     assert not loaded.has_mtp and loaded.drafter.name == "none"
     assert MTP not in [group.name for group in loaded.groups]

@@ -97,8 +97,8 @@ def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> N
     batch = pack([segment(1, 0, 11), segment(2, 0, 5)], PAGE_SIZE, CPU)
     known, unknown = caches_before(loaded), caches_before(loaded)
     hidden = loaded.network(batch, known)
-    loaded.drafter.prefill(batch, torch.tensor([17, 18]), hidden, known)
-    loaded.drafter.prefill(batch, torch.tensor([17, UNKNOWN]), hidden, unknown)
+    loaded.drafter.prefill(batch, torch.tensor([[17], [18]]), hidden, known)
+    loaded.drafter.prefill(batch, torch.tensor([[17], [UNKNOWN]]), hidden, unknown)
     slot = (TABLES[2][1], 0)
     assert known[MTP][0][slot].any() and not unknown[MTP][0][slot].any()
     unknown[MTP][0][slot] = known[MTP][0][slot]

@@ -240,7 +240,7 @@ def test_a_rank_that_prefills_writes_the_entries_of_the_mtp_layer_without_its_ex
         batch = pack([Segment(list(range(5, 25)), 0, [2, 1])], 16, torch.device("cpu"))
         with torch.inference_mode():
             hidden_1TD = loaded.network(batch, caches)
-            loaded.drafter.prefill(batch, torch.tensor([7]), hidden_1TD, caches)
+            loaded.drafter.prefill(batch, torch.tensor([[7]]), hidden_1TD, caches)
         written[kind] = caches[MTP][0]
     assert torch.equal(written[PREFILL], written[DECODE])
     assert written[DECODE][2].any(-1).all() and written[DECODE][1, :4].any(-1).all()

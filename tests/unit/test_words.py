@@ -12,7 +12,6 @@ KNOWN = {
     ("draft", "cluster/gateway", "num_draft_tokens"),
     ("gang", "decode_node", "gang"),
     *(("mtp", folder, "has_mtp") for folder in ("cluster", "core", "runtime")),
-    *(("mtp", folder, "num_mtp_layers") for folder in ("cluster", "core", "runtime")),
     ("step", "kv_transfer", "step"),
 }
 """(word, folder, name) of those that say one too many. None may be added; one that is gone is

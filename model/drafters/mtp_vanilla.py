@@ -1,0 +1,195 @@
+"""DeepSeek's multi-token prediction with a module for each draft (DeepSeek-V3, arXiv 2412.19437,
+2.2; spec §5): module k is fed with what module k - 1 made of the same row, and with the token k
+places behind it.
+
+Shape legend: B rows, K modules, H = K - 1 rows of history, A pending tokens that pass 1 catches up
+with, W = H + A rows of a window, X = B * W, D hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.config import SpeculationConfig
+from core.levels import Level
+from model.checkpoint.weights import Checkpoint, load_mtp, num_mtp
+from model.drafters.base import Drafts, Emitted, View
+from model.drafters.mtp import MtpDrafter, MtpLayer, ahead, head_batch, known, shifted
+from model.drafters.mtp_rows import MtpRows
+from model.kernels.base import Kernels
+from model.network.batch import Batch, physical_slots
+from model.network.cache import MTP, CacheGroup, Caches
+from model.network.deepseek import DeepseekV3
+from model.network.layers import adopt
+
+
+@dataclass(slots=True)
+class Window:
+    """The rows of pass 1: slots L-1-H-m .. L-2 for m pending tokens, padded. ``num_real_B``, H + m,
+    are rows of the text, the last one the head row. ``tokens_BT`` are those of module 1, and behind
+    them all drafts so far; ``hidden_XD`` is what the module before made of the rows."""
+
+    tokens_BT: Tensor
+    hidden_XD: Tensor
+    slots_BW: Tensor
+    num_real_B: Tensor
+    first_B: Tensor
+    num_drafts: int = 0
+
+    @classmethod
+    def of(cls, own: MtpRows, view: View, num_history: int, amount: int) -> Self:
+        num_real_B, width = own.num_pending_B + num_history, num_history + amount
+        row_W = torch.arange(width, device=num_real_B.device)
+        slots_BW = (view.num_known_B - 1 - num_real_B).unsqueeze(1) + row_W
+        tokens_BT = F.pad(own.tokens_BM[:, :width], (0, num_history))
+        hidden_XD = own.hidden_BMD[:, :width].flatten(0, 1)
+        return cls(tokens_BT, hidden_XD, slots_BW, num_real_B, own.first_B)
+
+    def drafted(self, token_B1: Tensor) -> None:
+        at_B1 = self.num_real_B.unsqueeze(1) + self.num_drafts
+        self.tokens_BT = self.tokens_BT.scatter(1, at_B1, token_B1)
+        self.num_drafts += 1
+
+    def batch(self, number: int, view: View, page_size: int) -> Batch:
+        """Of module ``number``, from 0 on. Written are rows whose token it has not had before; what
+        it has had as a draft it meets again as a token."""
+        row_W = torch.arange(self.slots_BW.shape[1], device=self.slots_BW.device)
+        num_known_B1 = (self.num_real_B + min(number, self.num_drafts) - number).unsqueeze(1)
+        real_BW = (row_W < num_known_B1) & (self.slots_BW >= 0) & view.real_B.unsqueeze(1)
+        num_history = self.tokens_BT.shape[1] - len(row_W)
+        keep_BW = real_BW & (row_W >= (num_history - number + self.first_B.long()).unsqueeze(1))
+        # A row before the text begins is nobody's, but sees something.
+        context_BW = (self.slots_BW + 1).clamp(min=1)
+        return Batch(
+            self.tokens_BT[:, number : number + len(row_W)],
+            context_BW,
+            physical_slots(view.page_table_BP, self.slots_BW, keep_BW, page_size),
+            context_BW,
+            view.page_table_BP,
+            real_BQ=real_BW,
+        )
+
+
+class VanillaDrafter(MtpDrafter):
+    """Draft k is of module k; those behind the last module's of that module over its own output.
+
+    Pass 1 goes through all modules, at the same rows and positions in each: what nobody reads, the
+    output of the last one but for the head row, is not computed. Rows that see a draft are written
+    again when the token is known, and lie behind all that prefill wrote.
+    """
+
+    def __init__(self, network: DeepseekV3, layers: Sequence[MtpLayer]) -> None:
+        super().__init__(network, layers[-1])
+        self._layers = layers
+        self.num_last = num = len(layers)
+        self._num_history = num - 1
+        self.cache_groups = (CacheGroup(MTP, num, network.config.latent_dim, lag=num),)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+        """With as many modules as drafts are asked for, or all; see load_weights for what it
+        raises. Nobody reads what the last one makes of a prompt."""
+        num = min(num_mtp(checkpoint.files, checkpoint.config), asked.num_tokens)
+        with torch.device("meta"):
+            layers = [MtpLayer(checkpoint.config, network.dispatch, i) for i in range(num)]
+        for i, layer in enumerate(layers):
+            load_mtp(layer, checkpoint, i, is_whole=checkpoint.drafts or i < num - 1)
+        return cls(network, [layer.eval() for layer in layers])
+
+    def adopt(self, kernels: Kernels) -> None:
+        for layer in self._layers:
+            adopt(layer, kernels)
+
+    def begin(
+        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    ) -> MtpRows:
+        """Of the first pending token prefill has written all entries, known or not, in pages that
+        others may share."""
+        hidden_1KD = features_F.view(1, self.num_last, -1)
+        rows = super().begin(text, hidden_1KD[0, -1], False, most_depth)
+        tokens = [0] * self.num_last + list(text[:-1])
+        tokens_1H = torch.tensor([tokens[-self._num_history :]])
+        return behind(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
+
+    def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
+        """Row i of module k pairs what module k - 1 made of it with token i + k."""
+        batch, hidden_TD = ahead(batch), features_1TF[0]
+        angles = self._angles(batch)
+        for i, (layer, cache) in enumerate(zip(self._layers, caches[MTP], strict=True)):
+            batch = shifted(batch, next_GK[:, i])
+            z_TD = layer.combined(self._embedded(known(batch)), hidden_TD)
+            if i < self._num_history:
+                hidden_TD = layer.predict(z_TD, batch, cache, angles)
+            else:
+                layer.write(z_TD, batch, cache, angles)
+
+    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        """Modules that are to give no draft write what follows from the text."""
+        if amount == 0:
+            return Drafts(own.tokens_BM[:, :0])
+        num, page_size = len(self._layers), caches[MTP][0].shape[1]
+        window = Window.of(own, view, self._num_history, amount)
+        later = self._later(view, max(0, level.depth - num), page_size)
+        head_BD = own.hidden_BMD[:, 0]
+
+        def logits(i: int, last_B1: Tensor) -> Tensor:
+            nonlocal head_BD
+            if 0 < i < num:
+                window.drafted(last_B1)
+            if i < num:
+                head_BD = self._module(i, window, view, caches, has_draft=True)
+            else:
+                batch, angles = later[i - num]
+                batch = replace(batch, token_ids_BQ=last_B1)
+                head_BD = self.forward(batch, head_BD, caches, angles)
+            return self._network.logits(head_BD)
+
+        drafts = view.chained(level.depth, logits)
+        for i in range(level.depth, num):
+            self._module(i, window, view, caches, has_draft=False)
+        return drafts
+
+    def commit(self, own: MtpRows, emitted: Emitted, amount: int) -> MtpRows:
+        num = self._num_history
+        if amount == 0:
+            all_B = own.num_pending_B + num
+            after = super().commit(replace(own, num_pending_B=all_B), emitted, 0)
+            return replace(after, num_pending_B=own.num_pending_B + 1)
+        after = super().commit(own, emitted, amount)
+        row_H = torch.arange(num, device=own.num_pending_B.device)
+        at_BH = own.num_pending_B.unsqueeze(1) + row_H
+        at_BHD = at_BH.unsqueeze(2).expand(-1, -1, own.hidden_BMD.shape[2])
+        history = own.tokens_BM.gather(1, at_BH), own.hidden_BMD.gather(1, at_BHD)
+        return behind(*history, after, own.tokens_BM.shape[1] - num)
+
+    def _module(
+        self, number: int, window: Window, view: View, caches: Caches, *, has_draft: bool
+    ) -> Tensor:
+        """Its entries; and the head row's output, if that is to give a draft."""
+        layer, cache = self._layers[number], caches[MTP][number]
+        batch = window.batch(number, view, cache.shape[1])
+        cos, sin = angles = self._angles(batch)
+        z_XD = layer.combined(self._embedded(batch), window.hidden_XD)
+        row_B = torch.arange(len(view.real_B), device=z_XD.device)
+        at_B = row_B * window.slots_BW.shape[1] + window.num_real_B - 1
+        if number < self._num_history:
+            window.hidden_XD = layer.predict(z_XD, batch, cache, angles)
+            return window.hidden_XD[at_B]
+        layer.write(z_XD, batch, cache, angles)
+        if not has_draft:
+            return z_XD[at_B]
+        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
+        return layer.predict(z_XD[at_B], *at_head)
+
+
+def behind(tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int) -> MtpRows:
+    """``rows``, of which so many tokens may be pending, with this history before them."""
+    return replace(
+        rows,
+        tokens_BM=torch.cat((tokens_BH, rows.tokens_BM[:, :num_pending]), 1),
+        hidden_BMD=torch.cat((hidden_BHD, rows.hidden_BMD[:, :num_pending]), 1),
+    )

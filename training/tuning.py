@@ -1,0 +1,209 @@
+"""Trains what drafts for a finished checkpoint, which stays as it is, bit for bit.
+
+Speculative decoding drafts for text that the main model writes itself, so every second step trains
+on its greedy continuations of training files. A run saves its state and goes on where it was.
+"""
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.driven.engines import Bench, greedy, load
+from training.corpus import BOS_ID
+from training.evaluate import load_network
+from training.model import Network
+from training.muon import Muon
+from training.train import keep_freed_memory, sample, token_stream
+
+LENGTH = 256
+PROMPT_LENGTH = 64
+OWN_BATCH = 16
+CORPUS_BATCH = (4, 1024)
+SOFT_SHARE = 0.7
+WARMUP_STEPS = 20
+SAVE_EVERY = 50
+CACHE = Path.home() / ".cache" / "tandem" / "training"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The frozen main model, and texts to train on: training files in one line, and continuations
+    [N, LENGTH + 1] by the model itself."""
+
+    network: Network
+    tokenizer: Tokenizer
+    stream: Tensor
+    own: Tensor
+
+
+def subject(arguments: argparse.Namespace) -> Subject:
+    """What ``add_schedule`` asks for."""
+    keep_freed_memory()
+    torch.set_num_threads(arguments.threads)
+    folder = arguments.checkpoint
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stream = token_stream(tokenizer)
+    own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
+    stream, own = (x[: int(len(x) * arguments.share)] for x in (stream, own))
+    network = load_network(folder).requires_grad_(False)
+    return Subject(network, tokenizer, stream, own)
+
+
+def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int) -> Tensor:
+    """Greedy continuations [num, LENGTH + 1] of training text by the main model, written by our own
+    engines; once, and then kept."""
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+    kept = CACHE / f"continuations-{digest}-{num}-{seed}.pt"
+    if kept.is_file():
+        return torch.load(kept, weights_only=True)
+    num_threads = torch.get_num_threads()
+    loaded = load(folder, "model.dtype=float32", f"decode.num_threads={num_threads}")
+    bench = Bench(loaded, max_rows=batch, num_pages=batch * 6, page_size=64)
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for _ in tqdm(range(num // batch), desc="continuations"):
+        prompts = sample(stream, batch, PROMPT_LENGTH - 1, generator)
+        prompts[:, 0] = BOS_ID
+        num_new = LENGTH + 1 - PROMPT_LENGTH
+        asked = [
+            greedy(f"r{i}", ids, num_new, ignore_eos=True) for i, ids in enumerate(prompts.tolist())
+        ]
+        answers = bench.generate(*asked)
+        texts += [
+            [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(asked, answers, strict=True)
+        ]
+    torch.set_num_threads(num_threads)  # which engines with kernels of their own leave one
+    CACHE.mkdir(parents=True, exist_ok=True)
+    torch.save(torch.tensor(texts), kept)
+    return torch.tensor(texts)
+
+
+def draft_loss(logits: Tensor, teacher: Tensor, best: Tensor) -> Tensor:
+    """Mean over all places of the cross-entropy to the main model's distribution and choice
+    [.., 1] at the same places."""
+    choice = logits.gather(-1, best).squeeze(-1)
+    goal = SOFT_SHARE * (teacher * logits).sum(-1) + (1 - SOFT_SHARE) * choice
+    return (logits.logsumexp(-1) - goal).mean()
+
+
+def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list:
+    """Of all parameters that are to be trained: Muon for matrices, AdamW for norms, biases, gates
+    and heads."""
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, weight in trained.named_parameters():
+        small = weight.dim() == 1 or name.endswith(("mlp.gate.weight", "lm_head.weight"))
+        if weight.requires_grad:
+            (others if small else matrices).append(weight)
+    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [Muon(matrices, muon_lr), adam]
+
+
+class Run:
+    """A run of ``num_steps``, by the ``losses`` of windows [B, T + 1]; its ``history`` has a record
+    per ten steps."""
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        losses: Callable[[Tensor], Tensor],
+        optimizers: list,
+        texts: Subject,
+        arguments: argparse.Namespace,
+    ) -> None:
+        self._trained, self._losses, self._optimizers = trained, losses, optimizers
+        self._texts, self._num_steps = texts, arguments.num_steps
+        self._asked = json.dumps({k: str(v) for k, v in sorted(vars(arguments).items())})
+        self._file = arguments.state / "state.pt"
+        self._generator = torch.Generator().manual_seed(arguments.seed)
+        self._groups = [group for one in optimizers for group in one.param_groups]
+        self._peaks = [group["lr"] for group in self._groups]
+        self.num_done, self.seconds = 0, 0.0
+        self.history: list[dict] = []
+
+    def run(self) -> "Run":
+        """To its end, from where it was."""
+        if self._file.is_file():
+            self._resume()
+        with tqdm(total=self._num_steps, initial=self.num_done, unit="step") as bar:
+            while self.num_done < self._num_steps:
+                values = self._step()
+                bar.update()
+                if self.num_done % 10 == 0:
+                    self.history.append({"step": self.num_done, "drafts": values})
+                    bar.set_postfix(losses=[round(value, 3) for value in values])
+                if self.num_done % SAVE_EVERY == 0 or self.num_done == self._num_steps:
+                    self._save()
+        return self
+
+    def _step(self) -> list[float]:
+        started, done = time.monotonic(), self.num_done / self._num_steps
+        rate = min(1 - done, (self.num_done + 1) / WARMUP_STEPS)
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"] = rate * peak
+        own, generator = self._texts.own, self._generator
+        if self.num_done % 2:
+            windows = sample(self._texts.stream, *CORPUS_BATCH, generator)
+        else:
+            windows = own[torch.randint(len(own), (OWN_BATCH,), generator=generator)]
+        values = self._losses(windows)
+        values.mean().backward()
+        weights = [weight for group in self._groups for weight in group["params"]]
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.num_done += 1
+        self.seconds += time.monotonic() - started
+        return values.tolist()
+
+    def _save(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "trained": self._trained.state_dict(),
+            "optimizers": [one.state_dict() for one in self._optimizers],
+            "generator": self._generator.get_state(),
+            "position": (self.num_done, self.seconds),
+            "asked": self._asked,
+            "history": self.history,
+        }
+        torch.save(state, self._file.with_suffix(".tmp"))
+        self._file.with_suffix(".tmp").replace(self._file)
+        told = {"seconds": self.seconds, "history": self.history}
+        self._file.with_name("history.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def _resume(self) -> None:
+        state = torch.load(self._file, weights_only=True)
+        if state["asked"] != self._asked:
+            raise ValueError(
+                f"--state={self._file.parent}: is of a run that was asked for {state['asked']}; "
+                "give another folder, or remove it"
+            )
+        self._trained.load_state_dict(state["trained"])
+        for optimizer, value in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(value)
+        self._generator.set_state(state["generator"])
+        self.num_done, self.seconds = state["position"]
+        self.history = state["history"]
+
+
+def add_schedule(parser: argparse.ArgumentParser, name: str, num_steps: int) -> None:
+    """Options of any run."""
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="main model")
+    add("--state", type=Path, default=CACHE / name, help="folder to go on from, outside git")
+    add("--num-steps", type=int, default=num_steps, help="of 4,096 tokens")
+    add("--share", type=float, default=1.0, help="of all texts that are used")
+    add("--continuations", type=int, default=1024, help="number of greedy continuations")
+    add("--batch", type=int, default=32, help="continuations generated at a time")
+    add("--threads", type=int, default=2, help="CPU threads")
+    add("--seed", type=int, default=1, help="seed of prompts and sampling")

@@ -1,0 +1,131 @@
+"""MTP Vanilla (DeepSeek-V3, arXiv 2412.19437, 2.2): python -m training.vanilla trains a module for
+each draft, from the MTP layer of a finished checkpoint, which stays as it is.
+
+Module k is fed with what module k - 1 made of the same row and with the token k places behind it.
+The folder that is written is a checkpoint: the main model's files are linked, not copied.
+"""
+
+import argparse
+import json
+import os
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from training.evaluate import held_out_windows
+from training.export import layer_tensors
+from training.model import MtpLayer, Network
+from training.tuning import LENGTH, Run, add_schedule, draft_loss, draft_optimizers, subject
+
+LINKED = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+MAIN, MODULES = "main.safetensors", "modules.safetensors"
+
+
+class Modules(nn.Module):
+    """Begun as copies of the network's MTP layer."""
+
+    def __init__(self, network: Network, num: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(deepcopy(network.mtp) for _ in range(num))
+        self.layers.requires_grad_(True)
+
+    def forward(self, network: Network, tokens: Tensor, hidden: Tensor) -> list[Tensor]:
+        """Logits [B, R, V] of every module, R = T - K: row i of module k takes token i + k and
+        predicts token i + k + 1."""
+        rows = tokens.shape[1] - len(self.layers)
+        state, logits = hidden[:, :rows], []
+        for k, layer in enumerate(self.layers, 1):
+            assert isinstance(layer, MtpLayer)
+            x = layer.mix(network.model.embed_tokens(tokens[:, k : k + rows]), state)
+            x, _ = layer(x, network.angles[:, k : k + rows])
+            state = layer.shared_head.norm(x)
+            logits.append(network.lm_head(state))
+        return logits
+
+
+def module_losses(network: Network, modules: Modules, windows: Tensor) -> Tensor:
+    """Of every module, in nats per token, against the frozen main model."""
+    tokens = windows[:, :-1]
+    with torch.no_grad():
+        out = network(tokens)
+        best, teacher = out.logits.argmax(-1, keepdim=True), out.logits.softmax(-1)
+    values = []
+    for k, logits in enumerate(modules(network, tokens, out.hidden), 1):
+        rows = slice(k, k + logits.shape[1])
+        values.append(draft_loss(logits, teacher[:, rows], best[:, rows]))
+    return torch.stack(values)
+
+
+@torch.inference_mode()
+def agreement(network: Network, modules: Modules, windows: Tensor) -> tuple[list[float], float]:
+    """Of each module the share of places at which it is right behind true text, and tokens a step
+    if all before it have to be."""
+    hits, runs = torch.zeros(len(modules.layers)), torch.zeros(len(modules.layers))
+    num = 0
+    for window in windows.split(8):
+        out = network(window[:, :-1])
+        best = out.logits.argmax(-1)
+        run = None
+        for i, logits in enumerate(modules(network, window[:, :-1], out.hidden)):
+            right = logits.argmax(-1) == best[:, i + 1 : i + 1 + logits.shape[1]]
+            run = right if run is None else run & right
+            hits[i] += right.sum()
+            runs[i] += run.sum()
+        num += right.numel()
+    return (hits / num).tolist(), 1 + float(runs.sum() / num)
+
+
+def save(modules: Modules, base: Path, folder: Path) -> None:
+    """A checkpoint with these modules for the MTP layers of ``base``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    first, num = settings["num_hidden_layers"], len(modules.layers)
+    settings["num_nextn_predict_layers"] = num
+    tensors: dict[str, Tensor] = {}
+    for i, layer in enumerate(modules.layers):
+        tensors |= layer_tensors(layer, f"model.layers.{first + i}.")
+    save_file(tensors, folder / MODULES, metadata={"format": "pt"})
+    with safe_open(str(base / "model.safetensors"), framework="pt") as file:
+        names = [name for name in file.keys() if not name.startswith(f"model.layers.{first}.")]  # noqa: SIM118
+    weight_map = dict.fromkeys(names, MAIN) | dict.fromkeys(tensors, MODULES)
+    index = {"metadata": {}, "weight_map": weight_map}
+    for name, value in (("config.json", settings), ("model.safetensors.index.json", index)):
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    for name, source in ((MAIN, "model.safetensors"), *((name, name) for name in LINKED)):
+        link = folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(base / source, folder))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_schedule(parser, "vanilla", num_steps=900)
+    add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-vanilla"
+    add("--out", type=Path, default=default, help="folder of the checkpoint")
+    add("--num-modules", type=int, default=3)
+    add("--muon-lr", type=float, default=3e-3, help="peak rate of the matrices")
+    add("--adam-lr", type=float, default=1e-3, help="peak rate of norms and router")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, and says how often each module is right on held-out text before and after."""
+    arguments = parse_arguments()
+    texts = subject(arguments)
+    modules = Modules(texts.network, arguments.num_modules)
+    held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
+    print("before", agreement(texts.network, modules, held_out), flush=True)
+    optimizers = draft_optimizers(modules, arguments.muon_lr, arguments.adam_lr)
+    losses = partial(module_losses, texts.network, modules)
+    run = Run(modules, losses, optimizers, texts, arguments).run()
+    print("after", agreement(texts.network, modules, held_out), f"{run.seconds / 60:.0f} min")
+    save(modules, arguments.checkpoint, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
