@@ -46,7 +46,7 @@ def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, Part]:
 
         def part(read_B: Tensor) -> tuple[Tensor]:
             told = rows.select(read_B, None), Drafts(tokens), tree.expand(num_rows)
-            _, logits_BNV = verify(loaded.network, bench.caches, *told)
+            *_, logits_BNV = verify(loaded, bench.caches, *told)
             return (logits_BNV.argmax(-1),)
 
         return part
@@ -63,7 +63,7 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
         drafts = Drafts(torch.arange(num_rows * num_drafts).view(num_rows, num_drafts) + 50)
 
         def part(read_B: Tensor) -> tuple[Tensor]:
-            _, logits_BNV = verify(loaded.network, bench.caches, rows.select(read_B, None), drafts)
+            *_, logits_BNV = verify(loaded, bench.caches, rows.select(read_B, None), drafts)
             return (logits_BNV.argmax(-1),)
 
         return part

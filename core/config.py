@@ -64,13 +64,13 @@ class SpeculationConfig(Section):
     measure_at_start: bool = True
     """time steps of every size and length while idle after the start, for by_load to know costs"""
     drafter: str = "auto"
-    """mtp, medusa, ngram, none, auto (mtp if the checkpoint has it), or package.module:Class"""
+    """mtp, eagle, eagle3, medusa, ngram, none, auto (mtp or none), or package.module:Class"""
     path: Path | None = Field(default=None, strict=False)
-    """of medusa: the folder of its heads"""
+    """of medusa, eagle and eagle3: the folder of the heads"""
     num_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
     top_k: int = Field(default=4, ge=1, le=MOST_NODES)
-    """of trees of mtp: how many nodes of each depth are drafted on from, and tokens after each"""
+    """of trees but medusa's: nodes of a depth that are drafted on from, and tokens after each"""
     choices: Path | None = Field(default=None, strict=False)
     """of trees of medusa: a JSON list of paths; null is choices.json in that folder"""
     drafter_s: float = Field(default=0.02, gt=0, le=60)

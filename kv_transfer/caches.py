@@ -42,13 +42,14 @@ class PagedCaches:
         dtype: str,
         model: str,
         num_features: int = 0,
+        more: str = "",
         copy: Copy | None = None,
     ) -> None:
         groups = tuple(
             Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
             for name, layers in tensors.items()
         )
-        self.layout = Layout(groups, dtype, model, num_features)
+        self.layout = Layout(groups, dtype, model, num_features, more=more)
         self.pool = pool
         num_slots = pool.num_pages * pool.page_size
         self._tensors = {

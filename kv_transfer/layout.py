@@ -29,8 +29,8 @@ class Group:
 class Layout:
     """Groups, of which all have the entries of the same tokens at any time.
 
-    ``dtype`` names the cache's element type, ``model`` the checkpoint it was computed by;
-    ``num_features`` of the last token go with them.
+    ``dtype`` names the cache's element type, ``model`` and ``more`` what it was computed by;
+    ``num_features`` of the last tokens go with them.
     """
 
     groups: tuple[Group, ...]
@@ -38,6 +38,7 @@ class Layout:
     model: str
     num_features: int = 0
     protocol: int = PROTOCOL
+    more: str = ""
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
@@ -58,8 +59,9 @@ class Layout:
         """A line for each thing that it has; equal on every machine."""
         groups = (f"{one.name}: {one.num_layers} x {one.bytes_per_token} B" for one in self.groups)
         features = (f"features: {self.num_features}",) if self.num_features else ()
-        model = f"model: {self.model}"
-        return (f"protocol: {self.protocol}", model, f"dtype: {self.dtype}", *groups, *features)
+        more = (f"by: {self.more}",) if self.more else ()
+        of_all = f"protocol: {self.protocol}", f"model: {self.model}", f"dtype: {self.dtype}"
+        return (*of_all, *groups, *features, *more)
 
 
 def check_given(given: Collection[str], wanted: Collection[str]) -> None:
@@ -69,5 +71,5 @@ def check_given(given: Collection[str], wanted: Collection[str]) -> None:
         rest = [fact for fact in given if fact not in wanted]
         raise LayoutMismatch(
             f"decode wants {', '.join(lacks)}; prefill has {', '.join(rest) or 'no more'}: both "
-            "need the same checkpoint and dtype, and prefill a drafter that has what decode's reads"
+            "need the same checkpoint, dtype and heads, and prefill what decode's drafts read"
         )

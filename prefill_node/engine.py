@@ -157,7 +157,8 @@ class PrefillEngine:
         end here, taken once."""
         network, segments = self._loaded.network, work.batch.segments
         assert segments is not None, "a packed batch has segments"
-        hidden_1TD = network(work.batch, self._caches)
+        drafter = self._loaded.drafter
+        hidden_1TD, features_1TF = network.tapped(work.batch, self._caches, drafter.taps)
         hidden_ED = hidden_1TD[0, segments.ends_G[work.ended_E] - 1]
         logits_EV = network.logits(hidden_ED)
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
@@ -165,12 +166,11 @@ class PrefillEngine:
         tokens_E = draw(adjusted_EV, work.sampling, work.num_output_E)
         next_GK = work.next_GK
         next_GK[work.ended_E, 0] = tokens_E
-        drafter = self._loaded.drafter
-        drafter.prefill(work.batch, next_GK, hidden_1TD, self._caches)
+        drafter.prefill(work.batch, next_GK, features_1TF, self._caches)
         logprobs = _logprobs(work.requests, logits_EV, tokens_E)
         features_EF: Iterable[Tensor | None] = [None] * len(hidden_ED)
         if drafter.num_features:
-            features_EF = last_rows(hidden_1TD[0], segments, work.ended_E, drafter.num_last)
+            features_EF = last_rows(features_1TF[0], segments, work.ended_E, drafter.num_last)
         return zip(tokens_E.tolist(), logprobs, features_EF, strict=True)
 
     def _ahead(self, chunk: Chunk) -> list[int]:

@@ -54,8 +54,9 @@ class RankParts:
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
         num_features = loaded.drafter.num_shipped if ships else 0
-        what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.kernels.copy_rows
-        return transfer.PagedCaches(self.caches, self.pool, *what)
+        what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.drafter.identity
+        copy = loaded.kernels.copy_rows
+        return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
     def side(self) -> Side:
         """An end of hand-overs of this memory, on the rank's own address."""

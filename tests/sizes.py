@@ -31,8 +31,8 @@ HOUSES = {
     "core": 1_065,
     "decode_node": 1_610,
     "kv_transfer": 1_505,
-    "model": 2_825,
-    "model/kernels": 1_770,
+    "model": 3_140,
+    "model/kernels": 1_915,
     "prefill_node": 505,
     "runtime": 975,
     "tandem": 15,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_850
+MOST_ENTERED = 7_900
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

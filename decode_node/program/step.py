@@ -18,7 +18,6 @@ from model.drafters.base import Drafter, Drafts, Emitted, View
 from model.loaded import LoadedModel
 from model.network.batch import Batch, physical_slots
 from model.network.cache import MAIN, Caches
-from model.network.deepseek import DeepseekV3
 from model.network.tree import Tree, tree_of
 from model.sampling.acceptance import judge, pick_draft
 from model.sampling.acceptance.base import Evidence, Verdict
@@ -58,13 +57,14 @@ def decode_step(
     assert (rows.sampling.rules is not None) == key.extras.has_rules, "rules come if a row has some"
     drafts = draft(loaded.drafter, caches, rows, key, shape.level) if fed is None else fed
     tree = _tree(shape, drafts)
-    hidden_BND, logits_BNV = verify(loaded.network, caches, rows, drafts, tree)
+    hidden_BND, features_BNF, logits_BNV = verify(loaded, caches, rows, drafts, tree)
     verdict = judge(key.extras.kinds, evidence(loaded, rows, drafts, logits_BNV, tree))
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
-        hidden_BND, logits_BNV = (along(x, verdict.path_BE) for x in (hidden_BND, logits_BNV))
-    features_BEF = hidden_BND if loaded.drafter.num_features else hidden_BND[..., :0]
-    emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BEF)
+        hidden_BND, features_BNF, logits_BNV = (
+            along(x, verdict.path_BE) for x in (hidden_BND, features_BNF, logits_BNV)
+        )
+    emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BNF)
     after = commit(loaded, rows.state, key, verdict, emitted)
     return StepOutput(verdict, emitted, hidden_BND, logits_BNV, after)
 
@@ -117,10 +117,11 @@ def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, leve
 
 
 def verify(
-    network: DeepseekV3, caches: Caches, rows: RowTensors, drafts: Drafts, tree: Tree | None = None
-) -> tuple[Tensor, Tensor]:
-    """Main model over [last token, drafts]: hidden [B, N1, D] and logits [B, N1, V]. The nodes of a
-    tree lie behind the context by their numbers, and each sees that and its own path."""
+    loaded: LoadedModel, caches: Caches, rows: RowTensors, drafts: Drafts, tree: Tree | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Main model over [last token, drafts]: hidden [B, N1, D], features [B, N1, F] for the drafter
+    and logits [B, N1, V]. The nodes of a tree lie behind the context by their numbers, and each
+    sees that and its own path."""
     slots = verify_slots(rows.state.num_known_B, drafts.tokens_BN.shape[1])
     positions_BQ, context_lens_BQ = slots, slots + 1
     if tree is not None:
@@ -135,8 +136,11 @@ def verify(
         real_BQ=rows.real_B.unsqueeze(1).expand_as(slots),
         bits_BQ=None if tree is None else tree.bits_BQ,
     )
-    hidden_BND = network(batch, caches)
-    return hidden_BND, network.logits(hidden_BND)
+    network, drafter = loaded.network, loaded.drafter
+    hidden_BND, features_BNF = network.tapped(batch, caches, drafter.taps)
+    if not drafter.num_features:
+        features_BNF = features_BNF[..., :0]
+    return hidden_BND, features_BNF, network.logits(hidden_BND)
 
 
 def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:

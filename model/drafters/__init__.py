@@ -18,8 +18,14 @@ CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
     "medusa": "model.drafters.medusa:MedusaDrafter",
     "ngram": "model.drafters.ngram:NgramDrafter",
+    "eagle": "model.drafters.eagle:EagleDrafter",
+    "eagle3": "model.drafters.eagle:Eagle3Drafter",
 }
-TREES = CLASSES | {MTP: "model.drafters.mtp_tree:MtpTreeDrafter"}
+TREES = CLASSES | {
+    MTP: "model.drafters.mtp_tree:MtpTreeDrafter",
+    "eagle": "model.drafters.eagle:EagleTreeDrafter",
+    "eagle3": "model.drafters.eagle:Eagle3TreeDrafter",
+}
 MODULES = CLASSES | {MTP: "model.drafters.mtp_vanilla:VanillaDrafter"}
 """Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
 may share, and what is asked of them: chains, trees, chains of several MTP layers."""

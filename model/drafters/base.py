@@ -105,7 +105,9 @@ class Drafter(Protocol):
     what it raises costs that rank the drafts of that step. ``meets_ranks``: it calls what all ranks
     of a gang have to call together.
     ``num_features``: of each token that the main model has seen it wants the last hidden state, or
-    nothing (0); those of the last ``num_last`` tokens of a prompt come with it. ``cache_groups``
+    nothing (0), or what entered the layers ``taps`` if it names any; those of the last ``num_last``
+    tokens of a prompt come with it. ``identity`` is equal where the caches that a prefill node
+    fills are what a decode node reads; ''.  ``cache_groups``
     are the caches it reads and writes besides the main model's; a prefill node fills them, and they
     travel with the rest.
     """
@@ -114,7 +116,9 @@ class Drafter(Protocol):
     is_fed: bool = False
     meets_ranks: bool = False
     num_features: int = 0
+    taps: tuple[int, ...] = ()
     num_last: int = 1
+    identity: str = ""
     cache_groups: tuple[CacheGroup, ...] = ()
 
     @property

@@ -4,15 +4,14 @@ Shape legend: B rows, D hidden, V vocabulary.
 """
 
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from model.checkpoint.weights import Checkpoint
+from model.drafters.files import found, read, taken
 from model.network.layers import Linear
 
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
@@ -53,56 +52,29 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
 
     Raises ValueError naming file, tensor and remedy where they are not there, or not of this model.
     """
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is None:
-        raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(FILES)}")
-    tensors = {_named(name): tensor for name, tensor in _read(file).items()}
+    file = found(folder, FILES)
+    tensors = {_named(name): tensor for name, tensor in read(file).items()}
     size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
-    taken = partial(_taken, file, tensors, checkpoint)
+    device = checkpoint.device if checkpoint.drafts else torch.device("meta")
+
+    def take(name: str, *shape: int) -> Tensor:
+        return taken(file, tensors, name, *shape).to(device, checkpoint.dtype)
+
     heads: list[MedusaHead] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):
         i = len(heads)
         blocks: list[tuple[Tensor, Tensor]] = []
         while f"{i}.{len(blocks)}.linear.weight" in tensors:
             prefix = f"{i}.{len(blocks)}.linear"
-            weight, bias = taken(f"{prefix}.weight", size, size), taken(f"{prefix}.bias", size)
+            weight, bias = take(f"{prefix}.weight", size, size), take(f"{prefix}.bias", size)
             blocks.append((weight, bias))
         of_its_own = tensors.keys() & {f"{i}.{len(blocks)}.weight", f"{i}.weight"}
-        own = taken(of_its_own.pop(), vocab, size) if of_its_own else None
+        own = take(of_its_own.pop(), vocab, size) if of_its_own else None
         heads.append(MedusaHead(blocks, own, shared))
     if tensors or not heads:
         some = ", ".join(sorted(tensors)[:3]) or "nothing"
         raise ValueError(f"{file}: these are no Medusa heads: it has {some}")
     return heads
-
-
-def _taken(
-    file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint, name: str, *shape: int
-) -> Tensor:
-    """Out of ``tensors``, checked and converted."""
-    if name not in tensors:
-        raise ValueError(f"{file}: tensor {name} is missing; download it again")
-    tensor = tensors.pop(name)
-    if tensor.shape != shape:
-        raise ValueError(
-            f"{file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; use heads that "
-            "were trained for it"
-        )
-    return tensor.to(checkpoint.device if checkpoint.drafts else "meta", checkpoint.dtype)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    """Weights alone: nothing in a file is run, whatever torch may advise."""
-    try:
-        if file.suffix == ".pt":
-            tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
-            if not all(isinstance(one, Tensor) for one in tensors.values()):
-                raise TypeError("not tensors alone")
-            return tensors
-        return load_file(file)
-    except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(f"{file}: cannot be read ({kind}); download it again") from error
 
 
 def _named(name: str) -> str:

@@ -65,10 +65,12 @@ class MtpDrafter(Drafter):
     """
 
     name = "mtp"
+    group = MTP
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
         self._layer = layer
+        self._rope = network.rope
         self.num_features = network.config.hidden_size
         self.meets_ranks = network.dispatch.placement is not None
         self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
@@ -105,21 +107,21 @@ class MtpDrafter(Drafter):
     ) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [X, D]."""
         z_XD, angles = self._combined(batch, hidden_XD), angles or self._angles(batch)
-        return self._layer.predict(z_XD, batch, caches[MTP][-1], angles)
+        return self._layer.predict(z_XD, batch, caches[self.group][-1], angles)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
         batch = shifted(ahead(batch), next_GK[:, 0])
         z_XD = self._combined(known(batch), features_1TF[0])
-        self._layer.write(z_XD, batch, caches[MTP][0], self._angles(batch))
+        self._layer.write(z_XD, batch, caches[self.group][0], self._angles(batch))
 
     def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
         first_BD = self._first(own, view, level, amount, caches)
         if first_BD is None:
             return Drafts(own.tokens_BM[:, :0])
         head_BD = first_BD
-        later = self._later(view, level.depth - 1, caches[MTP][0].shape[1])
+        later = self._later(view, level.depth - 1, caches[self.group][0].shape[1])
 
         def logits(i: int, last_B1: Tensor) -> Tensor:
             nonlocal head_BD
@@ -127,7 +129,7 @@ class MtpDrafter(Drafter):
                 batch, angles = later[i - 1]
                 batch = replace(batch, token_ids_BQ=last_B1)
                 head_BD = self.forward(batch, head_BD, caches, angles)
-            return self._network.logits(head_BD)
+            return self._logits(head_BD)
 
         return view.chained(level.depth, logits)
 
@@ -157,7 +159,7 @@ class MtpDrafter(Drafter):
         """Pass 1: the hidden state that predicts the first draft, None if there is to be none."""
         if amount == 0:
             return None
-        cache = caches[MTP][0]
+        cache = caches[self.group][0]
         batch = first_pass(own, view, amount, cache.shape[1])
         z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
         cos, sin = self._angles(batch)
@@ -176,8 +178,11 @@ class MtpDrafter(Drafter):
         embedding_XD: Tensor = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
         return embedding_XD
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._network.logits(hidden)
+
     def _angles(self, batch: Batch) -> Angles:
-        return self._network.rope.at(batch.positions_BQ.flatten())
+        return self._rope.at(batch.positions_BQ.flatten())
 
     def _later(self, view: View, num_passes: int, page_size: int) -> list[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens: nothing else of them depends on what
@@ -188,7 +193,7 @@ class MtpDrafter(Drafter):
         places_BN = physical_slots(view.page_table_BP, slots_NB.t(), None, page_size)
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         positions_NB1 = (slots_NB + 1).unsqueeze(2)
-        cos, sin = self._network.rope.at(positions_NB1.flatten())
+        cos, sin = self._rope.at(positions_NB1.flatten())
         angles = cos.chunk(num_passes), sin.chunk(num_passes)
         passes = zip(positions_NB1, places_NB1, *angles, strict=True)
         real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP

@@ -20,7 +20,7 @@ from model.drafters.mtp_rows import MtpRows
 from model.drafters.ranking import rank
 from model.kernels.base import Angles
 from model.network.batch import Batch, physical_slots
-from model.network.cache import MTP, Caches
+from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
 
 
@@ -75,7 +75,7 @@ class MtpTreeDrafter(MtpDrafter):
         return chosen([*found, self._followed(beam, view)], level.num_nodes)
 
     def _followed(self, beam: Beam, view: View) -> Candidates:
-        logits_BKV = self._network.logits(beam.hidden_BKD)
+        logits_BKV = self._logits(beam.hidden_BKD)
         of = logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
         return followed(beam, *rank(view, *of))
 
@@ -86,12 +86,12 @@ class MtpTreeDrafter(MtpDrafter):
             return
         index_M = torch.arange(num_passes * self._top_k, device=known_B1.device)
         positions_BM = known_B1 + index_M // self._top_k
-        page_size = caches[MTP][0].shape[1]
+        page_size = caches[self.group][0].shape[1]
         places_BM = physical_slots(view.page_table_BP, known_B1 - 1 + index_M, None, page_size)
         context_BK = (known_B1 - 1).expand(-1, self._top_k)
         real_BK = view.real_B.unsqueeze(1).expand_as(context_BK)
         passes = positions_BM.chunk(num_passes, 1), places_BM.chunk(num_passes, 1)
         for at, places in zip(*passes, strict=True):
-            angles = self._network.rope.at(at.flatten())
+            angles = self._rope.at(at.flatten())
             own = at, at, places.contiguous(), context_BK, view.page_table_BP
             yield Batch(*own, real_BQ=real_BK), angles

@@ -169,6 +169,31 @@ class Kernels(Sampler):
         o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
+    def gqa_entry(self, kv_XL: Tensor, how: Attention, slots_X: Tensor) -> None:
+        """Write [rotated keys, values] of each row's heads at its physical slot of the cache."""
+        keys, values = kv_XL.chunk(2, -1)
+        keys = _rotated_heads(keys.unflatten(1, (-1, 2 * how.cos.shape[1])), how).flatten(1)
+        how.cache.flatten(0, 1)[slots_X] = torch.cat((keys, values), -1)
+
+    def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
+        """Attention over each sequence's pages, whose entries are keys and values of G heads [2, G,
+        K]; as many heads of queries, which are rotated here, share each: [X, H, K]."""
+        num_q, width = context_lens_BQ.shape[1], q_XHK.shape[2]
+        context = gather_pages(how.cache, how.page_table_BP).unflatten(-1, (2, -1, width))
+        k_BGSK, v_BGSK = (one.transpose(1, 2) for one in context.unbind(2))
+        num_groups, num_slots = k_BGSK.shape[1:3]
+        q_BQGRK = _rotated_heads(q_XHK, how).view(
+            -1, num_q, num_groups, q_XHK.shape[1] // num_groups, width
+        )
+        q_BGNK = q_BQGRK.transpose(1, 2).flatten(2, 3)
+        scores_BGNS = (q_BGNK @ k_BGSK.transpose(2, 3)).float() * how.scale
+        hidden_BQS = ~visible_slots(context_lens_BQ, num_slots, how.bits_BQ)
+        scores = scores_BGNS.unflatten(2, (num_q, -1)).masked_fill(
+            hidden_BQS[:, None, :, None], float("-inf")
+        )
+        o_BGNK = scores.softmax(-1).to(v_BGSK.dtype).flatten(2, 3) @ v_BGSK
+        return o_BGNK.unflatten(2, (num_q, -1)).transpose(1, 2).reshape(*q_XHK.shape)
+
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         """In all of ``caches`` put what lies at some physical slots at others. No move of a row
         writes what a later one reads, and rows share no slots but the dummy page's."""

@@ -73,6 +73,12 @@ class Native(Kernels):
         rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
+    def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
+        if q_XHK.shape[2] % LANES:
+            return super().gqa_attend(q_XHK, how, context_lens_BQ)
+        rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
+        return torch.ops.tandem.gqa_attend.default(q_XHK, *rest)
+
     @staticmethod
     def adjust(logits_BV: Tensor, rules: AdjustRows, *told: Tensor) -> Tensor:
         return torch.ops.tandem.adjust.default(logits_BV, tensors(rules), *told)

@@ -3,6 +3,8 @@
 Shape legend: B sequences, Q query rows, X = B * Q, D hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -66,13 +68,23 @@ class DeepseekV3(nn.Module):
         self.rope = Rope(config)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        """Hidden states [B, Q, D] after ``model.norm``: what the head and the drafter read."""
+        """Hidden states [B, Q, D] after ``model.norm``: what the head reads."""
+        return self.tapped(batch, caches, ())[0]
+
+    def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same, and features for a drafter [B, Q, F]: what enters each of the layers ``taps``,
+        side by side; without any the hidden states themselves."""
         x_XD, more_XD = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
-        angles = self.rope.at(batch.positions_BQ.flatten())
-        for layer, cache in zip(self.model.layers, caches[MAIN], strict=True):
+        angles, found = self.rope.at(batch.positions_BQ.flatten()), []
+        layers = zip(self.model.layers, caches[MAIN], strict=True)
+        for i, (layer, cache) in enumerate(layers):
+            if i in taps:
+                found.append(x_XD if more_XD is None else x_XD + more_XD)
             x_XD, more_XD = layer(x_XD, more_XD, batch, cache, angles)
         _, hidden_XD = self.model.norm.add(x_XD, more_XD)
-        return hidden_XD.view(*batch.token_ids_BQ.shape, -1)
+        hidden_BQD = hidden_XD.view(*batch.token_ids_BQ.shape, -1)
+        features_BQF = torch.cat(found, -1).view(*batch.token_ids_BQ.shape, -1) if found else None
+        return hidden_BQD, hidden_BQD if features_BQF is None else features_BQF
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw fp32 logits [..., V]."""

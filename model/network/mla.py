@@ -17,10 +17,10 @@ from model.network.layers import Linear, Part, RMSNorm, alike, joined
 class MLA(Part):
     """The cached entry of a token is [normed latent (C), rotated shared key (R)]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dim_in: int | None = None) -> None:
         super().__init__()
         self.config = config
-        dim, num_heads = config.hidden_size, config.num_attention_heads
+        dim, num_heads = dim_in or config.hidden_size, config.num_attention_heads
         q_dim = num_heads * config.qk_head_dim
         # Below the one that is joined to it, kv_a's blocks begin where one of FP8 does, or nowhere.
         is_even = (config.q_lora_rank or q_dim) % BLOCK == 0
@@ -35,7 +35,7 @@ class MLA(Part):
         kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         # Absorbed into queries it multiplies by columns, across which blocks do not scale.
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_blocks=False)
-        self.o_proj = Linear(num_heads * config.v_head_dim, dim)
+        self.o_proj = Linear(num_heads * config.v_head_dim, config.hidden_size)
 
     def adopt(self, kernels: Kernels) -> None:
         """What reads the same input becomes one product; the absorbed form's matrices are those of

@@ -129,6 +129,20 @@ def test_attention(compiled: list[str], num_heads: int, num_q: int, is_tree: boo
     assert compiled == ["_attend", "_merge"]
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_groups", "num_q"), [(32, 8, 1), (56, 7, 4), (8, 8, 10)])
+def test_grouped_attention(
+    compiled: list[str], num_heads: int, num_groups: int, num_q: int, is_tree: bool
+) -> None:
+    num_rows, cache = 8 * num_q, zeros(4, 64, 2 * num_groups * 128)
+    angles, table = zeros(num_rows, 64).float(), torch.zeros(8, 9, dtype=torch.int64)
+    lens = torch.zeros(8, num_q, dtype=torch.int64)
+    how = Attention(angles, angles, False, cache, table, 0.1, lens if is_tree else None)
+    out = Triton(132).gqa_attend(zeros(num_rows, num_heads, 128), how, lens)
+    assert out.shape == (num_rows, num_heads, 128)
+    assert compiled == ["_attend_groups", "_merge"]
+
+
 @pytest.mark.parametrize("num_moves", [1, 4, 63])
 def test_moves(compiled: list[str], num_moves: int) -> None:
     caches, slots = [zeros(4, 64, 576), zeros(4, 64, 576)], torch.zeros(8, num_moves).long()

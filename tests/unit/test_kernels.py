@@ -219,9 +219,9 @@ def test_a_node_of_a_tree_sees_its_context_and_its_path(num_q: int, dtype: torch
     lens_B = told.batch.context_lens_BQ.amax(1)
     slots_BS = told.batch.page_table_BP.unsqueeze(2) * 16 + torch.arange(16)
     for length, slots_S in zip(lens_B.tolist(), slots_BS.flatten(1), strict=True):
-        # Short sequences have room for all nodes.
-        free = told.cache.flatten(0, 1)[slots_S[length : length + num_q]]
-        told.cache.flatten(0, 1)[slots_S[length : length + num_q]] = free.nan_to_num(0.5)
+        # What bits may tell of is read, seen or not.
+        free = told.cache.flatten(0, 1)[slots_S[length : length + 64]]
+        told.cache.flatten(0, 1)[slots_S[length : length + 64]] = free.nan_to_num(0.5)
     trees = told.as_trees()
     got = trees.attend().unflatten(0, (6, num_q))
     for b in range(6):

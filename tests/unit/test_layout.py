@@ -45,6 +45,7 @@ def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
         (replace(LAYOUT, model="other"), "wants model: other; prefill has model: deepseek-v3"),
         (replace(LAYOUT, protocol=9), "wants protocol: 9; prefill has protocol: 8"),
         (replace(LAYOUT, num_features=9), "wants features: 9; prefill has features: 7"),
+        (replace(LAYOUT, more="eagle3 12"), "wants by: eagle3 12; prefill has no more"),
         (
             replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
             "wants mtp: 2 x 1152 B; prefill has mtp: 1 x 1152 B",

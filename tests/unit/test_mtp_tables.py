@@ -97,6 +97,12 @@ class Recorder:
         self.main_passes.append(batch)
         return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
 
+    def tapped(
+        self, batch: Batch, caches: object, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self(batch, caches)
+        return hidden, hidden
+
     def combined(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As the MTP layer; an embedding is its token."""
         return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)

@@ -113,9 +113,9 @@ class Counted:
         self.forwards: list[int] = []
         self.heads: list[int] = []
 
-    def __call__(self, batch, caches):  # type: ignore[no-untyped-def]
+    def tapped(self, batch, *rest):  # type: ignore[no-untyped-def]
         self.forwards.append(batch.token_ids_BQ.numel())
-        return self._network(batch, caches)  # type: ignore[operator]
+        return self._network.tapped(batch, *rest)  # type: ignore[attr-defined]
 
     def logits(self, hidden):  # type: ignore[no-untyped-def]
         self.heads.append(len(hidden))

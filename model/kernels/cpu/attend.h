@@ -1,4 +1,4 @@
-// Attention of a few tokens of each sequence over its pages, in latent space.
+// Attention of a few tokens of each sequence over its pages: in latent space, or of grouped queries.
 #pragma once
 
 #include "norms.h"
@@ -75,9 +75,10 @@ inline void soften(float* scores, int64_t num, int64_t seen, float scale, float&
   total = sum(sums);
 }
 
-// out[q][c] = sum over s of weights[q][s] * keys[s][c], c < num_values, unfolded.
+// out[q][c] = sum over s of weights[q][s] * keys[s][apart + c], c < num_values, unfolded.
 template <int Q, class T>
-void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out) {
+void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out,
+         int64_t apart) {
   constexpr int most = std::max(1, kLanes / Q / 2);
   auto columns = [&](auto count, int64_t c) {
     constexpr int W = decltype(count)::value;
@@ -87,7 +88,7 @@ void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_va
     for (int64_t s = 0; s < num; s++)
       EACH (v, W) {
         Vec a, b;
-        load(keys[s] + c + 2 * v * kLanes, a, b);
+        load(keys[s] + apart + c + 2 * v * kLanes, a, b);
         EACH (i, Q) {
           acc[i][2 * v] += weights[i * kSplit + s] * a;
           acc[i][2 * v + 1] += weights[i * kSplit + s] * b;
@@ -104,7 +105,7 @@ void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_va
   if (c == num_values) return;
   EACH (i, Q) {
     Vec acc{};
-    for (int64_t s = 0; s < num; s++) acc += weights[i * kSplit + s] * load(keys[s] + c);
+    for (int64_t s = 0; s < num; s++) acc += weights[i * kSplit + s] * load(keys[s] + apart + c);
     store(out + i * num_values + c, acc);
   }
 }
@@ -216,14 +217,16 @@ inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
   return num;
 }
 
+// Keys begin at column ``key_at`` of entries, and values ``apart`` behind them.
 template <class T>
 void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
-                 const int64_t* bits, int64_t num_values, double scale, Tensor& out) {
+                 const int64_t* bits, int64_t num_values, double scale, const Tensor& out,
+                 int64_t key_at = 0, int64_t apart = 0) {
   int64_t num_seqs = lens.size(0), num_q = lens.size(1), num_heads = q.size(1), width = q.size(2);
   int64_t page_size = cache.size(1), num_pages = table.size(1), num_x = num_q * num_heads;
   const int64_t *pages = table.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
-  const T *queries = q.const_data_ptr<T>(), *entries = cache.const_data_ptr<T>();
-  int64_t most = num_pages * page_size, group = bits ? num_heads : num_x;
+  const T *queries = q.const_data_ptr<T>(), *entries = cache.const_data_ptr<T>() + key_at;
+  int64_t stride = cache.size(2), most = num_pages * page_size, group = bits ? num_heads : num_x;
   Seen seen{len, bits};
   Splits splits(seen, num_seqs, num_q, most);
   int64_t num_tasks = splits.tasks.size(), per_unit = queries_of_a_unit(num_tasks, num_x);
@@ -239,10 +242,11 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
       auto [b, begin, end] = splits.tasks[t];
       int64_t num = end - begin, first_row = b * num_q + x / num_heads;
       const int64_t* page = pages + b * num_pages;
-      find(entries, page, page_size, width, begin, bits ? std::min(end, len[first_row]) : end, keys);
+      int64_t stop = bits ? std::min(end, len[first_row]) : end;
+      find(entries, page, page_size, stride, begin, stop, keys);
       if (bits)
-        find_path(entries, page, page_size, width, len[first_row], bits[first_row], most, begin, end,
-                  keys);
+        find_path(entries, page, page_size, stride, len[first_row], bits[first_row], most, begin,
+                  end, keys);
       with_width(std::min(per_unit, last + 1 - x), [&](auto count) {
         constexpr int Q = decltype(count)::value;
         int64_t to = t * parts.num + parts.place(x);
@@ -254,7 +258,7 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
           int64_t here = std::clamp<int64_t>(seen[row] - begin, 0, num);
           soften(scores + i * kSplit, num, here, scale, parts.largest[to + i], parts.total[to + i]);
         }
-        mix<Q>(scores, keys, num, num_values, &parts.sums[to * num_values]);
+        mix<Q>(scores, keys, num, num_values, &parts.sums[to * num_values], apart);
       });
     }
   });
@@ -310,6 +314,33 @@ Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const
                                 num_values, scale, o);
   });
   return mla_value(o, up_v);
+}
+
+// Entries are keys and values of G heads, each for as many heads of queries that follow another.
+Tensor gqa_attend(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved,
+                  const Tensor& cache, const Tensor& table, const Tensor& lens, double scale,
+                  const c10::optional<Tensor>& bits) {
+  int64_t num = q.size(0), width = q.size(2), num_groups = cache.size(2) / (2 * width);
+  int64_t each = q.size(1) / num_groups;
+  TORCH_CHECK(cache.is_contiguous() && width % kLanes == 0 && q.stride(2) == 1);
+  Tensor rotated = at::empty({num_groups, num, each, width}, q.options());
+  Tensor o = at::empty(rotated.sizes(), q.options());
+  Tensor tree = bits ? bits->contiguous() : Tensor();
+  const int64_t* bit = bits ? tree.const_data_ptr<int64_t>() : nullptr;
+  with_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t i = 0; i < num; i++)
+      for (int64_t h = 0; h < num_groups * each; h++)
+        rotate(q.const_data_ptr<T>() + i * q.stride(0) + h * q.stride(1),
+               cos.const_data_ptr<float>() + i * width / 2,
+               sin.const_data_ptr<float>() + i * width / 2, interleaved,
+               rotated.mutable_data_ptr<T>() + ((h / each * num + i) * each + h % each) * width,
+               width);
+    for (int64_t g = 0; g < num_groups; g++)
+      attend_rows<T>(rotated[g], cache, table.contiguous(), lens.contiguous(), bit, width, scale,
+                     o[g], g * width, num_groups * width);
+  });
+  return o.transpose(0, 1).reshape(q.sizes());
 }
 
 }  // namespace

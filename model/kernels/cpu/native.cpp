@@ -22,6 +22,9 @@ TORCH_LIBRARY(tandem, m) {
   m.def(
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
+  m.def(
+      "gqa_attend(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor cache, Tensor table, "
+      "Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
   m.def("copy_rows(Tensor(a!)[] layers, Tensor slots, Tensor(b!) rows, bool is_gather) -> ()");
   m.def("lookup(Tensor text, Tensor rows, Tensor known, int most_size, int num_drafts, bool oldest)"
@@ -52,6 +55,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("add_rms_norm", add_rms_norm);
   m.impl("mla_entry", mla_entry);
   m.impl("mla_attend", mla_attend);
+  m.impl("gqa_attend", gqa_attend);
   m.impl("move", move);
   m.impl("copy_rows", copy_rows);
   m.impl("lookup", lookup);

@@ -58,10 +58,11 @@ def attend(
         num_warps=4 if block_m == 16 else 8,
         num_stages=3,
     )
-    return _merged(part, lse, q_XHC.dtype)
+    return merged(part, lse, q_XHC.dtype)
 
 
-def _merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
+def merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts of the context by their log-sum-exp: [X, H, C]."""
     num_rows, num_heads, num_parts, width = part_XHPC.shape
     out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
     block_c = min(128, triton.next_power_of_2(width))
@@ -114,7 +115,7 @@ def _attend(
     longest = tl.max(len_M, 0)
     if IS_TREE:
         bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0)
-        longest += num_q  # a tree has as many slots as nodes
+        longest += 64
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
@@ -134,6 +135,8 @@ def _attend(
     for start in range(first, end, BLOCK_S):
         slot_S = start + tl.arange(0, BLOCK_S)
         is_slot_S = slot_S < end
+        if IS_TREE:  # of the 64 slots that bits may tell of some may have no page
+            is_slot_S = is_slot_S & (slot_S < table_row * PAGE_SIZE)
         page_S = tl.load(table + seq * table_row + slot_S // PAGE_SIZE, mask=is_slot_S, other=0)
         at_S = cache + (page_S * PAGE_SIZE + slot_S % PAGE_SIZE).to(tl.int64) * (C + R)
         k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_slot_S[:, None] & is_c, other=0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.forms import CAPTURED
 from model.kernels.base import Attention, Blocks, Kernels, Routing
 from model.kernels.captured import Captured
-from model.kernels.gpu import compiling, norms, prefill, products, route, sample
+from model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
 from model.kernels.gpu.attend import attend
 from model.kernels.gpu.experts import combine, experts, silu_mul
 from model.kernels.gpu.moves import Places
@@ -99,6 +99,9 @@ class Triton(Kernels):
         up_v_HCV = up_v.transpose(1, 2)
         torch.bmm(o_XHC.transpose(0, 1), up_v_HCV, out=out_XHV.transpose(0, 1))
         return out_XHV
+
+    def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
+        return gqa.attend(q_XHK, how, context_lens_BQ, self._num_processors)
 
     def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         if self._places is None or not self._places.hold(caches):

@@ -1,0 +1,109 @@
+"""EAGLE-1, -2 and -3 as drafters: chains, or with ``num_nodes`` the likeliest nodes of a beam."""
+
+import re
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from core.config import SpeculationConfig
+from model.checkpoint.weights import Checkpoint
+from model.drafters.eagle_config import read_config
+from model.drafters.eagle_layer import Eagle3Layer, EagleLayer
+from model.drafters.files import digest, fill, found, read
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_tree import MtpTreeDrafter
+from model.network.batch import Batch
+from model.network.cache import CacheGroup
+from model.network.deepseek import DeepseekV3
+from model.network.layers import Rope
+
+WEIGHTS = "model.safetensors", "pytorch_model.bin"
+EAGLE = "eagle"
+_LAYER = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
+_OF_OUTPUTS = "midlayer.mlp.", "lm_head."
+"""What nobody has a use for who never drafts."""
+
+
+class EagleDrafter(MtpDrafter):
+    """Passes and rows are those of MTP: its layer pairs a token with the features before it."""
+
+    group = name = EAGLE
+    kind: type[EagleLayer] = EagleLayer
+
+    def __init__(self, network: DeepseekV3, layer: EagleLayer, identity: str = "") -> None:
+        super().__init__(network, layer)  # type: ignore[arg-type]
+        config, self.meets_ranks, self.identity = layer.config, False, identity
+        self._head = layer
+        self.taps = config.taps
+        self.num_features = max(1, len(config.taps)) * config.model.hidden_size
+        self.cache_groups = (CacheGroup(EAGLE, 1, config.width, lag=1),)
+        self._rope = Rope(config.model).to(network.rope.cos_TR.device)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+        """Raises ValueError for a folder without a head of this model."""
+        if asked.path is None:
+            raise ValueError(f"speculation.path: is null; name the folder of the {cls.name} head")
+        config = read_config(asked.path, checkpoint.files.path, issubclass(cls.kind, Eagle3Layer))
+        file = found(asked.path, WEIGHTS)
+        tensors = {_named(name): tensor for name, tensor in read(file).items()}
+        d2t_U, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        with torch.device("meta"):
+            layer = cls.kind(config, set(tensors))
+        if not checkpoint.drafts:
+            layer.midlayer.mlp, layer.lm_head = None, None
+            tensors = {n: one for n, one in tensors.items() if not n.startswith(_OF_OUTPUTS)}
+        fill(layer, file, tensors, checkpoint)
+        if d2t_U is not None and config.num_outputs < config.model.vocab_size:
+            column_V = columns(file, d2t_U, t2d_V, config.num_outputs, config.model.vocab_size)
+            layer.column_V = column_V.to(checkpoint.device)
+        return cls(network, layer.eval(), f"{cls.name} {digest(file)}")
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        if self._head.embed_tokens is None:
+            return super()._embedded(batch)
+        embedding_XD: Tensor = self._head.embed_tokens(batch.token_ids_BQ.flatten())
+        return embedding_XD
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head.logits(hidden.flatten(0, -2), self._network.lm_head)
+        return logits.unflatten(0, hidden.shape[:-1])
+
+
+class Eagle3Drafter(EagleDrafter):
+    name = "eagle3"
+    kind = Eagle3Layer
+
+
+class EagleTreeDrafter(MtpTreeDrafter, EagleDrafter):
+    """EAGLE-2 (arXiv 2406.16858)."""
+
+
+class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
+    pass
+
+
+def columns(
+    file: Path, d2t_U: Tensor, t2d_V: Tensor | None, num_outputs: int, vocab_size: int
+) -> Tensor:
+    """Where each token's logit stands among the head's U, or U. ``d2t`` are the tokens of outputs,
+    less the outputs' own numbers. Raises ValueError for one that is not in the vocabulary."""
+    ids_U = torch.arange(len(d2t_U)) + d2t_U
+    if len(d2t_U) != num_outputs:
+        raise ValueError(f"{file}: d2t has {len(d2t_U)} entries for {num_outputs} outputs")
+    wrong = ((ids_U < 0) | (ids_U >= vocab_size)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"{file}: d2t[{wrong[0]}] makes token {int(ids_U[wrong[0]])}, which is none of this "
+            f"model's {vocab_size}; use a head that was trained for it"
+        )
+    if t2d_V is not None and not torch.equal(t2d_V.bool().nonzero().flatten(), ids_U):
+        raise ValueError(f"{file}: t2d and d2t name other tokens; download it again")
+    return torch.full((vocab_size,), num_outputs).index_copy(0, ids_U, torch.arange(num_outputs))
+
+
+def _named(name: str) -> str:
+    """As EAGLE-3's authors say it."""
+    return _LAYER.sub("midlayer.", name).replace("fc.bias", "fc_bias")

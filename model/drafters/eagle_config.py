@@ -1,0 +1,117 @@
+"""What a folder says of its EAGLE head: config.json as the authors, SpecForge and speculators write
+it, beside that of the model it drafts for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from core.json_file import read_json
+from model.checkpoint.config import ModelConfig
+
+CONFIG = "config.json"
+_OF_LATENTS = (
+    *("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "rope_interleave"),
+)
+_OF_ALL = "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"
+_REFUSED = "norm_before_fc", "fc_norm", "attention_bias", "mlp_bias"
+
+
+class _Said(BaseModel):
+    """Fields that it is read for; others are no matter."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    hidden_size: int
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(default=1, le=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(default=0, ge=0)
+    head_dim: int | None = Field(default=None, ge=2, multiple_of=2)
+    kv_lora_rank: int | None = None
+    vocab_size: int
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """``model`` is the main model's config with the head's own norms, angles and latents. Without
+    ``num_kv_heads`` attention is over latents. ``taps`` are the layers of the main model that its
+    features enter; none: they are the last hidden states."""
+
+    model: ModelConfig
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_outputs: int
+    taps: tuple[int, ...]
+    norm_before_residual: bool
+    norm_output: bool
+
+    @property
+    def width(self) -> int:
+        """Values of a cache entry."""
+        return 2 * self.num_kv_heads * self.head_dim or self.model.latent_dim
+
+
+def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
+    """Of the head in ``folder`` for the checkpoint ``main``. Raises ValueError with file, key,
+    value and remedy."""
+    file, of_main = folder / CONFIG, read_json(main / CONFIG)
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; speculation.path names the folder of a head")
+    raw = read_json(file)
+    raw = raw | raw.get("transformer_layer_config", {}) | (raw.get("eagle_config") or {})
+    raw = {name: value for name, value in raw.items() if value is not None}
+    for name in _REFUSED:
+        if raw.get(name):
+            raise ValueError(
+                f"{file}: {name} = {raw[name]}: is not implemented; use a head without"
+            )
+    try:
+        said = _Said(**raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{file}: {name} = {raw.get(name)!r}: {first['msg']}") from None
+    _check(file, said, of_main)
+    num_kv = 0 if said.kv_lora_rank else said.num_key_value_heads or said.num_attention_heads
+    own: dict[str, Any] = {name: raw[name] for name in (*_OF_ALL, *_OF_LATENTS) if name in raw}
+    head_dim = said.head_dim or said.hidden_size // said.num_attention_heads
+    if num_kv:
+        own = {name: own[name] for name in _OF_ALL if name in own} | {"qk_rope_head_dim": head_dim}
+    without = {name: value for name, value in of_main.items() if "rope_" not in name or not num_kv}
+    model = ModelConfig.from_dict({"rope_theta": 10000.0} | without | own, origin=str(file))
+    num_layers = model.num_hidden_layers
+    taps = said.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
+    if has_taps and (len(taps) < 2 or not all(0 <= tap < num_layers for tap in taps)):
+        raise ValueError(
+            f"{file}: eagle_aux_hidden_state_layer_ids = {[*taps]}: name two or more of the "
+            f"{num_layers} layers of the model, from 0 on, by what enters them"
+        )
+    return EagleConfig(
+        model,
+        *(said.intermediate_size, said.num_attention_heads, num_kv, head_dim),
+        num_outputs=said.draft_vocab_size or said.vocab_size,
+        taps=taps if has_taps else (),
+        norm_before_residual=said.norm_before_residual,
+        norm_output=said.norm_output,
+    )
+
+
+def _check(file: Path, said: _Said, of_main: dict[str, Any]) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(said, name) != of_main[name]:
+            raise ValueError(
+                f"{file}: {name} = {getattr(said, name)}, the model's is {of_main[name]}; use a "
+                "head that was trained for it"
+            )
+    num, num_kv = said.num_attention_heads, said.num_key_value_heads
+    if num_kv and num % num_kv:
+        raise ValueError(f"{file}: num_key_value_heads = {num_kv}: has to divide {num} heads")

@@ -1,0 +1,154 @@
+"""EAGLE's heads: one layer over embeddings and features of the main model (EAGLE-1, arXiv
+2401.15077; EAGLE-3, arXiv 2503.01840; spec §7). Parameters carry the authors' names.
+
+Shape legend: X rows, D hidden, F = taps x D features, H heads, G of them with keys and values of
+their own, K head width, V vocabulary, U draft vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.drafters.eagle_config import EagleConfig
+from model.kernels.base import Angles, Attention, Kernels
+from model.network.batch import Batch
+from model.network.layers import GatedMLP, Linear, Part, RMSNorm
+from model.network.mla import MLA
+
+
+class GroupedAttention(Part):
+    """Llama's. The cached entry of a token is [rotated keys, values] of G heads."""
+
+    def __init__(self, config: EagleConfig, dim_in: int) -> None:
+        super().__init__()
+        self._num_heads, self._scale = config.num_heads, config.head_dim**-0.5
+        num_q, num_kv = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
+        self.q_proj = Linear(dim_in, num_q)
+        self.k_proj, self.v_proj = Linear(dim_in, num_kv), Linear(dim_in, num_kv)
+        self.o_proj = Linear(num_q, config.model.hidden_size)
+
+    def adopt(self, kernels: Kernels) -> None:
+        super().adopt(kernels)
+        weights = self.k_proj.weight.data, self.v_proj.weight.data
+        self._num_kv, self._kv = 2 * self.k_proj.num_out, kernels.pack(torch.cat(weights))
+        del self.k_proj, self.v_proj
+
+    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """Attention output [X, D]; writes this pass's entries."""
+        self.write(x_XD, batch, cache, angles)
+        q_XHK = self.q_proj(x_XD).unflatten(1, (self._num_heads, -1))
+        how = self._how(batch, cache, angles)
+        out_XHK = self.kernels.gqa_attend(q_XHK, how, batch.context_lens_BQ)
+        y_XD: Tensor = self.o_proj(out_XHK.flatten(1))
+        return y_XD
+
+    def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+        kv_XL = self.kernels.linear(x_XD, self._kv, self._num_kv)
+        how = self._how(batch, cache, angles)
+        self.kernels.gqa_entry(kv_XL, how, batch.write_slots_BQ.flatten())
+
+    def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
+        cos, sin = angles
+        return Attention(cos, sin, False, cache, batch.page_table_BP, self._scale, batch.bits_BQ)
+
+
+class MidLayer(nn.Module):
+    """Attention over ``dim_in`` values, and a dense MLP; EAGLE-3's has two norms before them."""
+
+    def __init__(self, config: EagleConfig, dim_in: int, has_norms: bool) -> None:
+        super().__init__()
+        model, dim, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
+        is_grouped = config.num_kv_heads > 0
+        self.self_attn = GroupedAttention(config, dim_in) if is_grouped else MLA(model, dim_in)
+        self.post_attention_layernorm = RMSNorm(dim, eps)
+        self.mlp: nn.Module | None = GatedMLP(dim, config.intermediate_size)
+        if has_norms:
+            self.input_layernorm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+
+    def forward(
+        self, x_XD: Tensor, before_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles
+    ) -> Tensor:
+        """What attention makes of ``x`` and then MLP of the sum, added to what was before."""
+        attended_XD = self.self_attn(x_XD, batch, cache, angles)
+        before_XD, normed_XD = self.post_attention_layernorm.add(before_XD, attended_XD)
+        assert self.mlp is not None, "who writes entries alone has no MLP"
+        after_XD: Tensor = before_XD + self.mlp(normed_XD)
+        return after_XD
+
+
+class EagleLayer(nn.Module):
+    """EAGLE-1: fc(embedding, feature), whose sum with attention and MLP is a feature again.
+    ``own`` are the tensors that its file has."""
+
+    num_entering, has_norms = 1, False
+    """How wide what attention reads is, in hidden sizes."""
+
+    def __init__(self, config: EagleConfig, own: set[str]) -> None:
+        super().__init__()
+        model, dim = config.model, config.model.hidden_size
+        self.config = config
+        self.fc = Linear((len(config.taps) or 2) * dim, dim)
+        self.fc_bias = nn.Parameter(torch.empty(dim)) if "fc_bias" in own else None
+        has_own = "embed_tokens.weight" in own
+        self.embed_tokens = nn.Embedding(model.vocab_size, dim) if has_own else None
+        self.midlayer = MidLayer(config, self.num_entering * dim, self.has_norms)
+        self.lm_head: Linear | None = None
+
+    def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
+        """What goes through the layer: embedding first."""
+        z_XD: Tensor = self.fc(torch.cat((embedding_XD, features_XF), -1))
+        return z_XD if self.fc_bias is None else z_XD + self.fc_bias
+
+    def entering(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and what it adds to."""
+        return z_XD, z_XD
+
+    def write(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+        """Cache entries alone."""
+        self.midlayer.self_attn.write(self.entering(z_XD)[0], batch, cache, angles)
+
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        """What predicts the next token, and stands for its feature [X, D]."""
+        hidden_XD: Tensor = self.midlayer(*self.entering(z_XD), batch, cache, angles)
+        return hidden_XD
+
+    def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
+        """Raw fp32 logits [X, V] by its own head, if it has one, or else the ``shared`` one."""
+        logits_XV: Tensor = shared(hidden_XD, in_fp32=True)
+        return logits_XV
+
+
+class Eagle3Layer(EagleLayer):
+    """Features of several layers become one by fc, and only those; what it makes itself goes in as
+    it is. Its head may know but some tokens: ``column_V`` is where each one's logit stands, U for
+    those that it does not know."""
+
+    num_entering, has_norms = 2, True
+
+    def __init__(self, config: EagleConfig, own: set[str]) -> None:
+        super().__init__(config, own)
+        dim = config.model.hidden_size
+        self.norm = RMSNorm(dim, config.model.rms_norm_eps)
+        self.lm_head = Linear(dim, config.num_outputs) if "lm_head.weight" in own else None
+        self.column_V: Tensor | None = None
+
+    def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
+        is_own = features_XF.shape[-1] == embedding_XD.shape[-1]
+        return torch.cat((embedding_XD, features_XF if is_own else self.fc(features_XF)), -1)
+
+    def entering(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
+        embedding_XD, hidden_XD = z_XD.chunk(2, -1)
+        normed_XD = self.midlayer.hidden_norm(hidden_XD)
+        x_XD = torch.cat((self.midlayer.input_layernorm(embedding_XD), normed_XD), -1)
+        return x_XD, normed_XD if self.config.norm_before_residual else hidden_XD.contiguous()
+
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+        after_XD = super().predict(z_XD, batch, cache, angles)
+        return self.norm(after_XD) if self.config.norm_output else after_XD
+
+    def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
+        normed_XD = hidden_XD if self.config.norm_output else self.norm(hidden_XD)
+        logits_XU: Tensor = (self.lm_head or shared)(normed_XD, in_fp32=True)
+        if self.column_V is None:
+            return logits_XU
+        return F.pad(logits_XU, (0, 1), value=float("-inf")).index_select(1, self.column_V)

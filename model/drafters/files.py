@@ -1,0 +1,64 @@
+"""Weights of drafters that lie in a folder of their own, as their authors publish them."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from model.checkpoint.weights import Checkpoint
+
+
+def found(folder: Path, names: Sequence[str]) -> Path:
+    """The first of these files that is there."""
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(names)}")
+    return file
+
+
+def read(file: Path) -> dict[str, Tensor]:
+    """Weights alone: nothing in a file is run, whatever torch may advise."""
+    try:
+        if file.suffix != ".safetensors":
+            tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
+            if not all(isinstance(one, Tensor) for one in tensors.values()):
+                raise TypeError("not tensors alone")
+            return tensors
+        return load_file(file)
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(f"{file}: cannot be read ({kind}); download it again") from error
+
+
+def taken(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+    """Out of ``tensors``, checked."""
+    if name not in tensors:
+        raise ValueError(f"{file}: tensor {name} is missing; download it again")
+    tensor = tensors.pop(name)
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; use heads that "
+            "were trained for it"
+        )
+    return tensor
+
+
+def digest(file: Path) -> str:
+    """The same of equal files alone."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+
+
+def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    """All parameters of ``module``, from all ``tensors``. Raises ValueError naming file, tensor and
+    remedy."""
+    own = {
+        name: taken(file, tensors, name, *meta.shape).to(checkpoint.device, checkpoint.dtype)
+        for name, meta in module.named_parameters()
+    }
+    if tensors:
+        raise ValueError(f"{file}: unknown tensors, such as {', '.join(sorted(tensors)[:3])}")
+    module.load_state_dict(own, assign=True)

@@ -1,0 +1,161 @@
+"""Makes tests/data/eagle*.safetensors: what the authors' own code computes of random heads.
+
+    python -m tests.eagle_tables WHEELS
+
+WHEELS is a folder with eagle_llm-1.2.1, specforge-0.2.0 and speculators-0.9.0 unpacked, as
+``pip download --no-deps`` and ``unzip`` give them. Their requirements clash with ours and with one
+another's, so single files of them are read, and what these import besides is left out.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+DATA = Path(__file__).with_name("data")
+NUM_ROWS, NUM_STEPS = 9, 4
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "vocab_size": 96,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+}
+
+
+def randomised(module: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in module.named_parameters():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        is_norm = tensor.dim() == 1 and "norm" in name
+        scale = 0.3 if tensor.dim() == 1 else 1.5 * tensor.shape[-1] ** -0.5
+        tensor.data = drawn.abs() * 0.5 + 0.5 if is_norm else drawn * scale
+    return module.eval()
+
+
+def inputs(num_features: int) -> tuple[Tensor, Tensor]:
+    """Tokens [1, T + steps] and features [1, T, F]."""
+    generator = torch.Generator().manual_seed(77)
+    ids = torch.randint(5, 90, (1, NUM_ROWS + NUM_STEPS), generator=generator)
+    return ids, torch.randn(1, NUM_ROWS, num_features, generator=generator)
+
+
+def stub(name: str, **contents: Any) -> None:
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    vars(sys.modules[name]).update(contents)
+
+
+def module_of(file: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def causal(num: int) -> Tensor:
+    return torch.full((num, num), float("-inf")).triu(1).clamp(min=-1e30)[None, None]
+
+
+@torch.no_grad()
+def eagle_1(wheels: Path) -> dict[str, Tensor]:
+    """eagle-llm 1.2.1: a pass over T rows, then one row more that is fed with the output of the
+    last, by its cache. It has a key-value head per head."""
+    stub("eagle.model.utils_c")
+    folder = wheels / "eagle_llm" / "eagle" / "model"
+    source = (folder / "cnets.py").read_text(encoding="utf-8")
+    keep = source[: source.index("class Vhead")]
+    for line in [
+        line for line in keep.splitlines() if line.strip().startswith(("from .", "from try"))
+    ]:
+        keep = keep.replace(line, line[: len(line) - len(line.lstrip())] + "pass")
+    cnets: dict[str, Any] = {"__name__": "cnets"}
+    exec(compile(keep, str(folder / "cnets.py"), "exec"), cnets)
+    config = LlamaConfig(**SIZES | {"num_key_value_heads": 4, "head_dim": 12, "pad_token_id": 0})
+    config.rope_scaling, config.pretraining_tp = None, 1
+    model = randomised(cnets["Model"](config, bias=True), 5)
+    model.gradient_checkpointing = False
+    model.tree_mask = None
+    ids, features = inputs(48)
+    rows = ids[:, 1 : NUM_ROWS + 1]
+    first, cache = model(features, input_ids=rows, use_cache=True)
+    later, _ = model(
+        first[:, -1:], ids[:, NUM_ROWS + 1 : NUM_ROWS + 2], past_key_values=cache, use_cache=True
+    )
+    named = {
+        name: tensor.clone() for name, tensor in model.state_dict().items() if "rotary" not in name
+    }
+    told = {"ids": ids, "features": features, "first": first, "later": later}
+    return named | {f"told.{name}": tensor for name, tensor in told.items()}
+
+
+@torch.no_grad()
+def eagle_3(wheels: Path, **more: Any) -> dict[str, Tensor]:
+    """specforge 0.2.0: the first and later steps of the training-time test."""
+    stub(
+        "specforge.modeling.draft.flex_attention",
+        **dict.fromkeys(
+            (
+                "compile_friendly_create_block_mask",
+                "compile_friendly_flex_attention",
+                "generate_eagle3_mask",
+            )
+        ),
+    )
+    stub("specforge.utils", print_with_rank=print)
+    stub("specforge.distributed", get_sp_ring_group=None, get_sp_ulysses_group=None)
+    stub("specforge.modeling._mask_utils", _expand_mask=None, _make_causal_mask=None)
+    stub("specforge.modeling.draft.registry", register_draft=lambda cls: cls)
+    folder = wheels / "specforge" / "specforge" / "modeling" / "draft"
+    module_of(folder / "base.py", "specforge.modeling.draft.base")
+    torch.compile = lambda *given, **_: given[0] if given else lambda function: function  # type: ignore[assignment]
+    eagle3 = module_of(folder / "llama3_eagle.py", "specforge.modeling.draft.llama3_eagle")
+    config = LlamaConfig(**SIZES, draft_vocab_size=40, pad_token_id=0)
+    model = randomised(eagle3.LlamaForCausalLMEagle3(config), 6)
+    ids_U = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:40].sort().values
+    model.d2t.copy_(ids_U - torch.arange(40))
+    model.t2d.copy_(torch.isin(torch.arange(96), ids_U))
+    ids, features = inputs(3 * 48)
+    hidden, cache, told = model.project_hidden_states(features), [[], []], {}
+    for step in range(NUM_STEPS):
+        rows = ids[:, 1 + step : 1 + step + NUM_ROWS]
+        hidden = model.backbone(
+            model.embed_input_ids(rows),
+            hidden,
+            cache,
+            causal(NUM_ROWS),
+            torch.arange(NUM_ROWS)[None],
+        )
+        told |= {f"hidden.{step}": hidden, f"logits.{step}": model.compute_logits(hidden)}
+    named = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told |= {"ids": ids, "features": features}
+    return named | {f"told.{name}": tensor for name, tensor in told.items()}
+
+
+def main() -> None:
+    wheels = Path(sys.argv[1])
+    for name, make in (("eagle1", eagle_1), ("eagle3", eagle_3)):
+        save_file(
+            {k: v.contiguous() for k, v in make(wheels).items()}, DATA / f"{name}.safetensors"
+        )
+    print(json.dumps(SIZES))
+
+
+if __name__ == "__main__":
+    main()

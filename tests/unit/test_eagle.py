@@ -1,0 +1,269 @@
+"""EAGLE's heads against what their authors' code computes of the same weights, read from files as
+they publish them; drafts against those from scratch; bad input."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, greedy, load
+from model.drafters.eagle import EAGLE, EagleDrafter
+from model.loaded import LoadedModel
+from model.network.batch import Batch, Segment, pack, physical_slots
+from tests.eagle_tables import NUM_ROWS, NUM_STEPS
+from tests.eagles import LATENTS, head_tensors, over_latents, told, write_head
+from tests.unit.test_drafts import Spy, fresh_rows, prompt
+
+PAGE_SIZE = 4
+NUM_LAYERS = 7
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("main")
+    tiny.write_tiny(folder, seed=23, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+def load_with(main: Path, head: Path, kind: str, *sets: str) -> LoadedModel:
+    name = {"eagle1": "eagle"}.get(kind, kind)
+    asked = f"speculation.drafter={name}", f"speculation.path={head}"
+    return load(main, *asked, "model.kernels=native", *sets)
+
+
+def rows(ids: Tensor, first: int) -> Batch:
+    """Decode rows of one sequence, from slot ``first`` on; positions are slots."""
+    slots = torch.arange(first, first + len(ids)).unsqueeze(0)
+    table = torch.tensor([[3, 1, 5, 2]])
+    places = physical_slots(table, slots, None, PAGE_SIZE)
+    return Batch(ids.unsqueeze(0), slots, places, slots + 1, table)
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+
+
+def run(drafter: Any, batch: Batch, features: Tensor, caches: Any) -> Tensor:
+    with torch.inference_mode():
+        made: Tensor = drafter.forward(batch, features, caches)
+    return made
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_eagle_1_is_eagle_llm(main: Path, tmp_path: Path, file: str) -> None:
+    loaded, wanted = load_with(main, write_head(tmp_path, "eagle1", file), "eagle1"), told("eagle1")
+    assert loaded.drafter.taps == () and loaded.drafter.num_features == 48
+    caches, [ids] = loaded.allocate(6, PAGE_SIZE), wanted["ids"]
+    got = run(loaded.drafter, rows(ids[1 : NUM_ROWS + 1], 0), wanted["features"][0], caches)
+    check(got, wanted["first"][0])
+    later = rows(ids[NUM_ROWS + 1 : NUM_ROWS + 2], NUM_ROWS)
+    check(run(loaded.drafter, later, got[-1:], caches), wanted["later"][0])
+
+
+def test_eagle_3_is_specforge(main: Path, tmp_path: Path) -> None:
+    """Step 0 of the training-time test is pass 1, step k pass k + 1 behind each row."""
+    loaded, wanted = load_with(main, write_head(tmp_path, "eagle3"), "eagle3"), told("eagle3")
+    drafter, [ids] = loaded.drafter, wanted["ids"]
+    assert isinstance(drafter, EagleDrafter) and drafter.num_features == 3 * 48
+    d2t = head_tensors("eagle3")["d2t"]
+    known = d2t + torch.arange(len(d2t))
+    for i in range(NUM_ROWS):
+        caches = loaded.allocate(6, PAGE_SIZE)
+        first = rows(ids[1 : i + 2], 0)
+        hidden = run(drafter, first, wanted["features"][0, : i + 1], caches)[-1:]
+        for step in range(NUM_STEPS):
+            if step:
+                at = rows(ids[i + 1 + step : i + 2 + step], i + step)
+                hidden = run(drafter, at, hidden, caches)
+            check(hidden[0], wanted[f"hidden.{step}"][0, i])
+            with torch.inference_mode():
+                logits = drafter._logits(hidden)[0]
+            check(logits[known], wanted[f"logits.{step}"][0, i])
+            others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, known, False)
+            assert (logits[others] == float("-inf")).all() and len(logits) == VOCAB
+
+
+def test_features_are_what_enters_the_layers_that_a_config_names(
+    main: Path, tmp_path: Path
+) -> None:
+    """By default layers 2, L // 2 and L - 3, by transformers' numbers of hidden states."""
+    ids = prompt(11)
+    states = tiny.reference(main)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    for said, taps in ((None, (2, 3, 4)), ([0, 5], (0, 5))):
+        more = {"fc.weight": torch.randn(48, 48 * len(taps))}
+        head = write_head(tmp_path, "eagle3", tensors=more, eagle_aux_hidden_state_layer_ids=said)
+        loaded = load_with(main, head, "eagle3")
+        assert loaded.drafter.taps == taps
+        batch, num_pages = fresh_rows(ids, 8, 0)
+        with torch.inference_mode():
+            hidden, features = loaded.network.tapped(batch, loaded.allocate(num_pages, 8), taps)
+        wanted = torch.cat([states[tap][0] for tap in taps], -1)
+        torch.testing.assert_close(features[0], wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden[0], states[-1][0], atol=1e-4, rtol=1e-4)
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle1": ("eagle1", {}),
+    "eagle1 own embedding, no bias": ("eagle1", {"tensors": {"fc.bias": None}}),
+    "eagle1 shared embedding": ("eagle1", {"tensors": {"embed_tokens.weight": None}}),
+    "eagle1 over latents": ("eagle1", LATENTS | {"tensors": over_latents("eagle1")}),
+    "eagle3": ("eagle3", {"tensors": {"embed_tokens.weight": None}}),
+    "eagle3 whole vocabulary": (
+        "eagle3",
+        {
+            "draft_vocab_size": VOCAB,
+            "tensors": dict.fromkeys(("d2t", "t2d", "lm_head.weight")),
+        },
+    ),
+    "eagle3 norms": ("eagle3", {"norm_before_residual": True, "norm_output": True}),
+    "eagle3 over latents": ("eagle3", LATENTS | {"tensors": over_latents("eagle3")}),
+}
+
+
+def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
+    """Whole history, no cache kept."""
+    drafter = loaded.drafter
+    assert isinstance(drafter, EagleDrafter)
+    batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
+    _, [features] = loaded.network.tapped(batch, loaded.allocate(num_pages + 4, 8), drafter.taps)
+    text, drafts = list(tokens), []
+    caches = loaded.allocate(40, PAGE_SIZE)
+    slots = torch.arange(len(text) - 1).unsqueeze(0)
+    table = torch.arange(1, 40).unsqueeze(0)
+    for i in range(num_drafts):
+        ids = torch.tensor([text[1:] if i == 0 else text[-1:]])
+        at = slots if i == 0 else slots[:, -1:] + i
+        places = physical_slots(table, at, None, PAGE_SIZE)
+        output = drafter.forward(Batch(ids, at + 1, places, at + 1, table), features, caches)
+        features = output[-1:]
+        drafts.append(int(drafter._logits(features).argmax()))
+        text.append(drafts[-1])
+    return drafts
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_equal_those_from_scratch(main: Path, tmp_path: Path, name: str) -> None:
+    kind, changed = HEADS[name]
+    head = write_head(tmp_path, kind, **changed)
+    loaded = load_with(main, head, kind)
+    spy = Spy(loaded.drafter)
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=3, max_batch_tokens=5)
+    plain = Bench(load(main, "model.kernels=native"), num_drafts=0)
+    for num in (1, 13):
+        ids = prompt(num, seed=num)
+        first, _ = bench.start(greedy("r", ids, 24, ignore_eos=True))
+        known, num_steps = [*ids, first], 0
+        while bench.decode.has_work():
+            bench.decode.step()
+            with torch.inference_mode():
+                assert spy.drafts[-1][0] == from_scratch(loaded, known, 3)
+            known += bench.frames[-1].updates[0].token_ids
+            num_steps += 1
+        assert num_steps > 5
+        [(answer, _)] = plain.generate(greedy("r", ids, 24, ignore_eos=True))
+        assert known[num:] == answer
+    bench.check_empty()
+
+
+def test_what_is_drafted_is_what_its_head_knows(main: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path, "eagle3")
+    loaded = load_with(main, head, "eagle3")
+    spy = Spy(loaded.drafter)
+    bench = Bench(replace(loaded, drafter=spy), num_drafts=3)
+    bench.generate(greedy("r", prompt(9), 20, ignore_eos=True))
+    known = set(torch.nonzero(head_tensors("eagle3")["t2d"]).flatten().tolist())
+    assert {token for step in spy.drafts for token in step[0]} <= known
+
+
+def test_a_rank_that_prefills_reads_what_entries_need(main: Path, tmp_path: Path) -> None:
+    from core.config import load as load_config
+    from core.info import PREFILL
+    from model.loaded import load_model
+
+    head = write_head(tmp_path, "eagle3")
+    whole, found = load_with(main, head, "eagle3"), []
+    sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
+    part = load_model(load_config(None, ["model.dtype=float32", *sets]), PREFILL)
+    assert part.drafter.identity == whole.drafter.identity != ""
+    assert part.drafter._head.lm_head is None  # type: ignore[attr-defined]
+    for loaded in (whole, part):
+        caches, batch = (
+            loaded.allocate(6, 8),
+            pack([Segment(prompt(13), 0, [1, 2])], 8, torch.device("cpu")),
+        )
+        with torch.inference_mode():
+            _, features = loaded.network.tapped(batch, caches, loaded.drafter.taps)
+            loaded.drafter.prefill(batch, torch.tensor([[7]]), features, caches)
+        found.append(caches[EAGLE][0][1:3])
+    assert torch.equal(*found) and (found[0].flatten(0, 1)[:13] != 0).all()
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "hidden size": ("eagle3", {"hidden_size": 64}, r"hidden_size = 64, the model's is 48; use"),
+    "vocabulary": ("eagle1", {"vocab_size": 97}, r"vocab_size = 97, the model's is 96; use"),
+    "taps": ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 3, 7]}, r"layer_ids = \[2, 3, 7\]"),
+    "one tap": (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": [2]},
+        r"two or more of the 7 layers",
+    ),
+    "d2t": (
+        "eagle3",
+        {"tensors": {"d2t": head_tensors("eagle3")["d2t"].index_fill(0, torch.tensor([39]), 60)}},
+        r"d2t\[39\] makes token 99, which is none of this model's 96",
+    ),
+    "t2d": (
+        "eagle3",
+        {"tensors": {"t2d": head_tensors("eagle3")["t2d"].roll(1)}},
+        r"t2d and d2t name other tokens",
+    ),
+    "missing": ("eagle3", {"tensors": {"norm.weight": None}}, r"tensor norm.weight is missing"),
+    "unknown": ("eagle1", {"tensors": {"more": torch.ones(3)}}, r"unknown tensors, such as more"),
+    "shape": ("eagle1", {"tensors": {"fc.weight": torch.ones(48, 97)}}, r"fc.weight has shape"),
+    "layers": ("eagle1", {"num_hidden_layers": 2}, r"num_hidden_layers = 2"),
+    "heads": ("eagle3", {"num_key_value_heads": 3}, r"num_key_value_heads = 3: has to divide 4"),
+    "norm": ("eagle3", {"fc_norm": True}, r"fc_norm = True: is not implemented"),
+    "rope": ("eagle3", {"rope_scaling": {"type": "llama3", "factor": 8}}, r"rope_scaling"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_heads_are_refused(main: Path, tmp_path: Path, name: str) -> None:
+    kind, changed, text = BAD[name]
+    with pytest.raises(ValueError, match=text):
+        load_with(main, write_head(tmp_path, kind, **changed), kind)
+
+
+def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"speculation.path: is null; name the folder of the eagle"
+    ):
+        load(main, "speculation.drafter=eagle")
+    with pytest.raises(ValueError, match=r"config.json: no such file; speculation.path names"):
+        load_with(main, tmp_path, "eagle3")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hidden_size"):
+        load_with(main, tmp_path, "eagle3")
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
+    """Answers are those of no drafts, and more than one node deep something is accepted now and
+    then; a beam that sees more than bits can tell is refused."""
+    loaded = load_with(
+        main, write_head(tmp_path, kind), kind, "speculation.num_nodes=12", "speculation.top_k=5"
+    )
+    bench, plain = (
+        Bench(loaded, num_drafts=3),
+        Bench(load(main, "model.kernels=native"), num_drafts=0),
+    )
+    asked = [greedy(f"r{i}", prompt(9 + i, seed=i), 20, ignore_eos=True) for i in range(4)]
+    assert bench.generate(*asked) == plain.generate(*asked)
+    assert sum(one.counts.num_accepted for one in bench.updates() if one.counts is not None) > 0
+    with pytest.raises(ValueError, match="top_k=40: use at most 31"):
+        load_with(main, tmp_path, kind, "speculation.num_nodes=12", "speculation.top_k=40")
