@@ -32,7 +32,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """What asks for each, of the shipped checkpoint. Classes get time: a busy machine is no failure."""
-HIDDEN = ("mtp", "mtp tree", "medusa", "medusa tree")
+HIDDEN = tuple(name for name in DRAFTERS if name.split()[0] not in ("ngram", "pool", "class"))
 """Those that read hidden states, which may not have been shipped."""
 
 
@@ -43,6 +43,13 @@ def depth_of(name: str) -> int:
 def loaded_with(name: str, dtype: str, path: Path = TINY_MODEL) -> LoadedModel:
     """Native kernels: without them answers may differ where two tokens are nearly as good."""
     return load(path, "model.kernels=native", f"model.dtype={dtype}", *DRAFTERS[name])
+
+
+def loaded_head(kind: str, folder: Path) -> LoadedModel:
+    """Of EAGLE, for the shipped checkpoint, in fp32."""
+    name = "eagle3" if kind == "eagle3" else "eagle"
+    asked = f"speculation.drafter={name}", f"speculation.path={folder}"
+    return load(TINY_MODEL, "model.kernels=native", *asked)
 
 
 def texts(num: int, *, least: int = 16, most: int = 64, seed: int = 3) -> list[list[int]]:

@@ -10,6 +10,7 @@ another's, so single files of them are read, and what these import besides is le
 import importlib.util
 import json
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,9 +149,49 @@ def eagle_3(wheels: Path, **more: Any) -> dict[str, Tensor]:
     return named | {f"told.{name}": tensor for name, tensor in told.items()}
 
 
+def losses(wheels: Path) -> dict[str, Tensor]:
+    """specforge 0.2.0's of a step of EAGLE-3 and eagle-llm 1.2.1's of EAGLE-1, of the same tensors:
+    said [1, T, V], features [1, T, D], and what they ought to be."""
+    generator = torch.Generator().manual_seed(8)
+    said, truth, head = (
+        torch.randn(1, 20, 40, generator=generator) * 2,
+        torch.randn(1, 20, 96, generator=generator) * 2,
+        torch.randn(96, 48, generator=generator) / 7,
+    )
+    made, wanted = torch.randn(2, 1, 20, 48, generator=generator)
+    t2d = torch.zeros(96, dtype=torch.bool).index_fill(
+        0, torch.randperm(96, generator=generator)[:40], True
+    )
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    for file, name in (
+        ("algorithms/eagle3/model.py", "_compute_target_p"),
+        ("core/loss.py", "_compute_loss"),
+    ):
+        source = (wheels / "specforge" / "specforge" / file).read_text(encoding="utf-8")
+        begin = source.index(f"def {name}(")
+        exec(source[begin:].split("\n\n\n")[0].split("\n@torch")[0], names)
+    target_p, _, _, mask = names["_compute_target_p"](truth, t2d, torch.ones(1, 20, 1))
+    eagle3 = names["_compute_loss"](said, target_p, mask)
+    source = (wheels / "eagle_llm" / "eagle" / "train" / "main.py").read_text(encoding="utf-8")
+    begin, end = (
+        source.index("            with torch.no_grad():\n                target_head"),
+        source.index("            # loss.backward()"),
+    )
+    names |= {
+        "head": lambda x: x @ head.T,
+        "predict": made,
+        "data": {"target": wanted, "loss_mask": torch.ones(1, 20)},
+        "criterion": nn.SmoothL1Loss(reduction="none"),
+        "train_config": {"p_w": 0.1, "v_w": 1.0},
+    }
+    exec(textwrap.dedent(source[begin:end]), names)
+    told = {"said": said, "truth": truth, "head": head, "made": made, "wanted": wanted, "t2d": t2d}
+    return told | {"eagle3": eagle3, "vloss": names["vloss"], "loss": names["loss"]}
+
+
 def main() -> None:
     wheels = Path(sys.argv[1])
-    for name, make in (("eagle1", eagle_1), ("eagle3", eagle_3)):
+    for name, make in (("eagle1", eagle_1), ("eagle3", eagle_3), ("eagle_losses", losses)):
         save_file(
             {k: v.contiguous() for k, v in make(wheels).items()}, DATA / f"{name}.safetensors"
         )

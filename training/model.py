@@ -1,5 +1,6 @@
 """The whole trainable model: trunk, language-model head and the MTP layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +45,13 @@ class Trunk(nn.Module):
 
 @dataclass
 class TrunkOutput:
-    """hidden [B, T, D] after the final norm, logits [B, T, V], loads [layers, E] in tokens."""
+    """hidden [B, T, D] after the final norm, logits [B, T, V], loads [layers, E] in tokens;
+    ``tapped`` [B, T, D] each is what entered some layers."""
 
     hidden: Tensor
     logits: Tensor
     loads: list[Tensor]
+    tapped: list[Tensor]
 
 
 class Network(nn.Module):
@@ -86,17 +89,19 @@ class Network(nn.Module):
         assert isinstance(layer, MtpLayer)
         return layer
 
-    def forward(self, tokens: Tensor) -> TrunkOutput:
-        """Runs the trunk over token ids [B, T]."""
+    def forward(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
+        """Runs the trunk over token ids [B, T], and keeps what enters the layers ``taps``."""
         x = self.model.embed_tokens(tokens)
         table = self.angles[:, : tokens.shape[1]]
-        loads = []
-        for layer in self.model.layers[:-1]:
+        loads, tapped = [], []
+        for i, layer in enumerate(self.model.layers[:-1]):
+            if i in taps:
+                tapped.append(x)
             x, load = layer(x, table)
             if load is not None:
                 loads.append(load)
         hidden = self.model.norm(x)
-        return TrunkOutput(hidden, self.lm_head(hidden), loads)
+        return TrunkOutput(hidden, self.lm_head(hidden), loads, tapped)
 
     def draft(self, tokens: Tensor, hidden: Tensor, depth: int) -> tuple[list[Tensor], Tensor]:
         """Unrolls the MTP layer as inference does, with true tokens in place of its drafts.

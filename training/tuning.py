@@ -125,10 +125,14 @@ class Run:
         self._asked = json.dumps({k: str(v) for k, v in sorted(vars(arguments).items())})
         self._file = arguments.state / "state.pt"
         self._generator = torch.Generator().manual_seed(arguments.seed)
-        self._groups = [group for one in optimizers for group in one.param_groups]
         self._peaks = [group["lr"] for group in self._groups]
         self.num_done, self.seconds = 0, 0.0
         self.history: list[dict] = []
+
+    @property
+    def _groups(self) -> list[dict]:
+        """Loading a state makes new ones."""
+        return [group for one in self._optimizers for group in one.param_groups]
 
     def run(self) -> "Run":
         """To its end, from where it was."""

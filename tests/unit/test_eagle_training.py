@@ -1,0 +1,158 @@
+"""Heads in training are those that draft, by their authors' tables; losses are the authors' own of
+the same tensors, or the paper's formula."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from core.config import TINY_MODEL
+from model.drafters.eagle import EagleDrafter
+from tests.conformance import loaded_head
+from tests.eagle_tables import DATA, NUM_ROWS, NUM_STEPS
+from tests.eagles import head_tensors, told
+from training.eagle import (
+    SAY_WEIGHT,
+    agreement,
+    feature_loss,
+    head_losses,
+    save,
+    say_loss,
+    taps,
+    top_loss,
+)
+from training.eagle_network import Head, HeadConfig
+from training.evaluate import load_network
+from training.model import Network
+from training.network import NetworkConfig
+
+OF_TABLES = {"intermediate_size": 40, "rms_norm_eps": 1e-5, "draft_vocab_size": 40}
+
+
+def table_head(kind: str) -> tuple[Head, Network]:
+    """With the table's weights, over a network of its embedding."""
+    network = Network(
+        NetworkConfig(vocab_size=96, hidden_size=48, num_hidden_layers=7)
+    ).requires_grad_(False)
+    sizes = (4, 4, 12) if kind == "eagle1" else (4, 2, 16)
+    config = HeadConfig(
+        48, 96, kind == "eagle3", 40, *sizes, draft_vocab_size=40, rms_norm_eps=1e-5
+    )
+    tensors = head_tensors(kind)
+    network.model.embed_tokens.weight.data = tensors.pop("embed_tokens.weight")
+    ids = torch.zeros(0, dtype=torch.int64)
+    if kind == "eagle3":
+        ids = tensors.pop("d2t") + torch.arange(40)
+        del tensors["t2d"]
+    head = Head(config, network, ids, seed=1)
+    head.load_state_dict(
+        {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items()}
+    )
+    return head, network
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+
+
+@torch.inference_mode()
+def test_the_training_time_test_is_specforges() -> None:
+    (head, network), wanted = table_head("eagle3"), told("eagle3")
+    tokens, features = wanted["ids"], wanted["features"]
+    padded = torch.cat([features, features[:, :NUM_STEPS]], 1)
+    steps = head.unrolled(network, tokens, padded, NUM_STEPS)
+    assert len(steps) == NUM_STEPS and steps[0].shape[1] == NUM_ROWS
+    for k, made in enumerate(steps):
+        check(made, wanted[f"hidden.{k}"])
+        check(head.logits(network, made), wanted[f"logits.{k}"])
+
+
+@torch.inference_mode()
+def test_eagle_1_is_eagle_llm() -> None:
+    (head, network), wanted = table_head("eagle1"), told("eagle1")
+    features = torch.cat([wanted["features"], wanted["features"][:, :1]], 1)
+    [made] = head.unrolled(network, wanted["ids"][:, : NUM_ROWS + 1], features, 1)
+    check(made, wanted["first"])
+
+
+def test_losses_are_the_authors_own() -> None:
+    table = load_file(DATA / "eagle_losses.safetensors")
+    said, truth, t2d = table["said"], table["truth"], table["t2d"]
+    mask = t2d[truth.argmax(-1)]
+    assert 0 < int(mask.sum()) < mask.numel(), "some places are masked"
+    got = say_loss(said, truth[..., t2d].softmax(-1), mask)
+    torch.testing.assert_close(got, table["eagle3"], atol=1e-5, rtol=1e-5)
+    made, wanted, head = table["made"], table["wanted"], table["head"]
+    torch.testing.assert_close(feature_loss(made, wanted), table["vloss"], atol=1e-5, rtol=1e-5)
+    say = say_loss(made @ head.T, (wanted @ head.T).softmax(-1))
+    got = feature_loss(made, wanted) + SAY_WEIGHT * say
+    torch.testing.assert_close(got, table["loss"], atol=1e-5, rtol=1e-5)
+
+
+def test_top_k_distillation_is_the_papers() -> None:
+    """arXiv 2408.15766, equation 3: - sum over the K likeliest tokens of q(x) log p(x)."""
+    generator = torch.Generator().manual_seed(4)
+    logits, truth = torch.randn(2, 1, 6, 30, generator=generator)
+    teacher, total = truth.softmax(-1), 0.0
+    for i in range(6):
+        order = sorted(range(30), key=lambda x: -float(teacher[0, i, x]))[:10]
+        p = logits[0, i].softmax(-1)
+        total -= sum(float(teacher[0, i, x]) * float(p[x].log()) for x in order)
+    torch.testing.assert_close(float(top_loss(logits, teacher)), total / 6, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
+def test_a_head_learns_and_drafts_what_it_learnt(tmp_path: Path, kind: str) -> None:
+    """Some steps on one text lower its loss; what is saved is a head that a rank loads, and what it
+    drafts behind that text is what it says in training."""
+    network = load_network(TINY_MODEL).requires_grad_(False)
+    ids = torch.arange(256).roll(13)
+    head = Head(
+        HeadConfig(192, 2048, kind == "eagle3", draft_vocab_size=256), network, ids.sort().values, 3
+    )
+    windows = torch.randint(5, 250, (2, 65), generator=torch.Generator().manual_seed(2))
+    num_steps = {"eagle": 1, "hass": 3, "eagle3": 4}[kind]
+    adam = torch.optim.Adam(head.parameters(), lr=3e-3)
+    values = []
+    for _ in range(12):
+        loss = head_losses(network, head, num_steps, float(kind == "hass"), windows)
+        assert loss.shape == (num_steps,)
+        values.append(float(loss.mean().detach()))
+        loss.mean().backward()
+        adam.step()
+        adam.zero_grad()
+    assert values[-1] < 0.9 * values[0], values
+    shares, length = agreement(network, head, windows)
+    assert len(shares) == 3 and 1 <= length <= 4
+    save(head, network, tmp_path)
+    drafter = loaded_head(kind, tmp_path).drafter
+    assert isinstance(drafter, EagleDrafter)
+    assert drafter.taps == (taps(10) if kind == "eagle3" else ())
+    check_drafts(drafter, network, load_saved(head), windows[:1, :20])
+
+
+def load_saved(head: Head) -> Head:
+    """Weights as they were saved, bf16."""
+    for weight in head.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return head
+
+
+@torch.inference_mode()
+def check_drafts(drafter: EagleDrafter, network: Network, head: Head, tokens: Tensor) -> None:
+    """Logits of the training's step 0 are those of pass 1."""
+    from tests.unit.test_eagle import rows, run
+
+    has_taps = head.config.has_taps
+    out = network(tokens, taps(10) if has_taps else ())
+    features = torch.cat(out.tapped, -1) if has_taps else out.hidden
+    [made] = head.unrolled(network, tokens, features, 1)
+    wanted = head.logits(network, made)[0]
+    cache = torch.zeros(8, 4, drafter.cache_groups[0].width)
+    caches = {"eagle": [cache]}
+    batch = rows(tokens[0, 1:17], 0)
+    got = drafter._logits(run(drafter, batch, features[0, :16], caches))
+    known = head.ids_U if has_taps else torch.arange(2048)
+    torch.testing.assert_close(got[:, known], wanted[:16], atol=1e-3, rtol=1e-3)

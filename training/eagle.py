@@ -1,0 +1,191 @@
+"""Trains heads of EAGLE for a finished checkpoint, which stays as it is:
+python -m training.eagle --method eagle | hass | eagle3.
+
+eagle (arXiv 2401.15077): the next feature by SmoothL1, and what it says by 0.1 cross-entropy.
+hass (2408.15766): the same over 3 steps, each fed with the one before (context alignment), and
+cross-entropy over the 10 likeliest tokens (top-k distillation).
+eagle3 (2503.01840): what 7 such steps say, and no features (training-time test).
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from training.eagle_network import Head, HeadConfig
+from training.evaluate import held_out_windows
+from training.model import Network
+from training.tuning import LENGTH, Run, Subject, add_schedule, draft_optimizers, subject
+
+STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
+SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
+
+
+def feature_loss(made: Tensor, wanted: Tensor) -> Tensor:
+    """SmoothL1, mean over values and places."""
+    return F.smooth_l1_loss(made, wanted)
+
+
+def say_loss(logits: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Cross-entropy to the teacher's distribution [.., U]: mean over places, of which those that
+    ``mask`` lacks count as nothing."""
+    each = -(teacher * logits.log_softmax(-1)).sum(-1)
+    return (each if mask is None else each * mask).mean()
+
+
+def top_loss(logits: Tensor, teacher: Tensor, num: int = NUM_TOP) -> Tensor:
+    """HASS's top-k distillation: the teacher's cross-entropy over its ``num`` likeliest tokens."""
+    shares, tokens = teacher.topk(num, dim=-1)
+    return -(shares * logits.log_softmax(-1).gather(-1, tokens)).sum(-1).mean()
+
+
+def taps(num_layers: int) -> tuple[int, ...]:
+    """The layers whose input EAGLE-3 reads."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def head_losses(
+    network: Network, head: Head, num_steps: int, top_weight: float, windows: Tensor
+) -> Tensor:
+    """Of every step, weighted."""
+    tokens = windows[:, :-1]
+    rows, has_taps = tokens.shape[1] - num_steps, head.config.has_taps
+    with torch.no_grad():
+        out = network(tokens, taps(network.config.num_hidden_layers) if has_taps else ())
+    features = torch.cat(out.tapped, -1) if has_taps else out.hidden
+    values = []
+    for k, made in enumerate(head.unrolled(network, tokens, features, num_steps)):
+        at, logits = slice(k + 1, k + 1 + rows), head.logits(network, made)
+        if has_taps:
+            known = torch.isin(out.logits[:, at].argmax(-1), head.ids_U)
+            teacher = out.logits[:, at][..., head.ids_U].softmax(-1)
+            values.append(DECAY**k * say_loss(logits, teacher, known))
+            continue
+        teacher = out.logits[:, at].softmax(-1)
+        value = feature_loss(made, out.hidden[:, at]) + SAY_WEIGHT * say_loss(logits, teacher)
+        values.append(value + top_weight * top_loss(logits, teacher) if top_weight else value)
+    return torch.stack(values)
+
+
+@torch.inference_mode()
+def agreement(
+    network: Network, head: Head, windows: Tensor, num_steps: int = 3
+) -> tuple[list[float], float]:
+    """Of each draft the share of places at which it is right behind true text, and tokens a step if
+    all before it have to be."""
+    hits, runs, num = torch.zeros(num_steps), torch.zeros(num_steps), 0
+    for window in windows.split(8):
+        tokens = window[:, :-1]
+        out = network(
+            tokens, taps(network.config.num_hidden_layers) if head.config.has_taps else ()
+        )
+        features = torch.cat(out.tapped, -1) if head.config.has_taps else out.hidden
+        best, run = out.logits.argmax(-1), torch.ones(1, dtype=torch.bool)
+        for k, made in enumerate(head.unrolled(network, tokens, features, num_steps)):
+            said = head.logits(network, made).argmax(-1)
+            said = head.ids_U[said] if head.config.has_taps else said
+            right = said == best[:, k + 1 : k + 1 + said.shape[1]]
+            run = run & right
+            hits[k] += right.sum()
+            runs[k] += run.sum()
+        num += right.numel()
+    return (hits / num).tolist(), 1 + float(runs.sum() / num)
+
+
+def frequent(texts: Subject, num: int) -> Tensor:
+    """The most frequent tokens of what it is trained on, ascending."""
+    counts = torch.bincount(texts.stream, minlength=texts.network.config.vocab_size)
+    counts += torch.bincount(texts.own.flatten(), minlength=len(counts))
+    ids = counts.topk(num).indices.sort().values
+    print(f"{num} tokens are {counts[ids].sum() / counts.sum():.4f} of all text", flush=True)
+    return ids
+
+
+def save(head: Head, network: Network, folder: Path) -> None:
+    """By the authors' names: EAGLE-3's layer is ``midlayer``, EAGLE-1's ``layers.0``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    c, has_taps = head.config, head.config.has_taps
+    tensors = {
+        name: one.detach().bfloat16().contiguous() for name, one in head.state_dict().items()
+    }
+    if not has_taps:
+        tensors = {name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3" if has_taps else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": network.config.max_position_embeddings,
+        "vocab_size": c.vocab_size,
+        "hidden_act": "silu",
+        "bias": not has_taps,
+    }
+    if has_taps:
+        ids_U = head.ids_U
+        tensors["d2t"] = ids_U - torch.arange(len(ids_U))
+        tensors["t2d"] = torch.isin(torch.arange(c.vocab_size), ids_U)
+        config |= {
+            "draft_vocab_size": len(ids_U),
+            "eagle_aux_hidden_state_layer_ids": list(taps(network.config.num_hidden_layers)),
+        }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--method", choices=STEPS, required=True)
+    method = parser.parse_known_args(given)[0].method
+    add_schedule(parser, method, num_steps=930)
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / f"tiny-v3-{method}",
+        help="folder of the head",
+    )
+    add("--num-unrolled", type=int, default=STEPS[method], help="steps fed with one another")
+    add(
+        "--top-weight",
+        type=float,
+        default=TOP_WEIGHT * (method == "hass"),
+        help="of top-k distillation",
+    )
+    add("--muon-lr", type=float, default=8e-3, help="peak rate of the matrices")
+    add("--adam-lr", type=float, default=3e-3, help="peak rate of norms, biases and head")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Trains, and says how often each draft is right on held-out text after it."""
+    arguments = parse_arguments()
+    texts = subject(arguments)
+    network, has_taps = texts.network, arguments.method == "eagle3"
+    of = network.config
+    config = HeadConfig(of.hidden_size, of.vocab_size, has_taps)
+    ids_U = frequent(texts, config.draft_vocab_size) if has_taps else torch.arange(0)
+    head = Head(config, network, ids_U, arguments.seed)
+    held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
+    optimizers = draft_optimizers(head, arguments.muon_lr, arguments.adam_lr)
+    losses = partial(head_losses, network, head, arguments.num_unrolled, arguments.top_weight)
+    run = Run(head, losses, optimizers, texts, arguments).run()
+    print("after", agreement(network, head, held_out), f"{run.seconds / 60:.0f} min", flush=True)
+    save(head, network, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
