@@ -22,6 +22,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "1 x 2": ("decode.dp_size=2",),
     "2 x 1": ("prefill.dp_size=2",),
     "2 x 2": ("prefill.dp_size=2", "decode.dp_size=2"),
+    "1 x 4": ("decode.dp_size=4",),
+    "2 x 4": ("prefill.dp_size=2", "decode.dp_size=4"),
 }
 IN_MAKE_TEST = {("split", "mtp tree"), ("colocated", "medusa tree"), ("2 x 2", "mtp tree")}
 SETS = (
@@ -61,9 +63,11 @@ async def answer(
 
 
 async def answers(cluster: Rig, has_drafts: bool = True) -> tuple[list[Answer], int]:
+    """The first one is alone: one rank is busy, the others are idle in its first step."""
     async with served(cluster) as address, AsyncClient(address) as client:
-        asking = (answer(client, i, ids, has_drafts) for i, ids in enumerate(PROMPTS))
-        told = await asyncio.gather(*asking)
+        first = await answer(client, 0, PROMPTS[0], has_drafts)
+        asking = (answer(client, i, ids, has_drafts) for i, ids in enumerate(PROMPTS[1:], start=1))
+        told = [first, *await asyncio.gather(*asking)]
     await cluster.check_empty()
     found, nums = zip(*told, strict=True)
     return [*found], sum(nums)

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
+from core.config import TandemConfig
+from core.config import load as load_config
+from core.errors import LayoutMismatch
+from core.info import PREFILL
+from core.membership import RankSpec
+from kv_transfer.layout import check_given
+from kv_transfer.pages import PagePool
 from model.drafters.eagle import EAGLE, EagleDrafter
-from model.loaded import LoadedModel
+from model.loaded import LoadedModel, load_model
 from model.network.batch import Batch, Segment, pack, physical_slots
+from runtime.engine_loop import EngineLoop
+from runtime.parts import RankParts
 from tests.eagle_tables import NUM_ROWS, NUM_STEPS
 from tests.eagles import LATENTS, head_tensors, over_latents, told, write_head
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
@@ -181,10 +190,6 @@ def test_what_is_drafted_is_what_its_head_knows(main: Path, tmp_path: Path) -> N
 
 
 def test_a_rank_that_prefills_reads_what_entries_need(main: Path, tmp_path: Path) -> None:
-    from core.config import load as load_config
-    from core.info import PREFILL
-    from model.loaded import load_model
-
     head = write_head(tmp_path, "eagle3")
     whole, found = load_with(main, head, "eagle3"), []
     sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
@@ -267,3 +272,26 @@ def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
     assert sum(one.counts.num_accepted for one in bench.updates() if one.counts is not None) > 0
     with pytest.raises(ValueError, match="top_k=40: use at most 31"):
         load_with(main, tmp_path, kind, "speculation.num_nodes=12", "speculation.top_k=40")
+
+
+def facts(loaded: LoadedModel) -> tuple[str, ...]:
+    """What a rank says of its caches."""
+    spec, config, pool = RankSpec("p", PREFILL, 1), TandemConfig(), PagePool(4, PAGE_SIZE)
+    parts = RankParts(spec, config, loaded, pool, loaded.allocate(4, PAGE_SIZE), EngineLoop("none"))
+    return parts.transfer_caches().layout.facts()
+
+
+def test_files_that_differ_between_prefill_and_decode_are_refused(
+    main: Path, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "a", "eagle3")
+    same = write_head(tmp_path / "b", "eagle3", max_position_embeddings=99)
+    norm = head_tensors("eagle3")["midlayer.hidden_norm.weight"]
+    other = write_head(tmp_path / "c", "eagle3", tensors={"midlayer.hidden_norm.weight": norm + 1})
+    mine, alike, theirs = (facts(load_with(main, one, "eagle3")) for one in (head, same, other))
+    check_given(mine, alike)
+    with pytest.raises(LayoutMismatch, match=r"wants by: eagle3 \w{16}; prefill has by: eagle3 \w"):
+        check_given(mine, theirs)
+    with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
+        check_given(facts(load(main)), mine)
+    check_given(mine, facts(load(main, "speculation.drafter=none")))
