@@ -14,8 +14,9 @@ from core.config import TINY_MODEL
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_vanilla import VanillaDrafter
 from tests.unit.test_drafts import fresh_rows
-from training import tuning
+from training import medusa2, tuning
 from training.evaluate import load_network
+from training.medusa import Heads
 from training.tuning import Run, Subject, draft_optimizers
 from training.vanilla import Modules, agreement, module_losses, save
 
@@ -103,3 +104,17 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
             )
             logits = loaded.network.logits(hidden)[: wanted[i].shape[1]]
             torch.testing.assert_close(logits, wanted[i][0], atol=2e-3, rtol=2e-3)
+
+
+def test_medusa_2_trains_the_model_and_its_heads_but_not_its_mtp_layer(tmp_path: Path) -> None:
+    network = load_network(TINY_MODEL).requires_grad_(False)
+    heads, windows = Heads(network, 2), torch.randint(5, 250, (16, 257))
+    texts = Subject(network, TOKENIZER, windows.flatten().repeat(9), windows)
+    parts = {"trunk": network.model.layers[4], "mtp": network.mtp, "heads": heads}
+    before = {name: [w.clone() for w in part.parameters()] for name, part in parts.items()}
+    asked = arguments(tmp_path, num_warm_steps=1, num_steps=1, lr=1e-2)
+    assert medusa2.run(heads, texts, asked) > 0
+    kept = {
+        name: all(map(torch.equal, before[name], part.parameters())) for name, part in parts.items()
+    }
+    assert kept == {"trunk": False, "mtp": True, "heads": False}
