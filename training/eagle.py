@@ -21,7 +21,7 @@ from torch import Tensor
 from training.eagle_network import Head, HeadConfig
 from training.evaluate import held_out_windows
 from training.model import Network
-from training.tuning import LENGTH, Run, Subject, add_schedule, draft_optimizers, subject
+from training.tuning import LENGTH, Run, Subject, add_schedule, draft_optimizers, subject, tell
 
 STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
 SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
@@ -183,8 +183,10 @@ def main() -> None:
     optimizers = draft_optimizers(head, arguments.muon_lr, arguments.adam_lr)
     losses = partial(head_losses, network, head, arguments.num_unrolled, arguments.top_weight)
     run = Run(head, losses, optimizers, texts, arguments).run()
-    print("after", agreement(network, head, held_out), f"{run.seconds / 60:.0f} min", flush=True)
+    shares, length = agreement(network, head, held_out)
+    print("after", shares, length, f"{run.seconds / 60:.0f} min", flush=True)
     save(head, network, arguments.out)
+    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
 
 
 if __name__ == "__main__":

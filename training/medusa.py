@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from training.evaluate import held_out_windows
 from training.model import Network
-from training.tuning import LENGTH, Run, add_schedule, draft_loss, subject
+from training.tuning import LENGTH, Run, add_schedule, draft_loss, subject, tell
 
 DECAY = 0.8
 """Of a head's weight in the loss, from one to the next."""
@@ -104,9 +104,11 @@ def main() -> None:
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     print("before", agreement(network, heads, held_out), flush=True)
     adam = torch.optim.AdamW(heads.parameters(), lr=arguments.lr, weight_decay=0.0, fused=True)
-    Run(heads, partial(head_losses, network, heads), [adam], texts, arguments).run()
-    print("after", agreement(network, heads, held_out), flush=True)
+    run = Run(heads, partial(head_losses, network, heads), [adam], texts, arguments).run()
+    shares = agreement(network, heads, held_out)
+    print("after", shares, flush=True)
     save(heads, arguments.out, arguments.checkpoint)
+    tell(run, arguments.out, right_behind_true_text=shares)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ on its greedy continuations of training files. A run saves its state and goes on
 import argparse
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,6 +199,25 @@ class Run:
         self._generator.set_state(state["generator"])
         self.num_done, self.seconds = state["position"]
         self.history = state["history"]
+
+
+def tell(run: Run, folder: Path, **more: object) -> None:
+    """How the weights in ``folder`` came to be: training.json, and training.png, their losses."""
+    from matplotlib.figure import Figure
+
+    told = {"minutes": round(run.seconds / 60, 1), "steps": run.num_done, **more}
+    name = Path(sys.argv[0]).stem
+    told["command"] = " ".join([f"python -m training.{name}", *sys.argv[1:]])
+    (folder / "training.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    # Own text and corpus take turns, and so do records.
+    losses = torch.tensor([record["drafts"] for record in run.history]).unfold(0, 8, 1).mean(-1)
+    for i, values in enumerate(losses.T.tolist(), 1):
+        axes.plot([10 * (8 + k) for k in range(len(values))], values, label=f"step {i}")
+    axes.set(xlabel="steps of 4,096 tokens", ylabel="loss, mean of 8 records")
+    axes.legend()
+    figure.savefig(folder / "training.png", dpi=90)
 
 
 def add_schedule(parser: argparse.ArgumentParser, name: str, num_steps: int) -> None:

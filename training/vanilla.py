@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from training.evaluate import held_out_windows
 from training.export import layer_tensors
 from training.model import MtpLayer, Network
-from training.tuning import LENGTH, Run, add_schedule, draft_loss, draft_optimizers, subject
+from training.tuning import (  # fmt: skip
+    LENGTH,
+    Run,
+    add_schedule,
+    draft_loss,
+    draft_optimizers,
+    subject,
+    tell,
+)
 
 LINKED = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
 MAIN, MODULES = "main.safetensors", "modules.safetensors"
@@ -123,8 +131,10 @@ def main() -> None:
     optimizers = draft_optimizers(modules, arguments.muon_lr, arguments.adam_lr)
     losses = partial(module_losses, texts.network, modules)
     run = Run(modules, losses, optimizers, texts, arguments).run()
-    print("after", agreement(texts.network, modules, held_out), f"{run.seconds / 60:.0f} min")
+    shares, length = agreement(texts.network, modules, held_out)
+    print("after", shares, length, f"{run.seconds / 60:.0f} min")
     save(modules, arguments.checkpoint, arguments.out)
+    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
 
 
 if __name__ == "__main__":

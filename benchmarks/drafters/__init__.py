@@ -1,0 +1,1 @@
+"""All drafters beside one another: what docs/drafters.md tells."""

@@ -1,0 +1,92 @@
+"""Measures all drafters beside one another and writes docs/drafters.md's tables and plots.
+
+    python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
+
+What was measured is kept in docs/drafters.json, cell by cell, so that a run that was interrupted
+goes on; --redo measures some again (lengths, bytes, parts, speeds, lossy, repeated). MEDUSA-2's
+checkpoint is made first, by python -m training.medusa2 --out DIR. Hours on two cores.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.drafters import costs, quality
+from benchmarks.drafters.arms import Arm, arms
+from benchmarks.drafters.page import KEPT, ROWS, write
+
+LOSSY = "MTP", "EAGLE-3", "Medusa tree"
+
+
+def cells(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    num = args.num_prompts, args.max_tokens
+    made: dict[str, Callable[[], Any]] = {
+        "bytes": lambda: costs.bytes_of(arm.loaded()),
+        "lengths": lambda: quality.lengths(arm, *num),
+    }
+    for rows in ROWS:
+        made[f"parts {rows}"] = lambda rows=rows: costs.parts(
+            arm.loaded(3), 3, rows, args.num_threads
+        )  # type: ignore[misc]
+        made[f"speeds {rows}"] = lambda rows=rows: costs.speeds(arm, rows, args.num_threads)  # type: ignore[misc]
+    if arm.name in LOSSY:
+        made["lossy"] = lambda: quality.lossy(arm, *num)
+    return made
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=[], metavar="NAME", help="of these drafters")
+    add("--redo", nargs="+", default=[], metavar="CELL", help="measure these again")
+    add("--skip", nargs="+", default=[], metavar="CELL", help="leave these for another run")
+    add("--medusa2", type=Path, metavar="DIR", help="checkpoint of training.medusa2")
+    add("--num-prompts", type=int, default=100)
+    add("--max-tokens", type=int, default=128)
+    add("--num-threads", type=int, default=2)
+    add("--kept", type=Path, default=KEPT, help="file of what was measured")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    kept: dict[str, Any] = {"arms": {}}
+    if args.kept.is_file():
+        kept = json.loads(args.kept.read_text(encoding="utf-8"))
+
+    def keep() -> None:
+        kept["date"] = date.today().isoformat()
+        args.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    if "repeated" not in kept or "repeated" in args.redo:
+        kept["repeated"] = quality.repeated(args.num_prompts, args.max_tokens)
+        keep()
+    chosen = [arm for arm in arms(args.medusa2) if not args.only or arm.name in args.only]
+    with Progress(console=Console(stderr=True)) as bar:
+        for arm in bar.track(chosen, description="drafters"):
+            told = kept["arms"].setdefault(arm.name, {})
+            told["minutes"] = arm.minutes
+            for name, made in cells(arm, args).items():
+                if name.split()[0] in args.skip or (
+                    name in told and name.split()[0] not in args.redo
+                ):
+                    continue
+                bar.console.print(f"{arm.name}: {name}")
+                told[name] = made()
+                keep()
+    command = "`python -m benchmarks.drafters`"
+    write(
+        kept, f"By {command}, {kept['date']}, {args.num_threads} cores, bf16, shipped checkpoint."
+    )
+
+
+if __name__ == "__main__":
+    main()

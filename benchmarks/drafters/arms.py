@@ -1,0 +1,71 @@
+"""The drafters that are compared, as users ask for them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.driven.engines import load
+from core.config import TINY_MODEL
+from model.loaded import LoadedModel
+
+FOLDER = TINY_MODEL.parent
+MTP, NONE = "MTP", "none"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``asks`` are settings but for how much is drafted: a chain of ``depth`` at most, or with
+    ``nodes`` a tree. ``made_in`` has its training.json, ``path`` the checkpoint."""
+
+    name: str
+    asks: tuple[str, ...]
+    depth: int
+    nodes: int | None = None
+    made_in: str | None = None
+    path: Path = TINY_MODEL
+
+    def loaded(self, depth: int | None = None, *more: str) -> LoadedModel:
+        """Drafting at most so deep, a chain then; by default as much as it may."""
+        asks = [*self.asks, f"speculation.num_tokens={depth or self.depth}"]
+        if self.nodes is not None and depth is None:
+            asks.append(f"speculation.num_nodes={self.nodes}")
+        return load(self.path, "model.kernels=native", "model.dtype=bfloat16", *asks, *more)
+
+    @property
+    def minutes(self) -> float | None:
+        """Of training, as it was told."""
+        file = FOLDER / (self.made_in or "") / "training.json"
+        if self.made_in is None or not file.is_file():
+            return None
+        return float(json.loads(file.read_text(encoding="utf-8"))["minutes"])
+
+
+def head(name: str, folder: str) -> tuple[str, ...]:
+    return f"speculation.drafter={name}", f"speculation.path={FOLDER / folder}"
+
+
+def arms(medusa2: Path | None = None) -> list[Arm]:
+    """``medusa2`` is a folder of training.medusa2, which is not shipped."""
+    eagle, hass, eagle3, medusa = (
+        head("eagle", "tiny-v3-eagle"),
+        head("eagle", "tiny-v3-hass"),
+        head("eagle3", "tiny-v3-eagle3"),
+        head("medusa", "tiny-v3-medusa"),
+    )
+    made = [
+        Arm(MTP, (), 5, made_in="tiny-v3"),
+        Arm("MTP tree", (), 4, 16, made_in="tiny-v3"),
+        Arm("MTP Vanilla", (), 5, made_in="tiny-v3-vanilla", path=FOLDER / "tiny-v3-vanilla"),
+        Arm("EAGLE-1", eagle, 5, made_in="tiny-v3-eagle"),
+        Arm("EAGLE-2", eagle, 4, 16, made_in="tiny-v3-eagle"),
+        Arm("HASS", hass, 5, made_in="tiny-v3-hass"),
+        Arm("EAGLE-3", eagle3, 5, made_in="tiny-v3-eagle3"),
+        Arm("EAGLE-3 tree", eagle3, 4, 16, made_in="tiny-v3-eagle3"),
+        Arm("Medusa", medusa, 3, made_in="tiny-v3-medusa"),
+        Arm("Medusa tree", medusa, 4, 16, made_in="tiny-v3-medusa"),
+        Arm("n-gram", ("speculation.drafter=ngram",), 8),
+    ]
+    if medusa2 is not None:
+        asks = "speculation.drafter=medusa", f"speculation.path={medusa2 / 'heads'}"
+        made.append(Arm("MEDUSA-2", asks, 3, made_in=str(medusa2), path=medusa2))
+    return [arm for arm in made if arm.made_in is None or (FOLDER / arm.made_in).is_dir()]

@@ -1,0 +1,143 @@
+"""What drafts cost: time of a step's parts, of tokens, and bytes."""
+
+import statistics
+import time
+from collections import defaultdict
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.accepted_length import requests
+from benchmarks.draft_length import BY_LOAD, NONE, PAGE_SIZE, together
+from benchmarks.draft_length import Arm as Timed
+from benchmarks.drafters.arms import MTP, Arm, arms
+from benchmarks.driven.engines import Bench, greedy
+from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
+from core.levels import chains
+from decode_node.planning.step_plan import StepKey
+from decode_node.program.step import draft, verify
+from model.drafters.base import Drafts
+from model.loaded import LoadedModel
+from model.network.cache import MAIN
+
+ROUNDS = {1: (4, 8, 256), 8: (4, 5, 160), 32: (4, 4, 96)}
+"""Batches before those that count, these, and tokens of an answer, by rows."""
+
+
+def bytes_of(loaded: LoadedModel) -> dict[str, int]:
+    """Weights of the drafter, cache of a token, and features of a hand-over."""
+    size = loaded.dtype.itemsize
+    own = [group for group in loaded.groups if group.name != MAIN]
+    return {
+        "weights": sum({t.data_ptr(): t.nbytes for t in held(loaded)}.values()),
+        "cache_per_token": size * sum(group.num_layers * group.width for group in own),
+        "features": size * loaded.drafter.num_shipped,
+    }
+
+
+def held(loaded: LoadedModel) -> list[Tensor]:
+    """Tensors of the drafter's modules but for those of the main model."""
+    shared = {id(part) for part in loaded.network.modules()}
+    found, seen, left = [], set(shared), [loaded.drafter]
+    while left:
+        one: Any = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif id(one) not in seen:
+            seen.add(id(one))
+            inner = vars(one).values() if hasattr(one, "__dict__") else ()
+            left += (
+                one
+                if isinstance(one, list | tuple)
+                else one.values()
+                if isinstance(one, dict)
+                else inner
+            )
+    tables = {t.data_ptr() for t in (loaded.network.rope.cos_TR, loaded.network.rope.sin_TR)}
+    mine = {
+        t.data_ptr()
+        for part in loaded.network.modules()
+        for t in vars(part).values()
+        if isinstance(t, Tensor)
+    }
+    mine |= {t.data_ptr() for t in loaded.network.state_dict().values()}
+    return [t for t in found if t.data_ptr() not in tables | mine]
+
+
+@torch.inference_mode()
+def parts(
+    loaded: LoadedModel, depth: int, num_rows: int, num_threads: int, rounds: int = 60
+) -> dict[str, float]:
+    """v and c: the time to verify ``depth`` drafts, and to make them, by that of a plain step."""
+    bench = Bench(
+        loaded, num_drafts=depth, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64
+    )
+    loaded.kernels.use_threads(num_threads)
+    for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):
+        bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
+    rows, read_B = bench.decode._launcher.rows, torch.arange(num_rows)
+    amount = loaded.drafter.catch_up(depth).amount(depth, 1)
+
+    def verified(num: int) -> Any:
+        drafts = Drafts(torch.arange(num_rows * num).view(num_rows, num) + 50)
+
+        def part(read_B: Tensor) -> tuple[Tensor]:
+            *_, logits = verify(loaded, bench.caches, rows.select(read_B, None), drafts)
+            return (logits.argmax(-1),)
+
+        return part
+
+    def drafted(read_B: Tensor) -> tuple[Tensor]:
+        key = StepKey(num_rows, depth, catch_up=amount)
+        selected, level = rows.select(read_B, None), chains(depth)[-1]
+        return (draft(loaded.drafter, bench.caches, selected, key, level).tokens_BN,)
+
+    made = {"plain": verified(0), "verify": verified(depth), "draft": drafted}
+    functions = {name: loaded.kernels.repeated(one) for name, one in made.items()}
+    times = defaultdict(list)
+    for _ in range(rounds):
+        for name, function in functions.items():
+            began_at = time.perf_counter()
+            function(read_B)
+            times[name].append(time.perf_counter() - began_at)
+    found = {name: statistics.median(values[2:]) for name, values in times.items()}
+    return {"v": found["verify"] / found["plain"], "c": found["draft"] / found["plain"]}
+
+
+def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
+    """Time per token of the arm's levels and by load, by that of no drafts and of MTP's chain of 3,
+    step by step in turns; medians over batches."""
+    num_warm, num_rounds, num_tokens = ROUNDS[num_rows]
+    [mtp] = [one for one in arms() if one.name == MTP]
+    loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
+    levels = loaded.drafter.levels(arm.depth)
+    num_pages = -(-(512 + num_tokens + 64) // PAGE_SIZE)
+    given = arm.depth, num_rows, num_pages
+    timed = {str(n): Timed(str(n), loaded, *given) for n in range(1, len(levels))}
+    timed |= {BY_LOAD: Timed(BY_LOAD, loaded, *given), NONE: Timed(NONE, loaded, *given)}
+    timed[MTP] = Timed(
+        "3", mtp.loaded(3, f"decode.num_threads={num_threads}"), 3, num_rows, num_pages
+    )
+    asked = cycle(requests(TINY_MODEL, 100, num_tokens))
+    for i in range(num_warm + num_rounds):
+        together([*timed.values()], list(islice(asked, num_rows)), counts=i >= num_warm)
+    rates = {name: one.rates for name, one in timed.items()}
+
+    def by(name: str, other: str) -> float:
+        """Time per token of one by the other's."""
+        return statistics.median(b / a for a, b in zip(rates[name], rates[other], strict=True))
+
+    best = max(map(str, range(1, len(levels))), key=lambda name: statistics.median(rates[name]))
+    held_best = max((best, NONE), key=lambda name: statistics.median(rates[name]))
+    return {
+        "of_none": by(BY_LOAD, NONE),
+        "of_mtp": by(BY_LOAD, MTP),
+        "level_3_of_mtp": by("3", MTP) if "3" in rates else None,
+        "best": best,
+        "best_of_none": by(best, NONE),
+        "by_load_of_best": 1 / by(BY_LOAD, held_best),
+        "nodes": levels[int(best)].num_nodes,
+    }

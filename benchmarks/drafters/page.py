@@ -1,0 +1,167 @@
+"""The measured part of docs/drafters.md, and its plots, from what was measured."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, KEPT = DOCS / "drafters.md", DOCS / "drafters.json"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+ROWS = (1, 8, 32)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.2f} kB"
+
+
+def lengths(found: dict[str, Any]) -> str:
+    head = ["drafter", "greedy, n = 3", "greedy, most", "T = 0.8, n = 3", "T = 0.8, most", "alpha"]
+    names = "greedy_3", "greedy_most", "hot_3", "hot_most", "alpha"
+    rows = [
+        [name, *(number(arm["lengths"][one]) for one in names)]
+        for name, arm in found.items()
+        if "lengths" in arm
+    ]
+    return table(head, rows)
+
+
+def costs(found: dict[str, Any]) -> str:
+    head = ["drafter"] + [f"{name}, {num} rows" for num in ROWS for name in ("v", "c")]
+    rows = []
+    for name, arm in found.items():
+        cells = [arm.get(f"parts {num}", {}) for num in ROWS]
+        rows.append([name, *(number(cell.get(one)) for cell in cells for one in ("v", "c"))])
+    return table(head, rows)
+
+
+def speeds(found: dict[str, Any]) -> str:
+    head = ["drafter"]
+    for num in ROWS:
+        head += [
+            f"{num} rows: by load, of none",
+            "of MTP",
+            "best level (nodes), of none",
+            "by load of best",
+        ]
+    rows = []
+    for name, arm in found.items():
+        cells: list[str] = []
+        for num in ROWS:
+            one = arm.get(f"speeds {num}")
+            if one is None:
+                cells += [""] * 4
+                continue
+            best = f"{number(one['best_of_none'])} ({one['nodes']})"
+            cells += [
+                number(one["of_none"]),
+                number(one["of_mtp"]),
+                best,
+                number(one["by_load_of_best"], 3),
+            ]
+        rows.append([name, *cells])
+    return table(head, rows)
+
+
+def bytes_and_minutes(found: dict[str, Any]) -> str:
+    head = ["drafter", "weights", "cache per token", "features of a hand-over", "training, minutes"]
+    rows = [
+        [
+            name,
+            *(size(arm["bytes"][one]) for one in ("weights", "cache_per_token", "features")),
+            number(arm.get("minutes"), 0),
+        ]
+        for name, arm in found.items()
+        if "bytes" in arm
+    ]
+    return table(head, rows)
+
+
+def lossy(found: dict[str, Any]) -> str:
+    head = [
+        "drafter",
+        "acceptance",
+        "tokens a step",
+        "answers that differ",
+        "nats a token of their text",
+    ]
+    rows = [
+        [name, kind, number(one["length"]), f"{one['differ']:.0%}", number(one["nats"], 3)]
+        for name, arm in found.items()
+        for kind, one in arm.get("lossy", {}).items()
+    ]
+    return table(head, rows)
+
+
+def plots(found: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name, arm in found.items() if "lengths" in arm]
+    for i, (one, label) in enumerate(
+        (
+            ("greedy_3", "greedy, n = 3"),
+            ("greedy_most", "greedy, most"),
+            ("hot_3", "T = 0.8, n = 3"),
+        )
+    ):
+        at = [k + 0.27 * (i - 1) for k in range(len(names))]
+        axes.bar(at, [found[name]["lengths"][one] for name in names], 0.25, label=label)
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axes.set(ylabel="tokens a step", ylim=(1, None))
+    axes.legend()
+    figure.savefig(DOCS / "drafters_lengths.png", dpi=110)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, arm in found.items():
+        nums = [num for num in ROWS if f"speeds {num}" in arm]
+        if nums:
+            axes.plot(
+                nums, [arm[f"speeds {num}"]["of_none"] for num in nums], marker="o", label=name
+            )
+    axes.axhline(1, color="black", linestyle=":")
+    axes.set(
+        xlabel="rows", ylabel="time per token, by load, of no drafts", xscale="log", ylim=(0, None)
+    )
+    axes.set_xticks(ROWS, [str(num) for num in ROWS])
+    axes.legend(fontsize=7)
+    figure.savefig(DOCS / "drafters_speeds.png", dpi=110)
+
+
+def write(kept: dict[str, Any], told: str) -> None:
+    """Into the page, between its marks."""
+    found = kept["arms"]
+    again = kept.get("repeated", {})
+    repeats = ", ".join(f"{share:.2f} {name}" for name, share in again.items())
+    parts = [
+        told,
+        "Tokens a step (100 held-out prompts, answers of 128; of their 8-grams the text has had "
+        f"{repeats}):",
+        lengths(found),
+        "![tokens a step](drafters_lengths.png)",
+        "Time to verify 3 drafts (v) and to make them (c), by that of a plain step:",
+        costs(found),
+        "Time per token, by that of no drafts and of MTP with 3, all in turns; by load of the best "
+        "level held:",
+        speeds(found),
+        "![time per token](drafters_speeds.png)",
+        bytes_and_minutes(found),
+        "Lossy kinds beside strict (relaxed: top 4, delta 0.3, greedy; typical: epsilon 0.09, "
+        "alpha 0.3, T = 0.8):",
+        lossy(found),
+    ]
+    plots(found)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    text = "\n\n".join(parts)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
