@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.drafters.costs import bytes_of
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.held_out import held_out
+from decode_node.service.rank import DecodeRank
+from kv_transfer.messages import Seal
 from model.loaded import LoadedModel
 from prefill_node.prefix_cache import PrefixCache
 from tests import rig as rigs
@@ -99,3 +103,41 @@ async def test_pages_that_may_be_shared_stay_as_they_were(
         for page, before in published.items():
             for cache, old in zip(caches, before, strict=True):
                 assert cache[page].equal(old)
+
+
+async def test_bytes_are_those_that_the_page_says(
+    modules_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of caches by what came over the wire, of features by the seal; weights by what is read."""
+    seals: list[Seal] = []
+    activate = DecodeRank._activate
+
+    def told(self: DecodeRank, asked: Any, seal: Seal) -> None:
+        seals.append(seal)
+        activate(self, asked, seal)
+
+    monkeypatch.setattr(DecodeRank, "_activate", told)
+    async with rig(modules_model, *SETS) as cluster:
+        [decode] = cluster.decodes
+        loaded = decode._parts.loaded
+        said, config = bytes_of(loaded), loaded.config
+        _, _, finished = await cluster.complete(greedy("r", PROMPTS[0], 5, ignore_eos=True))
+        await cluster.check_empty()
+    main = 4 * config.num_hidden_layers * config.latent_dim
+    assert said["cache_per_token"] == 4 * 3 * config.latent_dim
+    assert finished.kv_transfer.bytes == len(PROMPTS[0]) * (main + said["cache_per_token"])
+    seal = seals[-1]  # behind that of the warm-up
+    assert (
+        seal.features is not None
+        and len(seal.features) == said["features"] == 4 * 3 * config.hidden_size
+    )
+    tensors = load_file(modules_model / "model.safetensors")
+    first = f"model.layers.{config.num_hidden_layers}"
+    own = [
+        one
+        for name, one in tensors.items()
+        if name.startswith("model.layers.") and name[:14] >= first
+    ]
+    num = sum(one.numel() for one in own)
+    # Matrices of attention are kept in both forms, and experts are padded to whole vectors.
+    assert num * 4 <= said["weights"] <= 1.6 * num * 4
