@@ -13,11 +13,16 @@ from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenB
 from model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
-HEADS = TINY_MODEL.parent / "tiny-v3-medusa"
+HEADS, EAGLE = (TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle"))
 DEEP = "speculation.num_tokens=4"
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "mtp": ("speculation.num_tokens=3",),
     "mtp tree": (DEEP, "speculation.num_nodes=16"),
+    "eagle": (DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
+    "eagle tree": (
+        *(DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
+        *("speculation.num_nodes=16", "speculation.top_k=6"),
+    ),
     "medusa": (DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
     "medusa tree": (
         *(DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
