@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.config import SpeculationConfig
 from model.checkpoint.weights import Checkpoint
-from model.drafters.eagle_config import read_config
+from model.drafters.eagle_config import CONFIG, read_config
 from model.drafters.eagle_layer import Eagle3Layer, EagleLayer
 from model.drafters.files import digest, fill, found, read
 from model.drafters.mtp import MtpDrafter
@@ -21,7 +21,7 @@ from model.network.layers import Rope
 
 WEIGHTS = "model.safetensors", "pytorch_model.bin"
 EAGLE = "eagle"
-_LAYER = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
+_LAYER = re.compile(r"^(model\.)?(layers\.0\.)?")
 _OF_OUTPUTS = "midlayer.mlp.", "lm_head."
 """What nobody has a use for who never drafts."""
 
@@ -56,10 +56,10 @@ class EagleDrafter(MtpDrafter):
             layer.midlayer.mlp, layer.lm_head = None, None
             tensors = {n: one for n, one in tensors.items() if not n.startswith(_OF_OUTPUTS)}
         fill(layer, file, tensors, checkpoint)
-        if d2t_U is not None and config.num_outputs < config.model.vocab_size:
+        if config.num_outputs != config.model.vocab_size:
             column_V = columns(file, d2t_U, t2d_V, config.num_outputs, config.model.vocab_size)
             layer.column_V = column_V.to(checkpoint.device)
-        return cls(network, layer.eval(), f"{cls.name} {digest(file)}")
+        return cls(network, layer.eval(), f"{cls.name} {digest(asked.path / CONFIG, file)}")
 
     def _embedded(self, batch: Batch) -> Tensor:
         if self._head.embed_tokens is None:
@@ -82,17 +82,20 @@ class EagleTreeDrafter(MtpTreeDrafter, EagleDrafter):
 
 
 class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
-    pass
+    """EAGLE-3 with EAGLE-2's trees."""
 
 
 def columns(
-    file: Path, d2t_U: Tensor, t2d_V: Tensor | None, num_outputs: int, vocab_size: int
+    file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, num_outputs: int, vocab_size: int
 ) -> Tensor:
     """Where each token's logit stands among the head's U, or U. ``d2t`` are the tokens of outputs,
     less the outputs' own numbers. Raises ValueError for one that is not in the vocabulary."""
-    ids_U = torch.arange(len(d2t_U)) + d2t_U
-    if len(d2t_U) != num_outputs:
-        raise ValueError(f"{file}: d2t has {len(d2t_U)} entries for {num_outputs} outputs")
+    num = 0 if d2t_U is None else len(d2t_U)
+    if d2t_U is None or num != num_outputs:
+        raise ValueError(
+            f"{file}: d2t has {num} entries for draft_vocab_size = {num_outputs}; download it again"
+        )
+    ids_U = torch.arange(num) + d2t_U
     wrong = ((ids_U < 0) | (ids_U >= vocab_size)).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(
@@ -106,4 +109,5 @@ def columns(
 
 def _named(name: str) -> str:
     """As EAGLE-3's authors say it."""
-    return _LAYER.sub("midlayer.", name).replace("fc.bias", "fc_bias")
+    name = _LAYER.sub(lambda found: "midlayer." if found[2] else "", name)
+    return name.replace("fc.bias", "fc_bias")

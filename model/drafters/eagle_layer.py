@@ -78,7 +78,8 @@ class MidLayer(nn.Module):
 
 class EagleLayer(nn.Module):
     """EAGLE-1: fc(embedding, feature), whose sum with attention and MLP is a feature again.
-    ``own`` are the tensors that its file has."""
+    ``own`` are the tensors that its file has. A head of its own may know but some tokens:
+    ``column_V`` is where each one's logit stands, U for those that it does not know."""
 
     num_entering, has_norms = 1, False
     """How wide what attention reads is, in hidden sizes."""
@@ -92,7 +93,8 @@ class EagleLayer(nn.Module):
         has_own = "embed_tokens.weight" in own
         self.embed_tokens = nn.Embedding(model.vocab_size, dim) if has_own else None
         self.midlayer = MidLayer(config, self.num_entering * dim, self.has_norms)
-        self.lm_head: Linear | None = None
+        self.lm_head = Linear(dim, config.num_outputs) if "lm_head.weight" in own else None
+        self.column_V: Tensor | None = None
 
     def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
         """What goes through the layer: embedding first."""
@@ -114,23 +116,21 @@ class EagleLayer(nn.Module):
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
         """Raw fp32 logits [X, V] by its own head, if it has one, or else the ``shared`` one."""
-        logits_XV: Tensor = shared(hidden_XD, in_fp32=True)
-        return logits_XV
+        logits_XU: Tensor = (self.lm_head or shared)(hidden_XD, in_fp32=True)
+        if self.column_V is None:
+            return logits_XU
+        return F.pad(logits_XU, (0, 1), value=float("-inf")).index_select(1, self.column_V)
 
 
 class Eagle3Layer(EagleLayer):
     """Features of several layers become one by fc, and only those; what it makes itself goes in as
-    it is. Its head may know but some tokens: ``column_V`` is where each one's logit stands, U for
-    those that it does not know."""
+    it is."""
 
     num_entering, has_norms = 2, True
 
     def __init__(self, config: EagleConfig, own: set[str]) -> None:
         super().__init__(config, own)
-        dim = config.model.hidden_size
-        self.norm = RMSNorm(dim, config.model.rms_norm_eps)
-        self.lm_head = Linear(dim, config.num_outputs) if "lm_head.weight" in own else None
-        self.column_V: Tensor | None = None
+        self.norm = RMSNorm(config.model.hidden_size, config.model.rms_norm_eps)
 
     def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
         is_own = features_XF.shape[-1] == embedding_XD.shape[-1]
@@ -148,7 +148,4 @@ class Eagle3Layer(EagleLayer):
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
         normed_XD = hidden_XD if self.config.norm_output else self.norm(hidden_XD)
-        logits_XU: Tensor = (self.lm_head or shared)(normed_XD, in_fp32=True)
-        if self.column_V is None:
-            return logits_XU
-        return F.pad(logits_XU, (0, 1), value=float("-inf")).index_select(1, self.column_V)
+        return super().logits(normed_XD, shared)

@@ -46,10 +46,13 @@ def taken(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Ten
     return tensor
 
 
-def digest(file: Path) -> str:
+def digest(*files: Path) -> str:
     """The same of equal files alone."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:

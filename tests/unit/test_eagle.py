@@ -24,7 +24,7 @@ from model.network.batch import Batch, Segment, pack, physical_slots
 from runtime.engine_loop import EngineLoop
 from runtime.parts import RankParts
 from tests.eagle_tables import NUM_ROWS, NUM_STEPS
-from tests.eagles import LATENTS, head_tensors, over_latents, told, write_head
+from tests.eagles import LATENTS, SAID, head_tensors, over_latents, told, write_head
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
 
 PAGE_SIZE = 4
@@ -97,6 +97,29 @@ def test_eagle_3_is_specforge(main: Path, tmp_path: Path) -> None:
             assert (logits[others] == float("-inf")).all() and len(logits) == VOCAB
 
 
+def test_speculators_say_the_same_in_other_words(main: Path, tmp_path: Path) -> None:
+    """Layers are numbered, and what the layer is lies deeper in config.json."""
+    plain = load_with(main, write_head(tmp_path / "plain", "eagle3"), "eagle3")
+    tensors = head_tensors("eagle3")
+    names = {name: name.replace("midlayer.", "layers.0.") for name in tensors}
+    renamed = {names[name]: tensor for name, tensor in tensors.items()}
+    gone = dict.fromkeys(set(tensors) - set(renamed))
+    own = {name: SAID["eagle3"][name] for name in SAID["eagle3"] if name != "draft_vocab_size"}
+    nested = dict.fromkeys(own) | {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": own,
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+    }
+    head = write_head(tmp_path / "other", "eagle3", tensors=renamed | gone, **nested)
+    other, wanted = load_with(main, head, "eagle3"), told("eagle3")
+    made = []
+    for loaded in (plain, other):
+        [ids] = wanted["ids"]
+        caches = loaded.allocate(6, PAGE_SIZE)
+        made.append(run(loaded.drafter, rows(ids[1:10], 0), wanted["features"][0], caches))
+    assert torch.equal(*made)
+
+
 def test_features_are_what_enters_the_layers_that_a_config_names(
     main: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +143,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
     "eagle1 own embedding, no bias": ("eagle1", {"tensors": {"fc.bias": None}}),
     "eagle1 shared embedding": ("eagle1", {"tensors": {"embed_tokens.weight": None}}),
+    "eagle1 own head": ("eagle1", {"tensors": {"lm_head.weight": torch.randn(VOCAB, 48)}}),
     "eagle1 over latents": ("eagle1", LATENTS | {"tensors": over_latents("eagle1")}),
     "eagle3": ("eagle3", {"tensors": {"embed_tokens.weight": None}}),
     "eagle3 whole vocabulary": (
@@ -222,6 +246,23 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tensors": {"d2t": head_tensors("eagle3")["d2t"].index_fill(0, torch.tensor([39]), 60)}},
         r"d2t\[39\] makes token 99, which is none of this model's 96",
     ),
+    "no d2t": (
+        "eagle3",
+        {"tensors": {"d2t": None}},
+        r"d2t has 0 entries for draft_vocab_size = 40",
+    ),
+    "more than there are": (
+        "eagle3",
+        {
+            "draft_vocab_size": 99,
+            "tensors": {
+                "lm_head.weight": torch.ones(99, 48),
+                "d2t": torch.zeros(99, dtype=torch.int64),
+                "t2d": None,
+            },
+        },
+        r"d2t\[96\] makes token 96, which is none",
+    ),
     "t2d": (
         "eagle3",
         {"tensors": {"t2d": head_tensors("eagle3")["t2d"].roll(1)}},
@@ -285,13 +326,18 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
     main: Path, tmp_path: Path
 ) -> None:
     head = write_head(tmp_path / "a", "eagle3")
-    same = write_head(tmp_path / "b", "eagle3", max_position_embeddings=99)
+    same = write_head(tmp_path / "b", "eagle3")
     norm = head_tensors("eagle3")["midlayer.hidden_norm.weight"]
     other = write_head(tmp_path / "c", "eagle3", tensors={"midlayer.hidden_norm.weight": norm + 1})
-    mine, alike, theirs = (facts(load_with(main, one, "eagle3")) for one in (head, same, other))
+    turned = write_head(tmp_path / "d", "eagle3", rope_theta=500.0)
+    mine, alike, *theirs = (
+        facts(load_with(main, one, "eagle3")) for one in (head, same, other, turned)
+    )
     check_given(mine, alike)
-    with pytest.raises(LayoutMismatch, match=r"wants by: eagle3 \w{16}; prefill has by: eagle3 \w"):
-        check_given(mine, theirs)
+    for one in theirs:
+        text = r"wants by: eagle3 \w{16}; prefill has by: eagle3 \w"
+        with pytest.raises(LayoutMismatch, match=text):
+            check_given(mine, one)
     with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
         check_given(facts(load(main)), mine)
     check_given(mine, facts(load(main, "speculation.drafter=none")))
