@@ -22,6 +22,7 @@ from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
 from model.loaded import LoadedModel
 from model.network.cache import MAIN
+from model.network.layers import Rope
 
 ROUNDS = {1: (4, 8, 256), 8: (4, 5, 160), 32: (4, 4, 96)}
 """Batches before those that count, these, and tokens of an answer, by rows."""
@@ -46,7 +47,7 @@ def held(loaded: LoadedModel) -> list[Tensor]:
         one: Any = left.pop()
         if isinstance(one, Tensor):
             found.append(one)
-        elif id(one) not in seen:
+        elif id(one) not in seen and not isinstance(one, Rope):
             seen.add(id(one))
             inner = vars(one).values() if hasattr(one, "__dict__") else ()
             left += (

@@ -73,6 +73,9 @@ class Native(Kernels):
         rest = *how[:5], context_lens_BQ, how.scale, how.bits_BQ
         return torch.ops.tandem.mla_attend.default(q_XHK, up_k, up_v, *rest)
 
+    def gqa_entry(self, kv_XL: Tensor, how: Attention, slots_X: Tensor) -> None:
+        torch.ops.tandem.gqa_entry.default(kv_XL, *how[:3], slots_X, how.cache)
+
     def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
         if q_XHK.shape[2] % LANES:
             return super().gqa_attend(q_XHK, how, context_lens_BQ)

@@ -141,5 +141,7 @@ def test_entries_are_rotated_keys_and_values(dtype: torch.dtype) -> None:
         False,
     )
     wanted = torch.cat((keys.flatten(1), kv[:, GROUPS * WIDTH :]), 1)
-    assert torch.equal(cache.flatten(0, 1)[slots], wanted)
+    # A product and a sum may be rounded once.
+    torch.testing.assert_close(cache.flatten(0, 1)[slots], wanted, atol=2e-6, rtol=ROUNDING[dtype])
+    assert torch.equal(cache.flatten(0, 1)[slots][:, GROUPS * WIDTH :], kv[:, GROUPS * WIDTH :])
     assert int((cache != 0).any(2).sum()) == 6

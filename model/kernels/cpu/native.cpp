@@ -23,6 +23,9 @@ TORCH_LIBRARY(tandem, m) {
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def(
+      "gqa_entry(Tensor kv, Tensor cos, Tensor sin, bool interleaved, Tensor slots, "
+      "Tensor(a!) cache) -> ()");
+  m.def(
       "gqa_attend(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor cache, Tensor table, "
       "Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
@@ -56,6 +59,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("mla_entry", mla_entry);
   m.impl("mla_attend", mla_attend);
   m.impl("gqa_attend", gqa_attend);
+  m.impl("gqa_entry", gqa_entry);
   m.impl("move", move);
   m.impl("copy_rows", copy_rows);
   m.impl("lookup", lookup);

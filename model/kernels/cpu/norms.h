@@ -86,6 +86,27 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
   });
 }
 
+// Keys of some heads, rotated, and their values.
+void gqa_entry(const Tensor& kv, const Tensor& cos, const Tensor& sin, bool interleaved,
+               const Tensor& slots, Tensor cache) {
+  int64_t num = kv.size(1), width = 2 * cos.size(1);
+  TORCH_CHECK(cache.is_contiguous() && kv.stride(1) == 1 && num == cache.size(2));
+  TORCH_CHECK(slots.is_contiguous() && cos.is_contiguous() && sin.is_contiguous());
+  with_type(kv, [&](auto zero) {
+    using T = decltype(zero);
+    in_pieces(kv.size(0), kRowChunk, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        const T* from = kv.const_data_ptr<T>() + i * kv.stride(0);
+        T* to = cache.mutable_data_ptr<T>() + slots.const_data_ptr<int64_t>()[i] * num;
+        for (int64_t at = 0; at < num / 2; at += width)
+          rotate(from + at, cos.const_data_ptr<float>() + i * width / 2,
+                 sin.const_data_ptr<float>() + i * width / 2, interleaved, to + at, width);
+        std::copy_n(from + num / 2, num / 2, to + num / 2);
+      }
+    });
+  });
+}
+
 // In every cache entries ``from`` [rows, moves] go to ``to``, a row's moves in order.
 void move(at::TensorList caches, const Tensor& from, const Tensor& to) {
   Tensor source = from.contiguous(), target = to.contiguous();
