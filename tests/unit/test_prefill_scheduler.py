@@ -1,7 +1,7 @@
 """Prompts wait for pages in order; whatever happens, nobody starves and nothing leaks."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -270,3 +270,35 @@ def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
         and scheduler.num_queued == 0
         and pool.num_free == pool.num_pages - 1
     )
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.integers(1, 5),
+)
+def test_a_prompt_ends_in_a_chunk_of_as_many_tokens_as_entries_depend_on(
+    lengths: list[int], budget: int, least: int
+) -> None:
+    """Or it has no more; known beginnings and whoever else is computed change nothing of it, and a
+    step is no longer than the budget but for what ends a prompt."""
+    pool = PagePool(200, SIZE)
+    scheduler = Scheduler(PageSource(pool, lag=least), budget, least)
+    for twice in range(2):
+        admitted = [
+            scheduler.admit(Identity(f"{twice}-{i}"), request(tokens(num, 1000 * i)))
+            for i, num in enumerate(lengths)
+        ]
+        starts = {one.identity: one.num_done for one in admitted}
+        while chunks := scheduler.next_chunks():
+            assert all(chunk.num_tokens > 0 for chunk in chunks)
+            assert sum(chunk.num_tokens for chunk in chunks) < budget + least
+            for chunk in chunks:
+                if chunk.is_last:
+                    rest = len(chunk.sequence.token_ids) - starts[chunk.sequence.identity]
+                    assert chunk.num_tokens >= min(least, rest)
+                    assert rest >= min(least, len(chunk.sequence.token_ids))
+                scheduler.advance(chunk, 5 if chunk.is_last else None)
+        for one in admitted:
+            scheduler.drop(one.identity)
+    scheduler.check_integrity()

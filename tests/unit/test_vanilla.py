@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
 from core.identity import Identity
+from model.checkpoint.config import ModelConfig
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_vanilla import VanillaDrafter
 from model.loaded import LoadedModel
@@ -194,6 +195,15 @@ def test_what_prefill_wrote_is_never_written_again(checkpoint: Path) -> None:
             new = cache[pages].flatten(0, 1)
             assert torch.equal(new[: 22 - k], old[: 22 - k])
             assert not (new[22 - k] == old[22 - k]).all()
+
+
+def test_placement_counts_all_modules() -> None:
+    """Whatever is loaded of them: who balances a gang need not know."""
+    config = ModelConfig.from_dict(tiny.BASE | {"num_nextn_predict_layers": 3})
+    num_main = tiny.BASE["num_hidden_layers"] - tiny.BASE["first_k_dense_replace"]
+    assert config.num_moe_layers == num_main + 3
+    first = config.num_hidden_layers
+    assert [config.moe_layer(first + i) for i in range(3)] == [num_main + i for i in range(3)]
 
 
 def test_fewer_modules_than_promised_are_refused(tmp_path: Path) -> None:
