@@ -6,6 +6,7 @@ time. ``expected`` writes the same answers without a cache.
 
 import random
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ class HashNetwork:
     ) -> None:
         self._draw, self._failing, self._slow, self._step_s = draw_, failing, slow, step_s
 
-    def __call__(self, batch: Batch, caches: Caches) -> Tensor:
+    def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        hidden = self._hidden(batch, caches)
+        return hidden, hidden
+
+    def _hidden(self, batch: Batch, caches: Caches) -> Tensor:
         num_tokens, me = batch.token_ids_BQ.numel(), here().name
         if me in self._failing:
             self._failing.remove(me)
