@@ -165,7 +165,7 @@ def test_a_class_of_ones_own_drafts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle", "nowhere:Drafter", "tests.drafters:Nobody", "tests.drafters:NoDrafter"]
+    "name", ["hydra", "nowhere:Drafter", "tests.drafters:Nobody", "tests.drafters:NoDrafter"]
 )
 def test_a_drafter_that_is_not_there_is_refused_by_name(folder: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}' cannot be had .*use auto"):

@@ -69,7 +69,7 @@ class FakeRank:
     def become(self, progress: float = 1.0) -> None:
         """Loaded so far; whole is ready."""
         spec, path = self.state.spec, self.state.log_path
-        info = RankInfo(spec, ("f",), "none", MODEL, 1, 9, 9) if progress == 1.0 else None
+        info = RankInfo(spec, ("f",), "none", MODEL, 9, 9) if progress == 1.0 else None
         said = {"progress": progress, "info": info, "doing": LOADING}
         self.state = RankState(spec, "{}", 1, path, (0, 0), **said)
 

@@ -74,7 +74,7 @@ class FakeRank:
     async def join(self, spec: RankSpec, meeting: Meeting) -> None:
         assert not self.state.is_joined
         self.joined.append((spec, meeting))
-        info = RankInfo(spec, ("f",), "none", MODEL, 1, 9, 9)
+        info = RankInfo(spec, ("f",), "none", MODEL, 9, 9)
         self.state = replace(self.state, spec=spec, is_joined=True, info=info)
 
     async def leave(self) -> None:

@@ -23,7 +23,7 @@ from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 SPEC = RankSpec("decode-0", "decode", 5)
-INFO = RankInfo(SPEC, ("f",), "none", MODEL, 1, 9, 9, PortAddress("h", 1, b"secret"))
+INFO = RankInfo(SPEC, ("f",), "none", MODEL, 9, 9, PortAddress("h", 1, b"secret"))
 
 
 def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: Any) -> RankState:

@@ -88,11 +88,11 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
 ) -> None:
     """Every pass, at the planned shape; and its caches, rows and pages are as before."""
     spy, batches, passes = Witness(loaded.drafter), [], []
-    forward, predict, write = type(loaded.network).forward, MtpLayer.predict, MtpLayer.write
+    tapped, predict, write = type(loaded.network).tapped, MtpLayer.predict, MtpLayer.write
 
-    def recording(network: object, batch: Batch, caches: Caches) -> Tensor:
+    def recording(network: object, batch: Batch, *rest: object) -> object:
         batches.append(batch)
-        return forward(network, batch, caches)
+        return tapped(network, batch, *rest)
 
     def recording_predict(layer: object, z: Tensor, batch: Batch, *rest: object) -> Tensor:
         passes.append(batch)
@@ -102,7 +102,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
         passes.append(batch)
         write(layer, z, batch, *rest)
 
-    monkeypatch.setattr(type(loaded.network), "forward", recording)
+    monkeypatch.setattr(type(loaded.network), "tapped", recording)
     monkeypatch.setattr(MtpLayer, "predict", recording_predict)
     monkeypatch.setattr(MtpLayer, "write", recording_write)
     bench = bench_of(replace(loaded, drafter=spy), loop=loop, planner=BusyGang())

@@ -117,7 +117,7 @@ async def test_what_gains_nothing_is_left_alone() -> None:
 def test_machines_count_where_each_has_as_many_ranks() -> None:
     def gang(*hosts: str) -> Gang:
         specs = [RankSpec("d", DECODE, 1, i, len(hosts), host) for i, host in enumerate(hosts)]
-        members = tuple(RankInfo(spec, ("f",), "none", MODEL, 1, 9, 9) for spec in specs)
+        members = tuple(RankInfo(spec, ("f",), "none", MODEL, 9, 9) for spec in specs)
         return Gang("d", DECODE, 1, READY, members)
 
     assert num_machines(gang("a", "a", "b", "b")) == 2

@@ -22,7 +22,7 @@ class NoControl:
 
 
 def rank(gang: str, **load: int) -> Handle:
-    info = RankInfo(RankSpec(gang, "any", 1), ("f",), "none", MODEL, 1, 792, 9)
+    info = RankInfo(RankSpec(gang, "any", 1), ("f",), "none", MODEL, 792, 9)
     found = Handle(info, NoControl(), Tasks())
     for name, num in load.items():
         setattr(found.load, name, num)

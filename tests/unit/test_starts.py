@@ -38,7 +38,6 @@ INFO = RankInfo(
     ("f",),
     "none",
     ModelInfo("t", "v3", 9, 9, (1,), 3, True, "float32"),
-    1,
     9,
     9,
 )
