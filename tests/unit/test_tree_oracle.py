@@ -73,7 +73,7 @@ def test_a_tree_is_transformers_forward_with_its_mask(
         tree = tree_of(torch.tensor([parents]), level_of(parents).depth)
         with torch.inference_mode():
             drafts = Drafts(torch.tensor([tokens]))
-            _, [logits_NV] = verify(loaded.network, bench.caches, rows, drafts, tree)
+            *_, [logits_NV] = verify(loaded, bench.caches, rows, drafts, tree)
         expected_NV = by_transformers(tmp_path, known, tokens, parents)
         assert (logits_NV - expected_NV).abs().max() < 2e-4
         node = draw.randint(1, len(parents))
@@ -89,7 +89,7 @@ def test_a_tree_is_transformers_forward_with_its_mask(
                 num_known_B=torch.tensor([len(known)]),
             )
             after, nothing = replace(rows, state=state), Drafts(torch.zeros(1, 0).long())
-            _, [[logits_V]] = verify(loaded.network, bench.caches, after, nothing)
+            *_, [[logits_V]] = verify(loaded, bench.caches, after, nothing)
         assert (logits_V - tiny.reference_logits(tmp_path, known)[-1]).abs().max() < 2e-4
         bench.drop("r")
         bench.check_empty()
