@@ -13,11 +13,14 @@ from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenB
 from model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
-HEADS, EAGLE = (TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle"))
+HEADS, EAGLE, MODULES = (
+    TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle", "vanilla")
+)
 DEEP = "speculation.num_tokens=4"
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "mtp": ("speculation.num_tokens=3",),
     "mtp tree": (DEEP, "speculation.num_nodes=16"),
+    "vanilla": (DEEP, f"model.path={MODULES}"),
     "eagle": (DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
     "eagle tree": (
         *(DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),

@@ -112,7 +112,7 @@ def save(modules: Modules, base: Path, folder: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_schedule(parser, "vanilla", num_steps=900)
+    add_schedule(parser, "vanilla", num_steps=1800)
     add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-vanilla"
     add("--out", type=Path, default=default, help="folder of the checkpoint")
     add("--num-modules", type=int, default=3)
