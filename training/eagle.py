@@ -19,9 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.eagle_network import Head, HeadConfig
-from training.evaluate import held_out_windows
-from training.model import Network
-from training.tuning import LENGTH, Run, Subject, add_schedule, draft_optimizers, subject, tell
+from training.evaluate import followed, held_out_windows
+from training.model import Network, TrunkOutput
+from training.tuning import (  # fmt: skip
+    LENGTH,
+    Run,
+    Subject,
+    add_rates,
+    add_schedule,
+    draft_optimizers,
+    subject,
+    tell,
+)
 
 STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
 SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
@@ -56,9 +65,7 @@ def head_losses(
     """Of every step, weighted."""
     tokens = windows[:, :-1]
     rows, has_taps = tokens.shape[1] - num_steps, head.config.has_taps
-    with torch.no_grad():
-        out = network(tokens, taps(network.config.num_hidden_layers) if has_taps else ())
-    features = torch.cat(out.tapped, -1) if has_taps else out.hidden
+    out, features = read(network, head, tokens)
     values = []
     for k, made in enumerate(head.unrolled(network, tokens, features, num_steps)):
         at, logits = slice(k + 1, k + 1 + rows), head.logits(network, made)
@@ -73,29 +80,28 @@ def head_losses(
     return torch.stack(values)
 
 
-@torch.inference_mode()
 def agreement(
     network: Network, head: Head, windows: Tensor, num_steps: int = 3
 ) -> tuple[list[float], float]:
-    """Of each draft the share of places at which it is right behind true text, and tokens a step if
-    all before it have to be."""
-    hits, runs, num = torch.zeros(num_steps), torch.zeros(num_steps), 0
-    for window in windows.split(8):
-        tokens = window[:, :-1]
-        out = network(
-            tokens, taps(network.config.num_hidden_layers) if head.config.has_taps else ()
-        )
-        features = torch.cat(out.tapped, -1) if head.config.has_taps else out.hidden
-        best, run = out.logits.argmax(-1), torch.ones(1, dtype=torch.bool)
-        for k, made in enumerate(head.unrolled(network, tokens, features, num_steps)):
-            said = head.logits(network, made).argmax(-1)
-            said = head.ids_U[said] if head.config.has_taps else said
-            right = said == best[:, k + 1 : k + 1 + said.shape[1]]
-            run = run & right
-            hits[k] += right.sum()
-            runs[k] += run.sum()
-        num += right.numel()
-    return (hits / num).tolist(), 1 + float(runs.sum() / num)
+    """See training.evaluate: followed."""
+
+    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out, features = read(network, head, tokens)
+        made = head.unrolled(network, tokens, features, num_steps)
+        choices = [head.logits(network, one).argmax(-1) for one in made]
+        if head.config.has_taps:
+            choices = [head.ids_U[one] for one in choices]
+        return out.logits.argmax(-1), choices
+
+    return followed(windows, said)
+
+
+def read(network: Network, head: Head, tokens: Tensor) -> tuple[TrunkOutput, Tensor]:
+    """The frozen main model's output, and the features that the head reads of it."""
+    has_taps = head.config.has_taps
+    with torch.no_grad():
+        out = network(tokens, taps(network.config.num_hidden_layers) if has_taps else ())
+    return out, torch.cat(out.tapped, -1) if has_taps else out.hidden
 
 
 def frequent(texts: Subject, num: int) -> Tensor:
@@ -165,8 +171,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         default=TOP_WEIGHT * (method == "hass"),
         help="of top-k distillation",
     )
-    add("--muon-lr", type=float, default=8e-3, help="peak rate of the matrices")
-    add("--adam-lr", type=float, default=3e-3, help="peak rate of norms, biases and head")
+    add_rates(parser, muon=8e-3, adam=3e-3)
     return parser.parse_args(given)
 
 

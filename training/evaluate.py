@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -67,6 +68,24 @@ def evaluate(network: Network, windows: Tensor, batch: int = 8) -> Evaluation:
         rows += run.numel()
     accepted = 1 + (runs / rows).cumsum(0)
     return Evaluation(loss / windows[:, 1:].numel(), (hits / rows).tolist(), accepted.tolist())
+
+
+@torch.inference_mode()
+def followed(
+    windows: Tensor, said: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
+) -> tuple[list[float], float]:
+    """Of each draft the share of places at which it is right behind true text, and tokens a step if
+    all before it have to be. ``said`` gives the main model's choices [B, T] of tokens [B, T], and
+    those of each draft [B, R]: row i of draft k is for place i + k."""
+    shares: list[Tensor] = []
+    runs: list[Tensor] = []
+    for window in windows.split(8):
+        best, drafts = said(window[:, :-1])
+        right = [one == best[:, k : k + one.shape[1]] for k, one in enumerate(drafts, 1)]
+        both = torch.stack(right).flatten(1)
+        shares.append(both.float())
+        runs.append(both.float().cumprod(0))
+    return torch.cat(shares, 1).mean(1).tolist(), 1 + float(torch.cat(runs, 1).mean(1).sum())
 
 
 def load_network(folder: Path) -> Network:

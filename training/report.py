@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from training import corpus, train
 from training.evaluate import Evaluation, evaluate, held_out_windows, load_network
 from training.network import NetworkConfig
+from training.tuning import CACHE
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -66,7 +67,7 @@ fp32. `transformers` loads it as `DeepseekV3ForCausalLM`.
 ```
 python -m training.train --state STATE --max-minutes 85 --mtp-weight 0.3  # stopped at 5.0 M tokens
 python -m training.train --state STATE --max-minutes 67
-python -m training.tune_drafts --state STATE{tune_options}
+python -m training.tune_drafts{tune_options}
 python -m training.report --state STATE
 ```
 
@@ -159,8 +160,8 @@ def model_card(arguments: argparse.Namespace, result: Evaluation, evaluated: int
     config = NetworkConfig()
     state = torch.load(arguments.state / "state.pt", weights_only=True)
     steps, tokens, seconds = state["position"]
-    drafts = json.loads((arguments.state / "drafts.json").read_text(encoding="utf-8"))
-    tune_steps = drafts[-1]["step"]
+    tuned = json.loads((arguments.tuned / "history.json").read_text(encoding="utf-8"))
+    tune_steps = tuned["history"][-1]["step"]
     main_parameters, mtp_parameters = num_parameters(arguments.checkpoint, config)
     tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
     agreement = (
@@ -199,6 +200,7 @@ def main() -> None:
     add = parser.add_argument
     add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="folder")
     add("--state", type=Path, required=True, help="state folder of the training run")
+    add("--tuned", type=Path, default=CACHE / "mtp", help="state folder of the draft tuning")
     add("--tune-options", default="", help="options of the draft tuning, for the model card")
     arguments = parser.parse_args()
     training, held_out = parse_history(arguments.state / "history.json")

@@ -38,12 +38,13 @@ CACHE = Path.home() / ".cache" / "tandem" / "training"
 @dataclass(frozen=True)
 class Subject:
     """The frozen main model, and texts to train on: training files in one line, and continuations
-    [N, LENGTH + 1] by the model itself."""
+    [N, LENGTH + 1] by the model itself. ``digest`` is that of its weights."""
 
     network: Network
     tokenizer: Tokenizer
     stream: Tensor
     own: Tensor
+    digest: str = ""
 
 
 def subject(arguments: argparse.Namespace) -> Subject:
@@ -56,14 +57,18 @@ def subject(arguments: argparse.Namespace) -> Subject:
     own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
     stream, own = (x[: int(len(x) * arguments.share)] for x in (stream, own))
     network = load_network(folder).requires_grad_(False)
-    return Subject(network, tokenizer, stream, own)
+    return Subject(network, tokenizer, stream, own, digest_of(folder))
+
+
+def digest_of(folder: Path) -> str:
+    """Of the weights there."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int) -> Tensor:
     """Greedy continuations [num, LENGTH + 1] of training text by the main model, written by our own
     engines; once, and then kept."""
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
-    kept = CACHE / f"continuations-{digest}-{num}-{seed}.pt"
+    kept = CACHE / f"continuations-{digest_of(folder)}-{num}-{seed}.pt"
     if kept.is_file():
         return torch.load(kept, weights_only=True)
     num_threads = torch.get_num_threads()
@@ -96,6 +101,22 @@ def draft_loss(logits: Tensor, teacher: Tensor, best: Tensor) -> Tensor:
     return (logits.logsumexp(-1) - goal).mean()
 
 
+def chain_losses(
+    network: Network, drafts: Callable[[Tensor, Tensor], list[Tensor]], windows: Tensor
+) -> Tensor:
+    """Of every draft of ``drafts(tokens, hidden)``, logits [B, R, V] whose row i of draft k is for
+    place i + k; in nats per token, against the frozen main model."""
+    tokens = windows[:, :-1]
+    with torch.no_grad():
+        out = network(tokens)
+        best, teacher = out.logits.argmax(-1, keepdim=True), out.logits.softmax(-1)
+    values = []
+    for k, logits in enumerate(drafts(tokens, out.hidden), 1):
+        rows = slice(k, k + logits.shape[1])
+        values.append(draft_loss(logits, teacher[:, rows], best[:, rows]))
+    return torch.stack(values)
+
+
 def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list:
     """Of all parameters that are to be trained: Muon for matrices, AdamW for norms, biases, gates
     and heads."""
@@ -123,7 +144,8 @@ class Run:
     ) -> None:
         self._trained, self._losses, self._optimizers = trained, losses, optimizers
         self._texts, self._num_steps = texts, arguments.num_steps
-        self._asked = json.dumps({k: str(v) for k, v in sorted(vars(arguments).items())})
+        asked = {"model": texts.digest} | {k: str(v) for k, v in sorted(vars(arguments).items())}
+        self._asked = json.dumps(asked)
         self._file = arguments.state / "state.pt"
         self._generator = torch.Generator().manual_seed(arguments.seed)
         self._peaks = [group["lr"] for group in self._groups]
@@ -218,6 +240,13 @@ def tell(run: Run, folder: Path, **more: object) -> None:
     axes.set(xlabel="steps of 4,096 tokens", ylabel="loss, mean of 8 records")
     axes.legend()
     figure.savefig(folder / "training.png", dpi=90)
+
+
+def add_rates(parser: argparse.ArgumentParser, muon: float, adam: float) -> None:
+    """Options of ``draft_optimizers``."""
+    parser.add_argument("--muon-lr", type=float, default=muon, help="peak rate of the matrices")
+    text = "peak rate of norms, biases, gates and heads"
+    parser.add_argument("--adam-lr", type=float, default=adam, help=text)
 
 
 def add_schedule(parser: argparse.ArgumentParser, name: str, num_steps: int) -> None:

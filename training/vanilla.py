@@ -8,23 +8,24 @@ The folder that is written is a checkpoint: the main model's files are linked, n
 import argparse
 import json
 import os
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from training.evaluate import held_out_windows
+from training.evaluate import followed, held_out_windows
 from training.export import layer_tensors
 from training.model import MtpLayer, Network
 from training.tuning import (  # fmt: skip
     LENGTH,
     Run,
+    add_rates,
     add_schedule,
-    draft_loss,
+    chain_losses,
     draft_optimizers,
     subject,
     tell,
@@ -56,36 +57,19 @@ class Modules(nn.Module):
         return logits
 
 
-def module_losses(network: Network, modules: Modules, windows: Tensor) -> Tensor:
-    """Of every module, in nats per token, against the frozen main model."""
-    tokens = windows[:, :-1]
-    with torch.no_grad():
-        out = network(tokens)
-        best, teacher = out.logits.argmax(-1, keepdim=True), out.logits.softmax(-1)
-    values = []
-    for k, logits in enumerate(modules(network, tokens, out.hidden), 1):
-        rows = slice(k, k + logits.shape[1])
-        values.append(draft_loss(logits, teacher[:, rows], best[:, rows]))
-    return torch.stack(values)
+def drafts_of(network: Network, modules: Modules) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    return lambda tokens, hidden: modules(network, tokens, hidden)
 
 
-@torch.inference_mode()
 def agreement(network: Network, modules: Modules, windows: Tensor) -> tuple[list[float], float]:
-    """Of each module the share of places at which it is right behind true text, and tokens a step
-    if all before it have to be."""
-    hits, runs = torch.zeros(len(modules.layers)), torch.zeros(len(modules.layers))
-    num = 0
-    for window in windows.split(8):
-        out = network(window[:, :-1])
-        best = out.logits.argmax(-1)
-        run = None
-        for i, logits in enumerate(modules(network, window[:, :-1], out.hidden)):
-            right = logits.argmax(-1) == best[:, i + 1 : i + 1 + logits.shape[1]]
-            run = right if run is None else run & right
-            hits[i] += right.sum()
-            runs[i] += run.sum()
-        num += right.numel()
-    return (hits / num).tolist(), 1 + float(runs.sum() / num)
+    """See training.evaluate: followed."""
+
+    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out = network(tokens)
+        drafts = modules(network, tokens, out.hidden)
+        return out.logits.argmax(-1), [logits.argmax(-1) for logits in drafts]
+
+    return followed(windows, said)
 
 
 def save(modules: Modules, base: Path, folder: Path) -> None:
@@ -116,8 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-vanilla"
     add("--out", type=Path, default=default, help="folder of the checkpoint")
     add("--num-modules", type=int, default=3)
-    add("--muon-lr", type=float, default=3e-3, help="peak rate of the matrices")
-    add("--adam-lr", type=float, default=1e-3, help="peak rate of norms and router")
+    add_rates(parser, muon=3e-3, adam=1e-3)
     return parser.parse_args()
 
 
@@ -129,7 +112,7 @@ def main() -> None:
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     print("before", agreement(texts.network, modules, held_out), flush=True)
     optimizers = draft_optimizers(modules, arguments.muon_lr, arguments.adam_lr)
-    losses = partial(module_losses, texts.network, modules)
+    losses = partial(chain_losses, texts.network, drafts_of(texts.network, modules))
     run = Run(modules, losses, optimizers, texts, arguments).run()
     shares, length = agreement(texts.network, modules, held_out)
     print("after", shares, length, f"{run.seconds / 60:.0f} min")

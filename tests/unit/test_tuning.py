@@ -17,8 +17,8 @@ from tests.unit.test_drafts import fresh_rows
 from training import medusa2, tuning
 from training.evaluate import load_network
 from training.medusa import Heads
-from training.tuning import Run, Subject, draft_optimizers
-from training.vanilla import Modules, agreement, module_losses, save
+from training.tuning import Run, Subject, chain_losses, draft_optimizers
+from training.vanilla import Modules, agreement, drafts_of, save
 
 TOKENIZER = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
 
@@ -76,7 +76,7 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
     adam = torch.optim.Adam(modules.parameters(), lr=1e-3)
     values = []
     for _ in range(8):
-        loss = module_losses(network, modules, windows)
+        loss = chain_losses(network, drafts_of(network, modules), windows)
         values.append(loss.detach().mean())
         loss.mean().backward()
         adam.step()
