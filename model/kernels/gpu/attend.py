@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import weighed
+from model.kernels.gpu.softmax import seen, weighed
 
 MAX_PARTS = 64
 FEWEST_SLOTS = tl.constexpr(64)
@@ -112,10 +112,8 @@ def _attend(
     is_pair_M = pair_M < num_q * NUM_HEADS
     head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
-    longest = tl.max(len_M, 0)
-    if IS_TREE:
-        bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0)
-        longest += 64
+    bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
+    longest = tl.max(len_M, 0) + (64 if IS_TREE else 0)
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
@@ -143,13 +141,7 @@ def _attend(
         k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
         score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
         score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee")
-        is_seen_MS = slot_S[None, :] < len_M[:, None]
-        if IS_TREE:
-            node_MS = slot_S[None, :] - len_M[:, None]
-            is_node_MS = (node_MS >= 0) & (node_MS < 64)
-            bit_MS = (bits_M[:, None] >> tl.where(is_node_MS, node_MS, 0)) & 1
-            is_seen_MS = is_seen_MS | (is_node_MS & (bit_MS == 1))
-        is_seen_MS = is_seen_MS & is_slot_S[None, :]
+        is_seen_MS = seen(slot_S, len_M, bits_M, IS_TREE) & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
         top_M, sum_M, out_MC = weighed(score_MS, k_SC, top_M, sum_M, out_MC)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.kernels.base import Attention
 from model.kernels.gpu.attend import FEWEST_SLOTS, LOG2_E, MAX_PARTS, merged
 from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import weighed
+from model.kernels.gpu.softmax import seen, weighed
 
 
 def attend(q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int) -> Tensor:
@@ -82,10 +82,8 @@ def _attend_groups(
     is_pair_M = pair_M < num_q * NUM_EACH
     head_M, row_M = group * NUM_EACH + pair_M % NUM_EACH, seq * num_q + pair_M // NUM_EACH
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
-    longest = tl.max(len_M, 0)
-    if IS_TREE:
-        bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0)
-        longest += 64
+    bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
+    longest = tl.max(len_M, 0) + (64 if IS_TREE else 0)
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
@@ -111,13 +109,7 @@ def _attend_groups(
         k_SK = tl.load(at_SK, mask=is_slot_S[:, None] & is_k, other=0.0)
         v_SK = tl.load(at_SK + NUM_GROUPS * K, mask=is_slot_S[:, None] & is_k, other=0.0)
         score_MS = tl.dot(q_MK, tl.trans(k_SK), input_precision="ieee")
-        is_seen_MS = slot_S[None, :] < len_M[:, None]
-        if IS_TREE:
-            node_MS = slot_S[None, :] - len_M[:, None]
-            is_node_MS = (node_MS >= 0) & (node_MS < 64)
-            bit_MS = (bits_M[:, None] >> tl.where(is_node_MS, node_MS, 0)) & 1
-            is_seen_MS = is_seen_MS | (is_node_MS & (bit_MS == 1))
-        is_seen_MS = is_seen_MS & is_slot_S[None, :]
+        is_seen_MS = seen(slot_S, len_M, bits_M, IS_TREE) & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
         top_M, sum_M, out_MK = weighed(score_MS, v_SK, top_M, sum_M, out_MK)
 

@@ -18,3 +18,16 @@ def weighed(score_MS, v_SV, top_M, sum_M, out_MV):
     sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
     out_MV = tl.dot(p_MS.to(v_SV.dtype), v_SV, out_MV * kept_M[:, None], input_precision="ieee")
     return new_top_M, sum_M, out_MV
+
+
+@triton.jit
+def seen(slot_S, len_M, bits_M, IS_TREE: tl.constexpr):
+    """Whether each query sees each slot: those of its context, and of a tree the 64 behind whose
+    bits it has."""
+    is_seen_MS = slot_S[None, :] < len_M[:, None]
+    if IS_TREE:
+        node_MS = slot_S[None, :] - len_M[:, None]
+        is_node_MS = (node_MS >= 0) & (node_MS < 64)
+        bit_MS = (bits_M[:, None] >> tl.where(is_node_MS, node_MS, 0)) & 1
+        is_seen_MS = is_seen_MS | (is_node_MS & (bit_MS == 1))
+    return is_seen_MS
