@@ -106,10 +106,9 @@ class Drafter(Protocol):
     of a gang have to call together.
     ``num_features``: of each token that the main model has seen it wants the last hidden state, or
     nothing (0), or what entered the layers ``taps`` if it names any; those of the last ``num_last``
-    tokens of a prompt come with it. ``identity`` is equal where the caches that a prefill node
-    fills are what a decode node reads; ''.  ``cache_groups``
-    are the caches it reads and writes besides the main model's; a prefill node fills them, and they
-    travel with the rest.
+    tokens of a prompt come with it. ``cache_groups`` are the caches it reads and writes besides the
+    main model's; a prefill node fills them, and they travel with the rest. ``identity`` names the
+    files that entries there are made by, if they are not the checkpoint's own.
     """
 
     name: str

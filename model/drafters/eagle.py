@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.config import SpeculationConfig
 from model.checkpoint.weights import Checkpoint
-from model.drafters.eagle_config import CONFIG, read_config
+from model.drafters.eagle_config import CONFIG, Said, read_config
 from model.drafters.eagle_layer import Eagle3Layer, EagleLayer
 from model.drafters.files import digest, fill, found, read
 from model.drafters.mtp import MtpDrafter
@@ -56,9 +56,8 @@ class EagleDrafter(MtpDrafter):
             layer.midlayer.mlp, layer.lm_head = None, None
             tensors = {n: one for n, one in tensors.items() if not n.startswith(_OF_OUTPUTS)}
         fill(layer, file, tensors, checkpoint)
-        if config.num_outputs != config.model.vocab_size:
-            column_V = columns(file, d2t_U, t2d_V, config.num_outputs, config.model.vocab_size)
-            layer.column_V = column_V.to(checkpoint.device)
+        if config.said.num_outputs != config.said.vocab_size:
+            layer.column_V = columns(file, d2t_U, t2d_V, config.said).to(checkpoint.device)
         return cls(network, layer.eval(), f"{cls.name} {digest(asked.path / CONFIG, file)}")
 
     def _embedded(self, batch: Batch) -> Tensor:
@@ -85,12 +84,11 @@ class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
     """EAGLE-3 with EAGLE-2's trees."""
 
 
-def columns(
-    file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, num_outputs: int, vocab_size: int
-) -> Tensor:
+def columns(file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, said: Said) -> Tensor:
     """Where each token's logit stands among the head's U, or U. ``d2t`` are the tokens of outputs,
     less the outputs' own numbers. Raises ValueError for one that is not in the vocabulary."""
     num = 0 if d2t_U is None else len(d2t_U)
+    num_outputs, vocab_size = said.num_outputs, said.vocab_size
     if d2t_U is None or num != num_outputs:
         raise ValueError(
             f"{file}: d2t has {num} entries for draft_vocab_size = {num_outputs}; download it again"

@@ -16,11 +16,12 @@ _OF_LATENTS = (
     *("qk_rope_head_dim", "v_head_dim", "rope_interleave"),
 )
 _OF_ALL = "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"
+_DEEPER = "transformer_layer_config", "eagle_config"
 _REFUSED = "norm_before_fc", "fc_norm", "attention_bias", "mlp_bias"
 
 
-class _Said(BaseModel):
-    """Fields that it is read for; others are no matter."""
+class Said(BaseModel):
+    """Fields that config.json is read for; others are no matter."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -37,27 +38,33 @@ class _Said(BaseModel):
     norm_before_residual: bool = False
     norm_output: bool = False
 
+    @property
+    def num_kv_heads(self) -> int:
+        """0 where attention is over latents."""
+        return 0 if self.kv_lora_rank else self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_outputs(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """``model`` is the main model's config with the head's own norms, angles and latents. Without
-    ``num_kv_heads`` attention is over latents. ``taps`` are the layers of the main model that its
-    features enter; none: they are the last hidden states."""
+    """``model`` is the main model's config with the head's own norms, angles and latents. ``taps``
+    are the layers of the main model whose input are its features; none: the last hidden states."""
 
+    said: Said
     model: ModelConfig
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_outputs: int
     taps: tuple[int, ...]
-    norm_before_residual: bool
-    norm_output: bool
 
     @property
     def width(self) -> int:
         """Values of a cache entry."""
-        return 2 * self.num_kv_heads * self.head_dim or self.model.latent_dim
+        return 2 * self.said.num_kv_heads * self.said.head_width or self.model.latent_dim
 
 
 def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
@@ -67,7 +74,11 @@ def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
     if not file.is_file():
         raise ValueError(f"{file}: no such file; speculation.path names the folder of a head")
     raw = read_json(file)
-    raw = raw | raw.get("transformer_layer_config", {}) | (raw.get("eagle_config") or {})
+    for name in _DEEPER:
+        inner = raw.get(name) or {}
+        if not isinstance(inner, dict):
+            raise ValueError(f"{file}: {name} = {inner!r}: must be an object")
+        raw = raw | inner
     raw = {name: value for name, value in raw.items() if value is not None}
     for name in _REFUSED:
         if raw.get(name):
@@ -75,18 +86,18 @@ def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
                 f"{file}: {name} = {raw[name]}: is not implemented; use a head without"
             )
     try:
-        said = _Said(**raw)
+        said = Said(**raw)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise ValueError(f"{file}: {name} = {raw.get(name)!r}: {first['msg']}") from None
     _check(file, said, of_main)
-    num_kv = 0 if said.kv_lora_rank else said.num_key_value_heads or said.num_attention_heads
-    own: dict[str, Any] = {name: raw[name] for name in (*_OF_ALL, *_OF_LATENTS) if name in raw}
-    head_dim = said.head_dim or said.hidden_size // said.num_attention_heads
-    if num_kv:
-        own = {name: own[name] for name in _OF_ALL if name in own} | {"qk_rope_head_dim": head_dim}
-    without = {name: value for name, value in of_main.items() if "rope_" not in name or not num_kv}
+    is_grouped = said.num_kv_heads > 0
+    names = _OF_ALL if is_grouped else _OF_ALL + _OF_LATENTS
+    own: dict[str, Any] = {name: raw[name] for name in names if name in raw}
+    if is_grouped:
+        own["qk_rope_head_dim"] = said.head_width
+    without = {n: value for n, value in of_main.items() if "rope_" not in n or not is_grouped}
     model = ModelConfig.from_dict({"rope_theta": 10000.0} | without | own, origin=str(file))
     num_layers = model.num_hidden_layers
     taps = said.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
@@ -95,17 +106,10 @@ def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
             f"{file}: eagle_aux_hidden_state_layer_ids = {[*taps]}: name two or more of the "
             f"{num_layers} layers of the model, from 0 on, by what enters them"
         )
-    return EagleConfig(
-        model,
-        *(said.intermediate_size, said.num_attention_heads, num_kv, head_dim),
-        num_outputs=said.draft_vocab_size or said.vocab_size,
-        taps=taps if has_taps else (),
-        norm_before_residual=said.norm_before_residual,
-        norm_output=said.norm_output,
-    )
+    return EagleConfig(said, model, taps if has_taps else ())
 
 
-def _check(file: Path, said: _Said, of_main: dict[str, Any]) -> None:
+def _check(file: Path, said: Said, of_main: dict[str, Any]) -> None:
     for name in ("hidden_size", "vocab_size"):
         if getattr(said, name) != of_main[name]:
             raise ValueError(

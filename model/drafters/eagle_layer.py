@@ -21,8 +21,9 @@ class GroupedAttention(Part):
 
     def __init__(self, config: EagleConfig, dim_in: int) -> None:
         super().__init__()
-        self._num_heads, self._scale = config.num_heads, config.head_dim**-0.5
-        num_q, num_kv = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
+        said, width = config.said, config.said.head_width
+        self._num_heads, self._scale = said.num_attention_heads, width**-0.5
+        num_q, num_kv = said.num_attention_heads * width, said.num_kv_heads * width
         self.q_proj = Linear(dim_in, num_q)
         self.k_proj, self.v_proj = Linear(dim_in, num_kv), Linear(dim_in, num_kv)
         self.o_proj = Linear(num_q, config.model.hidden_size)
@@ -58,10 +59,10 @@ class MidLayer(nn.Module):
     def __init__(self, config: EagleConfig, dim_in: int, has_norms: bool) -> None:
         super().__init__()
         model, dim, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
-        is_grouped = config.num_kv_heads > 0
+        is_grouped = config.said.num_kv_heads > 0
         self.self_attn = GroupedAttention(config, dim_in) if is_grouped else MLA(model, dim_in)
         self.post_attention_layernorm = RMSNorm(dim, eps)
-        self.mlp: nn.Module | None = GatedMLP(dim, config.intermediate_size)
+        self.mlp: nn.Module | None = GatedMLP(dim, config.said.intermediate_size)
         if has_norms:
             self.input_layernorm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
@@ -93,7 +94,7 @@ class EagleLayer(nn.Module):
         has_own = "embed_tokens.weight" in own
         self.embed_tokens = nn.Embedding(model.vocab_size, dim) if has_own else None
         self.midlayer = MidLayer(config, self.num_entering * dim, self.has_norms)
-        self.lm_head = Linear(dim, config.num_outputs) if "lm_head.weight" in own else None
+        self.lm_head = Linear(dim, config.said.num_outputs) if "lm_head.weight" in own else None
         self.column_V: Tensor | None = None
 
     def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
@@ -140,12 +141,12 @@ class Eagle3Layer(EagleLayer):
         embedding_XD, hidden_XD = z_XD.chunk(2, -1)
         normed_XD = self.midlayer.hidden_norm(hidden_XD)
         x_XD = torch.cat((self.midlayer.input_layernorm(embedding_XD), normed_XD), -1)
-        return x_XD, normed_XD if self.config.norm_before_residual else hidden_XD.contiguous()
+        return x_XD, normed_XD if self.config.said.norm_before_residual else hidden_XD.contiguous()
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
         after_XD = super().predict(z_XD, batch, cache, angles)
-        return self.norm(after_XD) if self.config.norm_output else after_XD
+        return self.norm(after_XD) if self.config.said.norm_output else after_XD
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
-        normed_XD = hidden_XD if self.config.norm_output else self.norm(hidden_XD)
+        normed_XD = hidden_XD if self.config.said.norm_output else self.norm(hidden_XD)
         return super().logits(normed_XD, shared)

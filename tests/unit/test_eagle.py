@@ -274,6 +274,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers": ("eagle1", {"num_hidden_layers": 2}, r"num_hidden_layers = 2"),
     "heads": ("eagle3", {"num_key_value_heads": 3}, r"num_key_value_heads = 3: has to divide 4"),
     "norm": ("eagle3", {"fc_norm": True}, r"fc_norm = True: is not implemented"),
+    "deeper": ("eagle3", {"eagle_config": [3]}, r"eagle_config = \[3\]: must be an object"),
     "rope": ("eagle3", {"rope_scaling": {"type": "llama3", "factor": 8}}, r"rope_scaling"),
 }
 
