@@ -164,7 +164,7 @@ class PrefillEngine:
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
         adjusted_EV = adjusted(logits_EV, work.sampling, work.num_output_E, no_drafts)
         tokens_E = draw(adjusted_EV, work.sampling, work.num_output_E)
-        next_GK = work.next_GK
+        next_GK = work.next_GK.clone()
         next_GK[work.ended_E, 0] = tokens_E
         drafter.prefill(work.batch, next_GK, features_1TF, self._caches)
         logprobs = _logprobs(work.requests, logits_EV, tokens_E)
@@ -196,7 +196,7 @@ def last_rows(x_TF: Tensor, segments: Segments, ended_E: Tensor, num: int) -> Te
     back_K = torch.arange(-num, 0, device=ended_E.device)
     at_EK = segments.ends_G[ended_E].unsqueeze(1) + back_K
     is_there_EK1 = (at_EK >= starts_G[ended_E].unsqueeze(1)).unsqueeze(2)
-    return (x_TF[at_EK.clamp(min=0)] * is_there_EK1).flatten(1)
+    return x_TF[at_EK.clamp(min=0)].where(is_there_EK1, 0).flatten(1)
 
 
 def _segment(chunk: Chunk) -> Segment:

@@ -109,11 +109,10 @@ class Scheduler:
         return chunks
 
     def _num_now(self, num_left: int, allowed: int) -> int:
-        """Of the tokens left: the last chunk of a prompt has ``least`` or all."""
-        num_tokens = min(allowed, num_left)
-        if num_left - num_tokens in range(1, self._least):
-            num_tokens = num_left - self._least if num_left > self._least else num_left
-        return num_tokens
+        """Of the tokens left: a prompt's last chunk has ``least`` of them, or all there are."""
+        if allowed >= num_left or num_left <= self._least:
+            return num_left
+        return min(allowed, num_left - self._least)
 
     def advance(self, chunk: Chunk, first_token: int | None) -> None:
         """The chunk is computed; with its last one a sequence leaves the queue and its pages

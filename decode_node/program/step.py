@@ -61,9 +61,9 @@ def decode_step(
     verdict = judge(key.extras.kinds, evidence(loaded, rows, drafts, logits_BNV, tree))
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
-        hidden_BND, features_BNF, logits_BNV = (
-            along(x, verdict.path_BE) for x in (hidden_BND, features_BNF, logits_BNV)
-        )
+        is_same, features_BNF = features_BNF is hidden_BND, along(features_BNF, verdict.path_BE)
+        hidden_BND = features_BNF if is_same else along(hidden_BND, verdict.path_BE)
+        logits_BNV = along(logits_BNV, verdict.path_BE)
     emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BNF)
     after = commit(loaded, rows.state, key, verdict, emitted)
     return StepOutput(verdict, emitted, hidden_BND, logits_BNV, after)
