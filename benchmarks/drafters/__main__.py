@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.drafters import costs, quality
-from benchmarks.drafters.arms import Arm, arms
+from benchmarks.drafters.arms import Arm, arms, is_there
 from benchmarks.drafters.page import KEPT, ROWS, write
 
 LOSSY = "MTP", "EAGLE-3", "Medusa tree"
@@ -69,7 +69,11 @@ def main() -> None:
     if "repeated" not in kept or "repeated" in args.redo:
         kept["repeated"] = quality.repeated(args.num_prompts, args.max_tokens)
         keep()
-    chosen = [arm for arm in arms(args.medusa2) if not args.only or arm.name in args.only]
+    wanted = [arm for arm in arms(args.medusa2) if not args.only or arm.name in args.only]
+    chosen = [arm for arm in wanted if is_there(arm)]
+    for arm in wanted:
+        if arm not in chosen:
+            Console(stderr=True).print(f"{arm.name}: left out, training/{arm.made_in} is not there")
     with Progress(console=Console(stderr=True)) as bar:
         for arm in bar.track(chosen, description="drafters"):
             told = kept["arms"].setdefault(arm.name, {})

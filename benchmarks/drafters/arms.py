@@ -68,4 +68,9 @@ def arms(medusa2: Path | None = None) -> list[Arm]:
     if medusa2 is not None:
         asks = "speculation.drafter=medusa", f"speculation.path={medusa2 / 'heads'}"
         made.append(Arm("MEDUSA-2", asks, 3, made_in=str(medusa2), path=medusa2))
-    return [arm for arm in made if arm.made_in is None or (FOLDER / arm.made_in).is_dir()]
+    return made
+
+
+def is_there(arm: Arm) -> bool:
+    """Whether its weights are."""
+    return arm.made_in is None or (FOLDER / arm.made_in).is_dir()
