@@ -13,11 +13,13 @@ from torch import Tensor
 from benchmarks.drafters.costs import bytes_of
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.held_out import held_out
+from core.config import TINY_MODEL
 from decode_node.service.rank import DecodeRank
 from kv_transfer.messages import Seal
 from model.loaded import LoadedModel
 from prefill_node.prefix_cache import PrefixCache
 from tests import rig as rigs
+from tests.conformance import DRAFTERS as EAGLES
 from tests.rig import rig
 from tests.small import write_small
 from tests.unit.test_drafts import Spy
@@ -59,7 +61,7 @@ async def drafted(
     answers, drafts = [], []
     async with rig(path, *SETS, *sets) as cluster:
         for i, ids in enumerate(PROMPTS):
-            tokens, _, _ = await cluster.complete(greedy(f"r{i}", ids, 24, ignore_eos=True))
+            tokens, _, _ = await cluster.complete(greedy(f"r{i}", ids, 48, ignore_eos=True))
             answers.append(tokens)
             drafts.append([one for spy in spies for one in spy.drafts])
             for spy in spies:
@@ -69,13 +71,22 @@ async def drafted(
     return answers, drafts
 
 
+DRAFTERS: dict[str, tuple[str, ...]] = {
+    "mtp": (f"model.path={TINY_MODEL}",),
+    "vanilla": (),
+    "eagle": (f"model.path={TINY_MODEL}", *EAGLES["eagle"]),
+    "eagle tree": (f"model.path={TINY_MODEL}", *EAGLES["eagle tree"]),
+}
+
+
 @pytest.mark.parametrize("max_batch_tokens", [5, 2048])
+@pytest.mark.parametrize("name", DRAFTERS)
 async def test_the_drafts_of_every_step(
-    modules_model: Path, monkeypatch: pytest.MonkeyPatch, max_batch_tokens: int
+    modules_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_tokens: int
 ) -> None:
-    chunks = f"prefill.max_batch_tokens={max_batch_tokens}"
-    split = await drafted(modules_model, monkeypatch, chunks)
-    colocated = await drafted(modules_model, monkeypatch, "mode=colocated", chunks)
+    sets = f"prefill.max_batch_tokens={max_batch_tokens}", *DRAFTERS[name], "model.kernels=native"
+    split = await drafted(modules_model, monkeypatch, *sets)
+    colocated = await drafted(modules_model, monkeypatch, "mode=colocated", *sets)
     assert split == colocated
     assert all(len(steps) > 5 for steps in split[1])
 
