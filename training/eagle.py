@@ -4,13 +4,13 @@ python -m training.eagle --method eagle | hass | eagle3.
 eagle (arXiv 2401.15077): the next feature by SmoothL1, and what it says by 0.1 cross-entropy.
 hass (2408.15766): the same over 3 steps, each fed with the one before (context alignment), and
 cross-entropy over the 10 likeliest tokens (top-k distillation).
-eagle3 (2503.01840): what 7 such steps say, and no features (training-time test).
+eagle3 (2503.01840): what 7 such steps say, and no features (training-time test); half of the run
+is of one step, as the others follow quickly and take three times as long.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from training.evaluate import followed, held_out_windows
 from training.model import Network, TrunkOutput
 from training.tuning import (  # fmt: skip
     LENGTH,
+    OWN_BATCH,
     Run,
     Subject,
     add_rates,
@@ -33,6 +34,8 @@ from training.tuning import (  # fmt: skip
 )
 
 STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
+PLAIN = {"eagle": 0, "hass": 0, "eagle3": 465}
+MUON = {"eagle": 8e-3, "hass": 8e-3, "eagle3": 16e-3}
 SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
 
 
@@ -55,8 +58,9 @@ def top_loss(logits: Tensor, teacher: Tensor, num: int = NUM_TOP) -> Tensor:
 
 
 def taps(num_layers: int) -> tuple[int, ...]:
-    """The layers whose input EAGLE-3 reads."""
-    return 2, num_layers // 2, num_layers - 3
+    """The layers whose input EAGLE-3 reads: of few layers the last, where the authors, who have
+    dozens, take the last but two."""
+    return 2, num_layers // 2, num_layers - 1
 
 
 def head_losses(
@@ -66,15 +70,15 @@ def head_losses(
     tokens = windows[:, :-1]
     rows, has_taps = tokens.shape[1] - num_steps, head.config.has_taps
     out, features = read(network, head, tokens)
+    told = out.logits[..., head.ids_U] if has_taps else out.logits
+    known, teachers = torch.isin(out.logits.argmax(-1), head.ids_U), told.softmax(-1)
     values = []
     for k, made in enumerate(head.unrolled(network, tokens, features, num_steps)):
         at, logits = slice(k + 1, k + 1 + rows), head.logits(network, made)
+        teacher = teachers[:, at]
         if has_taps:
-            known = torch.isin(out.logits[:, at].argmax(-1), head.ids_U)
-            teacher = out.logits[:, at][..., head.ids_U].softmax(-1)
-            values.append(DECAY**k * say_loss(logits, teacher, known))
+            values.append(DECAY**k * say_loss(logits, teacher, known[:, at]))
             continue
-        teacher = out.logits[:, at].softmax(-1)
         value = feature_loss(made, out.hidden[:, at]) + SAY_WEIGHT * say_loss(logits, teacher)
         values.append(value + top_weight * top_loss(logits, teacher) if top_weight else value)
     return torch.stack(values)
@@ -117,9 +121,8 @@ def save(head: Head, network: Network, folder: Path) -> None:
     """By the authors' names: EAGLE-3's layer is ``midlayer``, EAGLE-1's ``layers.0``."""
     folder.mkdir(parents=True, exist_ok=True)
     c, has_taps = head.config, head.config.has_taps
-    tensors = {
-        name: one.detach().bfloat16().contiguous() for name, one in head.state_dict().items()
-    }
+    weights = head.state_dict() | {"fc.weight": head.fc.weight * head.scale_F}
+    tensors = {name: one.detach().bfloat16().contiguous() for name, one in weights.items()}
     if not has_taps:
         tensors = {name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}
     config = {
@@ -165,13 +168,15 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="folder of the head",
     )
     add("--num-unrolled", type=int, default=STEPS[method], help="steps fed with one another")
+    text = "of the run's steps, which learn the first draft alone"
+    add("--num-plain", type=int, default=PLAIN[method], help=text)
     add(
         "--top-weight",
         type=float,
         default=TOP_WEIGHT * (method == "hass"),
         help="of top-k distillation",
     )
-    add_rates(parser, muon=8e-3, adam=3e-3)
+    add_rates(parser, muon=MUON[method], adam=3e-3)
     return parser.parse_args(given)
 
 
@@ -184,10 +189,17 @@ def main() -> None:
     config = HeadConfig(of.hidden_size, of.vocab_size, has_taps)
     ids_U = frequent(texts, config.draft_vocab_size) if has_taps else torch.arange(0)
     head = Head(config, network, ids_U, arguments.seed)
+    if has_taps:
+        head.rescale(read(network, head, texts.own[:OWN_BATCH, :-1])[1])
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     optimizers = draft_optimizers(head, arguments.muon_lr, arguments.adam_lr)
-    losses = partial(head_losses, network, head, arguments.num_unrolled, arguments.top_weight)
-    run = Run(head, losses, optimizers, texts, arguments).run()
+
+    def losses(windows: Tensor) -> Tensor:
+        num_steps = 1 if run.num_done < arguments.num_plain else arguments.num_unrolled
+        return head_losses(network, head, num_steps, arguments.top_weight, windows)
+
+    run = Run(head, losses, optimizers, texts, arguments)
+    run.run()
     shares, length = agreement(network, head, held_out)
     print("after", shares, length, f"{run.seconds / 60:.0f} min", flush=True)
     save(head, network, arguments.out)

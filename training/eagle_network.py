@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from training.model import Network
 from training.network import MLP, KeyValue, RMSNorm, attend_causal, attend_unrolled, rotate
 
+SHARPER, LOUDER = 1.2, 3.0
+"""Of a head that attends to itself, its keys; and what it gives."""
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -41,6 +44,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim_in, self.groups * c.head_dim, bias=False)
         self.v_proj = nn.Linear(dim_in, self.groups * c.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
+
+    def look_at_oneself(self) -> None:
+        """A query head of each group begins as its key, so that rows attend to themselves. In
+        EAGLE-3's layer the token is nowhere else: without, it takes long to be found."""
+        by_group = self.q_proj.weight.data.unflatten(
+            0, (self.groups, self.heads // self.groups, -1)
+        )
+        by_group[:, 0] *= SHARPER
+        self.k_proj.weight.data = by_group[:, 0].flatten(0, 1).clone()
+        self.o_proj.weight.data *= LOUDER
 
     def forward(self, x: Tensor, table: Tensor, depths: list[KeyValue]) -> Tensor:
         q = self.q_proj(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
@@ -71,6 +84,7 @@ class Head(nn.Module):
 
     angles: Tensor
     ids_U: Tensor
+    scale_F: Tensor
 
     def __init__(self, c: HeadConfig, network: Network, ids_U: Tensor, seed: int) -> None:
         super().__init__()
@@ -86,6 +100,7 @@ class Head(nn.Module):
         angles = torch.arange(2048)[:, None] * c.rope_theta**-pairs
         self.register_buffer("angles", torch.stack([angles.cos(), angles.sin()]), persistent=False)
         self.register_buffer("ids_U", ids_U, persistent=False)
+        self.register_buffer("scale_F", torch.ones(self.fc.in_features), persistent=False)
         self._initialise(network, torch.Generator().manual_seed(seed))
 
     def _initialise(self, network: Network, generator: torch.Generator) -> None:
@@ -97,8 +112,17 @@ class Head(nn.Module):
                 nn.init.normal_(weight, std=std, generator=generator)
         if self.config.has_taps:
             self.lm_head.weight.data = network.lm_head.weight.data[self.ids_U].clone()
+            self.norm.weight.data = network.model.norm.weight.data.clone()
+            self.midlayer.self_attn.look_at_oneself()
         else:
             nn.init.zeros_(self.fc.bias)
+
+    def rescale(self, features: Tensor) -> None:
+        """Read such features at a size of one, each tap by itself. What enters layers may be dozens
+        of times as large as what layers add to it: fc would outrun all else. It is a factor of fc's
+        columns in the end."""
+        squares = features.unflatten(-1, (-1, self.config.hidden_size)).square().mean((0, 1, 3))
+        self.scale_F = squares.rsqrt().repeat_interleave(self.config.hidden_size)
 
     def unrolled(
         self, network: Network, tokens: Tensor, features: Tensor, num_steps: int
@@ -107,6 +131,8 @@ class Head(nn.Module):
         i + 1 + k and, but for step 0, what it made itself of the row."""
         rows = tokens.shape[1] - num_steps
         hidden, made, depths = features[:, :rows], [], list[KeyValue]()
+        if self.config.has_taps:
+            hidden = hidden * self.scale_F
         for k in range(num_steps):
             embedding = network.model.embed_tokens(tokens[:, k + 1 : k + 1 + rows])
             hidden = self._step(embedding, hidden, self.angles[:, k : k + rows], depths)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from benchmarks.driven.engines import Bench, greedy, load
@@ -230,12 +231,14 @@ def tell(run: Run, folder: Path, **more: object) -> None:
     told = {"minutes": round(run.seconds / 60, 1), "steps": run.num_done, **more}
     name = Path(sys.argv[0]).stem
     told["command"] = " ".join([f"python -m training.{name}", *sys.argv[1:]])
+    told = json.loads(json.dumps(told), parse_float=lambda text: round(float(text), 4))
     (folder / "training.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    # Own text and corpus take turns, and so do records.
-    losses = torch.tensor([record["drafts"] for record in run.history]).unfold(0, 8, 1).mean(-1)
-    for i, values in enumerate(losses.T.tolist(), 1):
+    # Own text and corpus take turns, and so do records; some have fewer steps than others.
+    records = [torch.tensor(record["drafts"]) for record in run.history]
+    losses = pad_sequence(records, batch_first=True, padding_value=torch.nan)
+    for i, values in enumerate(losses.unfold(0, 8, 1).mean(-1).T.tolist(), 1):
         axes.plot([10 * (8 + k) for k in range(len(values))], values, label=f"step {i}")
     axes.set(xlabel="steps of 4,096 tokens", ylabel="loss, mean of 8 records")
     axes.legend()

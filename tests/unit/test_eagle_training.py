@@ -18,6 +18,7 @@ from training.eagle import (
     agreement,
     feature_loss,
     head_losses,
+    read,
     save,
     say_loss,
     taps,
@@ -114,6 +115,9 @@ def test_a_head_learns_and_drafts_what_it_learnt(tmp_path: Path, kind: str) -> N
     )
     windows = torch.randint(5, 250, (2, 65), generator=torch.Generator().manual_seed(2))
     num_steps = {"eagle": 1, "hass": 3, "eagle3": 4}[kind]
+    if kind == "eagle3":
+        head.rescale(read(network, head, windows)[1])
+        assert head.scale_F.unique().numel() == 3 and not (head.scale_F == 1).any()
     adam = torch.optim.Adam(head.parameters(), lr=3e-3)
     values = []
     for _ in range(12):
@@ -134,7 +138,9 @@ def test_a_head_learns_and_drafts_what_it_learnt(tmp_path: Path, kind: str) -> N
 
 
 def load_saved(head: Head) -> Head:
-    """Weights as they were saved, bf16."""
+    """Weights as they were saved, bf16, with what features are scaled by in fc's."""
+    head.fc.weight.data *= head.scale_F
+    head.scale_F = torch.ones_like(head.scale_F)
     for weight in head.parameters():
         weight.data = weight.data.bfloat16().float()
     return head
