@@ -13,8 +13,8 @@ from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenB
 from model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
-HEADS, EAGLE, MODULES = (
-    TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle", "vanilla")
+HEADS, EAGLE, EAGLE3, MODULES = (
+    TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle", "eagle3", "vanilla")
 )
 DEEP = "speculation.num_tokens=4"
 DRAFTERS: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,11 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "eagle tree": (
         *(DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
         *("speculation.num_nodes=16", "speculation.top_k=6"),
+    ),
+    "eagle3": (DEEP, "speculation.drafter=eagle3", f"speculation.path={EAGLE3}"),
+    "eagle3 tree": (
+        *(DEEP, "speculation.drafter=eagle3", f"speculation.path={EAGLE3}"),
+        "speculation.num_nodes=16",
     ),
     "medusa": (DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
     "medusa tree": (

@@ -76,6 +76,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "vanilla": (),
     "eagle": (f"model.path={TINY_MODEL}", *EAGLES["eagle"]),
     "eagle tree": (f"model.path={TINY_MODEL}", *EAGLES["eagle tree"]),
+    "eagle3": (f"model.path={TINY_MODEL}", *EAGLES["eagle3"]),
 }
 
 
