@@ -6,7 +6,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from core.config_source import explain, overlay, read_yaml, type_text, value_text
@@ -157,6 +165,8 @@ class ControlConfig(Section):
 class ServerConfig(Section):
     address: str = "127.0.0.1:50051"
     """HOST:PORT of the gRPC server; port 0 takes any free one"""
+    http_address: str | None = None
+    """HOST:PORT of /livez, /readyz and /metrics over HTTP; null opens none"""
     max_queued: Count = 256
     """requests waiting before new ones are refused"""
     patience_s: float = Field(default=60.0, ge=0, le=3600)
@@ -171,19 +181,13 @@ class ServerConfig(Section):
         """In which a signal ends the server, whatever it waits for."""
         return self.drain_s + 5.0
 
-    @property
-    def host_port(self) -> tuple[str, int]:
-        """The address split; the host without the brackets of IPv6."""
-        host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
-
-    @field_validator("address")
+    @field_validator("address", "http_address")
     @classmethod
-    def _is_host_and_port(cls, address: str) -> str:
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})", address)
+    def _is_host_and_port(cls, address: str | None, info: ValidationInfo) -> str | None:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})", address or "unset:0")
         if match is None or int(match[2]) > 65535:
             raise ValueError(
-                f"server.address={address!r}: write HOST:PORT with a port of 0 to 65535, "
+                f"server.{info.field_name}={address!r}: write HOST:PORT with a port of 0 to 65535, "
                 "such as 127.0.0.1:50051"
             )
         return address

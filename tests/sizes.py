@@ -26,9 +26,9 @@ PRODUCT = (
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_160,
+    "cluster": 3_415,
     "colocated_node": 70,
-    "core": 1_065,
+    "core": 1_070,
     "decode_node": 1_610,
     "kv_transfer": 1_505,
     "model": 3_140,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_900
+MOST_ENTERED = 7_930
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

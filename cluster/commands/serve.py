@@ -73,7 +73,9 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
             signals.install()  # Ray may have put its own in their place
             signals.ready = True
             gc.freeze()  # what starting made stays, and need not be looked at again and again
-            print(f"ready grpc={server.address}", flush=True)
+            names = zip(("grpc", "http"), server.addresses, strict=True)
+            told = [f"{name}={address}" for name, address in names if address is not None]
+            print("ready", *told, flush=True)
             await signals.stop.wait()
             await server.drain()
     except asyncio.CancelledError:

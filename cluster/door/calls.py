@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
+from prometheus_client import Counter as Metric
 
 from cluster.door.status_codes import status_of
 
@@ -24,7 +25,8 @@ class EveryCall(grpc.aio.ServerInterceptor):
     """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
     that the server failed, and log a traceback. All streams but those of Generate are idle ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, rejections: Metric) -> None:
+        self._rejections = rejections
         self._idle: Counter[str] = Counter()
         """Of each connection, by the address of its other end."""
 
@@ -39,7 +41,13 @@ class EveryCall(grpc.aio.ServerInterceptor):
         streams = handler.request_streaming, handler.response_streaming
         shape = "_".join("stream" if stream else "unary" for stream in streams)
         is_idle = handler.response_streaming and not details.method.endswith("/Generate")
-        return _parsing(shape, handler, details.method, self._place if is_idle else nullcontext)
+
+        @asynccontextmanager
+        async def around(context: _Context) -> AsyncIterator[None]:
+            async with (self._place if is_idle else nullcontext)(context), self._reported(context):
+                yield
+
+        return _parsing(shape, handler, details.method, around)
 
     @asynccontextmanager
     async def _place(self, context: _Context) -> AsyncIterator[None]:
@@ -57,29 +65,30 @@ class EveryCall(grpc.aio.ServerInterceptor):
         finally:
             self._idle -= Counter([peer])
 
-
-@asynccontextmanager
-async def _reported(context: _Context) -> AsyncIterator[None]:
-    """An error ends the call with its status, unless the client has gone, which a write of ours may
-    be the first to learn."""
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except (Exception, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        is_ended = context.cancelled() or (task is not None and task.cancelling())
-        if is_ended or isinstance(error, grpc.aio.InternalError):
-            raise asyncio.CancelledError from error
+    @asynccontextmanager
+    async def _reported(self, context: _Context) -> AsyncIterator[None]:
+        """An error ends the call with its status, unless the client has gone, which a write of ours
+        may be the first to learn."""
         try:
-            # It follows what the client leaves unread, and may wait here for as long as that stays.
-            await context.abort(*status_of(error))
-        except grpc.aio.InternalError:  # the client has gone
-            raise asyncio.CancelledError from None
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            is_ended = context.cancelled() or (task is not None and task.cancelling())
+            if is_ended or isinstance(error, grpc.aio.InternalError):
+                raise asyncio.CancelledError from error
+            try:
+                status = status_of(error)
+                self._rejections.labels(status.code.name).inc()
+                # It follows what the client leaves unread, and may wait for as long as that stays.
+                await context.abort(*status)
+            except grpc.aio.InternalError:  # the client has gone
+                raise asyncio.CancelledError from None
 
 
-def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler:
-    """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
+def _parsing(shape: str, handler: _Handler, method: str, around: Any) -> _Handler:
+    """``handler`` with what is ``around`` each call, getting bytes from grpc and parsing them."""
 
     async def parse(data: bytes, context: _Context) -> Any:
         try:
@@ -90,7 +99,7 @@ def _parsing(shape: str, handler: _Handler, method: str, place: Any) -> _Handler
             raise ValueError(reason) from None
 
     async def behave(asked: bytes | AsyncIterator[bytes], context: _Context) -> Any:
-        async with place(context), _reported(context):
+        async with around(context):
             if isinstance(asked, bytes):
                 message = await parse(asked, context)
             else:

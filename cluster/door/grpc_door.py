@@ -1,7 +1,6 @@
 """The gRPC server: address, health and reflection."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
@@ -11,11 +10,12 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
 from cluster.door.calls import EveryCall
+from cluster.door.listening import listening
 from cluster.door.servicer import InferenceServicer
 from cluster.gateway.admission import Admission
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MESSAGE_SIZES
-from core.config import ServerConfig, TandemConfig
+from core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
 _OPTIONS = (
@@ -37,7 +37,7 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
     """
     # No bound on all calls together: a stream whose end its client leaves unread would count.
     server = grpc.aio.server(
-        interceptors=(EveryCall(),),
+        interceptors=(EveryCall(admission.metrics.rejections),),
         options=(*_OPTIONS, ("grpc.max_concurrent_streams", max_streams(admission.config))),
     )
     rpc.add_InferenceServicer_to_server(InferenceServicer(admission), server)
@@ -46,7 +46,7 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
     services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(services, server)
     try:
-        address = await _bound(server, admission.config.server)
+        address = await _bound(server, admission.config.server.address)
         await server.start()
         yield address
     finally:
@@ -60,26 +60,13 @@ def max_streams(config: TandemConfig) -> int:
     return 2 * (num_rows + config.server.max_queued) + SPARE_CALLS
 
 
-async def _bound(server: grpc.aio.Server, config: ServerConfig) -> str:
-    address = config.address
+async def _bound(server: grpc.aio.Server, address: str) -> str:
     try:
         return f"{address.rpartition(':')[0]}:{server.add_insecure_port(address)}"
     except RuntimeError as error:
-        problem = await asyncio.to_thread(_bind_problem, *config.host_port)
-        raise ValueError(
-            f"server.address={address!r}: cannot listen there ({problem}); stop what uses "
-            "it or choose another address, such as --set server.address=127.0.0.1:0"
-        ) from error
-
-
-def _bind_problem(host: str, port: int) -> str:
-    """What the operating system says to binding the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return "the reason has gone meanwhile"
+        # The operating system says why.
+        (await asyncio.to_thread(listening, "server.address", address)).close()
+        raise ValueError(f"server.address={address!r}: was taken until now; try again") from error
 
 
 class Health(health_pb2_grpc.HealthServicer):

@@ -9,8 +9,10 @@ from core.config import TandemConfig
 
 DOORS = (
     "cluster.door.grpc_door",
+    "cluster.door.http_door",
 )  # fmt: skip
-"""Modules with ``opened(admission)``, a context that listens and gives its address."""
+"""Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
+not wanted."""
 
 
 class Server(Admission):
@@ -19,12 +21,13 @@ class Server(Admission):
 
     def __init__(self, config: TandemConfig) -> None:
         super().__init__(config)
-        self.addresses: list[str] = []
+        self.addresses: list[str | None] = []
         self._doors = AsyncExitStack()
 
     @property
     def address(self) -> str:
         """Of gRPC."""
+        assert self.addresses[0] is not None
         return self.addresses[0]
 
     async def stop(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.gateway.checks import checked, request_id
+from cluster.gateway.metrics import RequestMetrics, StreamMetrics
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import Draining
@@ -28,6 +29,7 @@ class _Stream:
     begin when the request is checked."""
 
     nonce: str
+    metrics: StreamMetrics
     is_aborted: bool = False
     answers: "Streams | None" = None
     end_reason: str = ""
@@ -53,30 +55,36 @@ class Admission:
 
     def __init__(self, config: TandemConfig) -> None:
         self.config = config
-        self._gateway: ClusterGateway | None = None
+        self.gateway: ClusterGateway | None = None
         self._is_draining = False
         self._streams: dict[str, _Stream] = {}
+        self.metrics = RequestMetrics()
 
     async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
-        self._gateway = gateway
+        self.gateway = gateway
 
     def ready(self) -> "ClusterGateway":
         """``Draining`` if there is none yet."""
-        if self._gateway is None:
+        if self.gateway is None:
             raise Draining("the server is still starting; try again in a while")
-        return self._gateway
+        return self.gateway
 
     def is_serving(self) -> bool:
         """Whether requests belong here."""
-        return not self._is_draining and self._gateway is not None and self._gateway.is_healthy()
+        return not self._is_draining and self.gateway is not None and self.gateway.is_healthy()
+
+    @property
+    def num_told(self) -> int:
+        """Answers that have begun to be told, and go on."""
+        return sum(len(stream.metrics.running) for stream in self._streams.values())
 
     async def status(self) -> ServerStatus:
         """Told while starting and draining too."""
         num_running = len(self._streams)
         status = ServerStatus(STARTING, self.config.mode, num_running)
-        if self._gateway is not None:
-            status = await self._gateway.status(num_running)
+        if self.gateway is not None:
+            status = await self.gateway.status(num_running)
         return replace(status, state=DRAINING) if self._is_draining else status
 
     async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
@@ -98,6 +106,7 @@ class Admission:
                 answers.abort()
             async with aclosing(answers.pieces()) as pieces:
                 async for piece in pieces:
+                    stream.metrics.told(piece)
                     await self._write(piece, write)
 
     async def abort(self, name: str) -> bool:
@@ -143,7 +152,7 @@ class Admission:
             await asyncio.wait([earlier.gone])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")
-        stream = self._streams[name] = _Stream(nonce)
+        stream = self._streams[name] = _Stream(nonce, StreamMetrics(self.metrics))
         try:
             async with stream.scope:
                 yield stream

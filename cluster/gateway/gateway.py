@@ -6,6 +6,7 @@ decode rank, which ends what it holds there should it die.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
@@ -41,6 +42,8 @@ class ClusterGateway:
         self._affinity = PrefixAffinity()
         self._running: WeakSet[Streams] = WeakSet()
         """For as long as somebody reads them."""
+        self.migrations: Counter[str] = Counter()
+        """Answers that went on in another attempt, by the error that ended the one before."""
         self.fleet = Fleet(members, config, self._warm)
         self.model = self.fleet.of_kind(DECODE)[0].info.model
         """What is served; the same for all lives of all ranks."""
@@ -96,8 +99,13 @@ class ClusterGateway:
         ranks = self.fleet.of_kind(DECODE)
         return sum(rank.info.max_rows for rank in ranks if rank.liveness.is_well)
 
+    @property
+    def num_answers(self) -> int:
+        """That go on."""
+        return sum(map(len, self._running))
+
     def _check_queue(self, num_answers: int) -> None:
-        num_queued = sum(map(len, self._running)) - self._num_rows()
+        num_queued = self.num_answers - self._num_rows()
         if num_queued + num_answers > self.config.server.max_queued:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
 
@@ -135,8 +143,9 @@ class ClusterGateway:
                 pair = await self._pair(rest, answer.index, trials)
                 await run_request(rest, pair, session, answer, told)
             except Preempted:
-                continue
+                self.migrations["Preempted"] += 1
             except (RankLost, HandoverError, StepFailed, Overloaded) as error:
+                self.migrations[type(error).__name__] += 1
                 await trials.failed(error, pair, bool(answer.rest().output_ids))
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 

@@ -86,17 +86,20 @@ class Inboxes:
 
 
 class Handle:
-    """One life of a rank. ``releases`` are its owner's, who finishes them."""
+    """One life of a rank, and its latest ``beat``. ``releases`` are its owner's, who finishes
+    them."""
 
     def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
         self.info, self.control, self.life = info, control, info.spec.life
         self.load, self.inboxes = Load(info.max_tokens), Inboxes(self.life)
         self.liveness = Liveness(self.life)
+        self.beat: Beat | None = None
         self._releases = releases
 
     def heard(self, beat: Beat, expected: Iterable[Identity]) -> float:
         """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost
         if its engine does not go on."""
+        self.beat = beat
         self.load.heard(beat)
         for identity in self.inboxes.heard(beat.alive, expected):
             self.release("abort", identity)

@@ -20,7 +20,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.prefill.max_batch_tokens, config.decode.max_rows) == (2048, 16)
     assert (config.kv.page_size, config.kv.num_pages) == (64, None)
     assert config.kv_transfer.staging_bytes == 256 << 20
-    assert config.server.host_port == ("127.0.0.1", 50051)
+    assert config.server.address == "127.0.0.1:50051"
 
 
 def test_overrides_win_over_the_file_in_order(tmp_path: Path) -> None:

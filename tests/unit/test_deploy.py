@@ -72,8 +72,8 @@ def service_reaches_gateways(it: Deployed) -> None:
         assert selector and selector.items() <= labels.items()
     ports = {p["name"]: p["containerPort"] for p in container(it.gateway_pod)["ports"]}
     [port] = it.service["spec"]["ports"]
-    assert it.config.server.host_port == ("0.0.0.0", ports[port["targetPort"]])
-    assert port["port"] == it.config.server.host_port[1]
+    assert it.config.server.address == f"0.0.0.0:{ports[port['targetPort']]}"
+    assert port["port"] == ports[port["targetPort"]]
 
 
 def gateways_may_drain(it: Deployed) -> None:

@@ -1,0 +1,53 @@
+"""The HTTP port, for those who run the cluster: whether it lives, whether it serves, its figures.
+
+Off unless ``server.http_address`` is set. It is apart from gRPC because probes speak HTTP alone
+where gRPC has TLS.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from cluster.door.listening import listening
+from cluster.gateway.admission import Admission
+
+MAX_CONNECTIONS = 128
+
+
+@asynccontextmanager
+async def opened(admission: Admission) -> AsyncIterator[str | None]:
+    """Listen meanwhile, if that is wanted; the address has the port in use. ``ValueError`` if it
+    cannot be had."""
+    address = admission.config.server.http_address
+    if address is None:
+        yield None
+        return
+    import uvicorn
+
+    from cluster.door.probes import Probes
+
+    class Server(uvicorn.Server):
+        """Signals are the process's own affair."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    probes = Probes(admission)
+    config = uvicorn.Config(
+        probes.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=1,
+    )
+    server, listener = Server(config), listening("server.http_address", address)
+    serving = asyncio.create_task(server.serve([listener]), name="http")
+    refreshing = asyncio.create_task(probes.refresh(), name="statuses")
+    try:
+        yield f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+    finally:
+        refreshing.cancel()
+        server.should_exit = True
+        await serving

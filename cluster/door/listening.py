@@ -1,0 +1,16 @@
+"""Sockets that listen where a key of the config says."""
+
+import socket
+
+
+def listening(key: str, address: str) -> socket.socket:
+    """At HOST:PORT, which is what ``key`` says. ``ValueError`` if it cannot be had."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"{key}={address!r}: cannot listen there ({error.strerror or error}); stop what uses "
+            f"it or choose another address, such as --set {key}=127.0.0.1:0"
+        ) from error

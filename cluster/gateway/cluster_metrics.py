@@ -1,0 +1,85 @@
+"""What a gateway tells Prometheus of its cluster: what it has heard, without asking anybody.
+
+Every gateway tells the same of a rank, so a board takes ``max by (rank)`` of these.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cluster.gateway.admission import Admission
+from cluster.gateway.fleet import Fleet
+from core.beat import Beat
+from core.info import RankStatus, ServerStatus
+
+RANK, GANG = ("rank", "kind"), ("gang", "kind")
+_GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
+    "rank_rows": ("Sequences in the steps of a rank.", lambda beat: beat.held.num_active_rows),
+    "rank_waiting": ("Sequences that wait there for a row.", lambda beat: beat.num_waiting),
+    "rank_prompt_tokens": ("Tokens to be computed there.", lambda beat: beat.num_tokens_left),
+    "rank_leases": ("Pulls, or offers not released.", lambda beat: beat.held.num_open_leases),
+    "rank_channels": ("Connections to other ranks.", lambda beat: beat.held.num_channels),
+    "rank_quarantined": ("Buffers that wait for one.", lambda beat: beat.held.num_quarantined),
+}
+_COUNTERS = {
+    "rank_steps": ("Steps of a rank in this life.", "num_steps"),
+    "rank_step_seconds": ("Time of all of them.", "step_s"),
+    "rank_program_seconds": ("Of that the tensor programs'.", "program_s"),
+    "num_preemptions": ("Sequences that made way for others.", "num_preempted"),
+}
+"""Meaning, and the name among a rank's counters."""
+_Sample = tuple[Sequence[str], float]
+
+
+def known(admission: Admission, status: ServerStatus | None) -> Iterator[Metric]:
+    """``status`` is the latest, for what beats do not tell."""
+    yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
+    gateway, num_told = admission.gateway, admission.num_told
+    if gateway is None:
+        return
+    num_waiting = gateway.num_answers - num_told
+    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_told)])
+    yield gauge("num_requests_waiting", "Answers without one.", (), [((), num_waiting)])
+    migrations = [([reason], num) for reason, num in gateway.migrations.items()]
+    yield counter("migrations", "Attempts that others went on from.", ["reason"], migrations)
+    yield from of_gangs(gateway.fleet)
+    yield from of_ranks(gateway.fleet, status.ranks if status is not None else ())
+
+
+def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
+    ranks = [((r.info.spec.label, r.info.spec.kind), r) for r in fleet.ranks.values()]
+    beats = [(names, rank.beat) for names, rank in ranks if rank.beat is not None]
+    for name, (text, read) in _GAUGES.items():
+        yield gauge(name, text, RANK, [(names, read(beat)) for names, beat in beats])
+    for name, (text, key) in _COUNTERS.items():
+        told = [(names, beat.held.counters) for names, beat in beats]
+        yield counter(name, text, RANK, [(names, one[key]) for names, one in told if key in one])
+    used = [(names, 1 - r.load.num_free_tokens / r.info.max_tokens) for names, r in ranks]
+    yield gauge("kv_cache_usage_perc", "Share of its cache that sequences hold.", RANK, used)
+    up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
+    yield gauge("rank_up", "Whether it gets requests.", RANK, up)
+    ratios = [((one.name, one.kind), one.balance_ratio) for one in statuses if one.balance_ratio]
+    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, ratios)
+
+
+def of_gangs(fleet: Fleet) -> Iterator[Metric]:
+    states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.gangs]
+    yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG, "state"), states)
+    deaths = [((gang.name, gang.kind), fleet.num_deaths[gang.name]) for gang in fleet.gangs]
+    yield counter("gang_deaths", "Lives that ended in sight of this gateway.", GANG, deaths)
+
+
+def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
+    return _filled(GaugeMetricFamily(f"tandem_{name}", text, labels=labels), samples)
+
+
+def counter(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
+    return _filled(CounterMetricFamily(f"tandem_{name}", text, labels=labels), samples)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[_Sample]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

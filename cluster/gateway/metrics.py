@@ -1,0 +1,106 @@
+"""What a gateway tells Prometheus of its requests: names, meaning and units are vLLM's where it has
+the same (with ``tandem_`` for ``vllm:``). A label is never what a client chose.
+"""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+
+from core.answer import Finished, Piece
+
+disable_created_metrics()  # a second series beside each, which nothing here reads
+SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2.5, 5))
+"""Upper ends of buckets: 0.1 ms to 500 s."""
+_HISTOGRAMS = {
+    "time_to_first_token": "Until the first token, seconds.",
+    "inter_token_latency": "From one message to the next, which may have several tokens, seconds.",
+    "request_time_per_output_token": "Of a token after the first, mean of an answer, seconds.",
+    "e2e_request_latency": "Of a whole answer, seconds.",
+    "request_queue_time": "Until its prompt began to be computed, seconds.",
+    "request_prefill_time": "In which its prompt was computed, seconds.",
+    "request_decode_time": "From the first token to the last, seconds.",
+    "kv_transfer": "In which cache of a request was on its way, seconds.",
+}
+_TOTALS = {
+    "prompt_tokens": "Tokens of prompts of answers that ended.",
+    "generation_tokens": "Tokens that were sent.",
+    "prefix_cache_queries": "Tokens of prompts that were looked for in prefix caches.",
+    "prefix_cache_hits": "Those that were there.",
+    "kv_transfer_bytes": "Bytes of cache that went from prefill to decode ranks.",
+    "spec_decode_num_drafts": "Steps of an answer that had drafts.",
+    "spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
+}
+
+
+class RequestMetrics:
+    """Of one gateway since it began, in a ``registry``. Owned by the gateway's loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._times = {
+            name: Histogram(f"tandem_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            for name, text in _HISTOGRAMS.items()
+        }
+        self._totals = {
+            name: Counter(f"tandem_{name}", text, registry=self.registry)
+            for name, text in _TOTALS.items()
+        }
+        self._ended = self._labelled(
+            "request_success", "Answers, by how they ended.", "finished_reason"
+        )
+        self._accepted = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position"
+        )
+        self.rejections = self._labelled("rejections", "Calls that ended with an error.", "code")
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"tandem_{name}", text, [label], registry=self.registry)
+
+    def see(self, name: str, seconds: float) -> None:
+        self._times[name].observe(seconds)
+
+    def add(self, name: str, amount: float) -> None:
+        self._totals[name].inc(amount)
+
+    def finished(self, told: Finished) -> None:
+        ms, usage, counts, pulled = told.timings_ms, told.usage, told.speculation, told.kv_transfer
+        self._ended.labels(told.finish_reason).inc()
+        self.see("e2e_request_latency", ms.total / 1e3)
+        self.see("request_queue_time", ms.queue / 1e3)
+        self.see("request_prefill_time", ms.prefill / 1e3)
+        self.see("request_decode_time", decode_s := (ms.total - ms.first_token) / 1e3)
+        if usage.completion > 1:
+            self.see("request_time_per_output_token", decode_s / (usage.completion - 1))
+        if pulled.bytes:
+            self.see("kv_transfer", pulled.seconds)
+        self.add("prompt_tokens", usage.prompt)
+        self.add("prefix_cache_queries", usage.prompt)
+        self.add("prefix_cache_hits", usage.cached)
+        self.add("kv_transfer_bytes", pulled.bytes)
+        self.add("spec_decode_num_drafts", sum(counts.drafted_per_position[:1]))
+        self.add("spec_decode_num_draft_tokens", counts.num_nodes)
+        self.add("spec_decode_num_accepted_tokens", counts.num_accepted)
+        for position, num in enumerate(counts.accepted_per_position):
+            self._accepted.labels(str(position)).inc(num)
+
+
+class StreamMetrics:
+    """Times the messages of one stream; ``running`` are its answers that have begun to be told."""
+
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics, self._began_at = metrics, time.monotonic()
+        self.running: dict[int, float] = {}
+
+    def told(self, piece: Piece) -> None:
+        if isinstance(piece, Finished):
+            self.running.pop(piece.index, None)
+            self._metrics.finished(piece)
+            return
+        now, last = time.monotonic(), self.running.get(piece.index)
+        if last is None:
+            self._metrics.see("time_to_first_token", now - self._began_at)
+        else:
+            self._metrics.see("inter_token_latency", now - last)
+        self.running[piece.index] = now
+        self._metrics.add("generation_tokens", len(piece.token_ids))

@@ -1,0 +1,190 @@
+"""The HTTP port: probes and figures of a server over a real cluster in this process."""
+
+import asyncio
+import http.client
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.door.server import Server
+from core.config import TINY_MODEL, load
+from core.membership import LOST, EndedLife
+from tandem import AsyncClient, Finished, InferenceError
+from tests.rig import Rig, rig
+from tests.waiting import until
+
+ANY = "127.0.0.1:0"
+SETS = f"server.address={ANY}", f"server.http_address={ANY}"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+async def ask(server: Server, path: str) -> tuple[int, str]:
+    address = server.addresses[1]
+    assert address is not None
+    return await asyncio.to_thread(get, address, path)
+
+
+async def samples(server: Server) -> Samples:
+    status, text = await ask(server, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@asynccontextmanager
+async def served(*sets: str) -> AsyncIterator[tuple[Rig, Server, AsyncClient]]:
+    async with rig(TINY_MODEL, *SETS, *sets) as cluster, Server(cluster.config) as server:
+        await server.attach(cluster.gateway)
+        async with AsyncClient(server.address, retry_s=0) as client:
+            yield cluster, server, client
+
+
+async def test_counts_are_the_clients_own() -> None:
+    """Of answers with and without drafts, several at once, aborted and refused."""
+    async with served() as (_, server, client):
+        asked = [
+            {"prompt": f"def f{i}(", "max_tokens": 5 + i, "ignore_eos": True, "n": 1 + i % 2}
+            for i in range(5)
+        ]
+        told = await asyncio.gather(*(_pieces(client, **one) for one in asked))
+        ends = [piece for pieces in told for piece in pieces if isinstance(piece, Finished)]
+        with pytest.raises(InferenceError):
+            await _pieces(client, prompt="x", top_p=7.0)
+        found = await samples(server)
+
+    def total(name: str, **labels: str) -> float:
+        return found[f"tandem_{name}", tuple(sorted(labels.items()))]
+
+    assert total("request_success_total", finished_reason="length") == len(ends) == 7
+    assert total("rejections_total", code="INVALID_ARGUMENT") == 1
+    assert total("prompt_tokens_total") == sum(end.usage.prompt for end in ends)
+    num_tokens = sum(len(piece.token_ids) for pieces in told for piece in pieces)
+    assert total("generation_tokens_total") == num_tokens == sum(e.usage.completion for e in ends)
+    assert total("prefix_cache_hits_total") == sum(end.usage.cached for end in ends)
+    drafts = [end.speculation for end in ends]
+    assert total("spec_decode_num_draft_tokens_total") == sum(one.num_nodes for one in drafts)
+    assert total("spec_decode_num_accepted_tokens_total") == sum(one.num_accepted for one in drafts)
+    assert total("spec_decode_num_drafts_total") == sum(o.drafted_per_position[0] for o in drafts)
+    by_place = [
+        total("spec_decode_num_accepted_tokens_per_pos_total", position=str(i)) for i in range(3)
+    ]
+    assert by_place == [sum(one.accepted_per_position[i] for one in drafts) for i in range(3)]
+    assert total("kv_transfer_bytes_total") == sum(end.kv_transfer.bytes for end in ends) > 0
+    num_messages = sum(len(pieces) for pieces in told) - len(ends)
+    assert total("time_to_first_token_seconds_count") == len(ends)
+    assert total("inter_token_latency_seconds_count") == num_messages - len(ends)
+    seconds = sum(end.timings_ms.total for end in ends) / 1e3
+    assert total("e2e_request_latency_seconds_sum") == pytest.approx(seconds)
+    assert total("request_time_per_output_token_seconds_count") == len(ends)
+    assert total("num_requests_running") == total("num_requests_waiting") == 0
+
+
+async def _pieces(client: AsyncClient, **asked: object) -> list[object]:
+    return [piece async for piece in client.generate(**asked)]  # type: ignore[arg-type]
+
+
+async def test_probes_say_what_health_says() -> None:
+    async with rig(TINY_MODEL, *SETS) as cluster, Server(cluster.config) as server:
+        assert await ask(server, "/livez") == (200, "alive\n")
+        assert await ask(server, "/readyz") == (503, "not serving\n")
+        await server.attach(cluster.gateway)
+        assert await ask(server, "/readyz") == (200, "serving\n")
+        [decode] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
+        decode.liveness.end(RuntimeError("it died"))
+        assert await ask(server, "/readyz") == (503, "not serving\n")
+        assert (await ask(server, "/livez"))[0] == 200
+        await until(lambda: cluster.gateway.is_healthy())
+        assert await ask(server, "/readyz") == (200, "serving\n")
+        await server.drain()
+        assert await ask(server, "/readyz") == (503, "not serving\n")
+
+
+async def test_a_loop_that_hangs_is_not_alive() -> None:
+    """Who asks it here keeps it from turning."""
+    async with served() as (_, server, _):
+        host, _, port = str(server.addresses[1]).rpartition(":")
+        with socket.create_connection((host, int(port))) as asker:
+            asker.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            asker.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                asker.recv(1)
+            asker.settimeout(None)
+            assert (await asyncio.to_thread(asker.recv, 100)).startswith(b"HTTP/1.1 200")
+
+
+async def test_who_speaks_another_protocol_is_sent_away() -> None:
+    async with served() as (_, server, client):
+        grpc_address, http_address = map(str, server.addresses)
+        async with grpc.aio.insecure_channel(http_address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        with pytest.raises((http.client.HTTPException, OSError)):
+            await asyncio.to_thread(get, grpc_address, "/metrics")
+        assert (await ask(server, "/nothing"))[0] == 404
+        many = await asyncio.gather(*(ask(server, "/metrics") for _ in range(50)))
+        assert {status for status, _ in many} == {200}
+        assert [piece async for piece in client.generate("x", max_tokens=3)]
+
+
+async def test_ranks_and_gangs_by_name() -> None:
+    """A name may hold what the format gives a meaning."""
+    odd = 'de"co\\de\n0'
+    async with served() as (cluster, server, _):
+        prefill, decode = cluster.members.membership.gangs
+        ranks = cluster.gateway.fleet.ranks.values()
+        await until(lambda: all(r.beat and r.beat.held.counters["num_steps"] for r in ranks))
+        found = await samples(server)
+        assert found["tandem_kv_cache_usage_perc", _rank("decode-0", "decode")] == 0
+        assert found["tandem_rank_up", _rank("prefill-0", "prefill")] == 1
+        assert found["tandem_rank_steps_total", _rank("decode-0", "decode")] > 0
+        state = ("gang", odd), ("kind", "decode"), ("state", LOST)
+        ended = replace(decode, name=odd, state=LOST, members=(), ended=None)
+        cluster.members.tell(prefill, decode, ended)
+        dead = replace(ended, ended=EndedLife(ended.epoch))
+        await until(lambda: len(cluster.gateway.fleet.gangs) == 3)
+        cluster.members.tell(prefill, decode, dead)
+        await until(lambda: cluster.gateway.fleet.gangs[-1] is dead)
+        found = await samples(server)
+        assert found["tandem_gang_state", state] == 1
+        assert found["tandem_gang_deaths_total", state[:2]] == 1
+        assert found["tandem_gang_deaths_total", (("gang", "decode-0"), ("kind", "decode"))] == 0
+
+
+async def test_the_page_has_them_all() -> None:
+    """docs/metrics.md names what a scrape has, and nothing else."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tandem_\w+?)(?:_total)?(?:\{[a-z_,]+\})?`", text))
+    async with served() as (_, server, _):
+        _, told = await ask(server, "/metrics")
+    assert named == {family.name for family in text_string_to_metric_families(told)}
+
+
+def _rank(name: str, kind: str) -> tuple[tuple[str, str], ...]:
+    return ("kind", kind), ("rank", name)
+
+
+async def test_an_address_that_is_taken_is_told() -> None:
+    async with rig(TINY_MODEL, *SETS) as cluster, Server(cluster.config) as server:
+        taken = load(None, [f"server.address={ANY}", f"server.http_address={server.addresses[1]}"])
+        with pytest.raises(ValueError, match=r"server\.http_address='127.*Address already in use"):
+            async with Server(taken):
+                pass
