@@ -173,13 +173,17 @@ class ServerConfig(Section):
     """how long begun answers wait for a node when none is left"""
     write_s: float = Field(default=30.0, gt=0, le=3600)
     """how long a client may leave an answer unread before its stream is ended"""
+    notice_s: float = Field(default=0.0, ge=0, le=3600)
+    """how long at shutdown health says that requests belong elsewhere before they are refused"""
     drain_s: float = Field(default=30.0, ge=0, le=3600)
-    """how long running streams may finish at shutdown"""
+    """how long running streams may finish at shutdown, and on a connection that is too old"""
+    max_connection_age_s: float | None = Field(default=None, gt=0, le=86400)
+    """after which a client is to connect anew, maybe to another gateway; null is never"""
 
     @property
     def end_s(self) -> float:
         """In which a signal ends the server, whatever it waits for."""
-        return self.drain_s + 5.0
+        return self.notice_s + self.drain_s + 5.0
 
     @field_validator("address", "http_address")
     @classmethod

@@ -38,7 +38,7 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
     # No bound on all calls together: a stream whose end its client leaves unread would count.
     server = grpc.aio.server(
         interceptors=(EveryCall(admission.metrics.rejections),),
-        options=(*_OPTIONS, ("grpc.max_concurrent_streams", max_streams(admission.config))),
+        options=(*_OPTIONS, *_bounds(admission.config)),
     )
     rpc.add_InferenceServicer_to_server(InferenceServicer(admission), server)
     told = Health(("", SERVICE), admission.is_serving)
@@ -51,6 +51,14 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
         yield address
     finally:
         await server.stop(None)
+
+
+def _bounds(config: TandemConfig) -> list[tuple[str, int]]:
+    bounds = [("grpc.max_concurrent_streams", max_streams(config))]
+    if (age_s := config.server.max_connection_age_s) is not None:
+        bounds.append(("grpc.max_connection_age_ms", int(1e3 * age_s)))
+        bounds.append(("grpc.max_connection_age_grace_ms", int(1e3 * config.server.drain_s)))
+    return bounds
 
 
 def max_streams(config: TandemConfig) -> int:

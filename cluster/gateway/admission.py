@@ -56,7 +56,7 @@ class Admission:
     def __init__(self, config: TandemConfig) -> None:
         self.config = config
         self.gateway: ClusterGateway | None = None
-        self._is_draining = False
+        self._is_leaving = self._is_draining = False
         self._streams: dict[str, _Stream] = {}
         self.metrics = RequestMetrics()
 
@@ -72,7 +72,7 @@ class Admission:
 
     def is_serving(self) -> bool:
         """Whether requests belong here."""
-        return not self._is_draining and self.gateway is not None and self.gateway.is_healthy()
+        return not self._is_leaving and self.gateway is not None and self.gateway.is_healthy()
 
     @property
     def num_told(self) -> int:
@@ -85,7 +85,7 @@ class Admission:
         status = ServerStatus(STARTING, self.config.mode, num_running)
         if self.gateway is not None:
             status = await self.gateway.status(num_running)
-        return replace(status, state=DRAINING) if self._is_draining else status
+        return replace(status, state=DRAINING) if self._is_leaving else status
 
     async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
         """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one
@@ -119,14 +119,17 @@ class Admission:
         return stream is not None
 
     async def drain(self) -> None:
-        """Refuse new requests, let running ones finish for ``server.drain_s``, ``end`` the rest."""
+        """Say for ``server.notice_s`` that it leaves, then refuse new requests, let running ones
+        finish for ``server.drain_s``, ``end`` the rest."""
+        self._is_leaving = True
+        await asyncio.sleep(self.config.server.notice_s)
         self._is_draining = True
         await self._gone(self.config.server.drain_s)
         await self.end()
 
     async def end(self) -> None:
         """Every open stream, with ``Draining``; it has CLOSE_S to free things."""
-        self._is_draining = True
+        self._is_leaving = self._is_draining = True
         for stream in self._streams.values():
             stream.end("the server shut down before the answer ended")
         await self._gone(CLOSE_S)

@@ -18,6 +18,7 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import STREAM_KEY
 from core.config import load
 from core.errors import Overloaded
+from core.tasks import cancelled
 from tandem import AsyncClient, Delta, Finished
 from tests.integration.echo_gateway import (
     EchoGateway,
@@ -208,6 +209,36 @@ async def test_a_drain_lets_running_streams_finish(
     gateway.go_on.set()
     assert (await running).finished.finish_reason == "length"
     await drain
+
+
+async def test_requests_are_taken_while_a_server_says_that_it_leaves(gateway: EchoGateway) -> None:
+    async with (
+        echo_server(gateway, "server.notice_s=3600") as server,
+        AsyncClient(server.address, retry_s=0) as client,
+    ):
+        drain = asyncio.create_task(server.drain())
+
+        async def is_told() -> bool:
+            return await health(server.address) == NOT_SERVING
+
+        await until(is_told)
+        assert (await client.status()).state == "DRAINING"
+        assert (await client.complete((7,), max_tokens=5)).token_ids == answer_to((7,), 5)
+        await cancelled(drain)
+
+
+async def test_an_old_connection_is_left_and_its_answer_goes_on(gateway: EchoGateway) -> None:
+    """What has not ended when it is too old ends with it, and is resumed over a new one."""
+    gateway.hold_after = 4
+    async with (
+        echo_server(gateway, "server.max_connection_age_s=0.2") as server,
+        AsyncClient(server.address, backoff_s=0.01) as client,
+    ):
+        running = asyncio.create_task(client.complete((7,), max_tokens=30))
+        await until(lambda: len(gateway.requests) > 1)
+        assert len(gateway.requests[1].output_ids) == 4
+        gateway.go_on.set()
+        assert (await running).token_ids == answer_to((7,), 30)
 
 
 async def test_a_drain_ends_what_does_not_finish(server: Server, gateway: EchoGateway) -> None:
