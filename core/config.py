@@ -160,6 +160,8 @@ class ControlConfig(Section):
     """a rank that does not answer or step for this long, and 10 times its longest step, is lost"""
     stop_s: float = Field(default=10.0, gt=0, le=3600)
     """how long ranks may take to stop by themselves"""
+    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    """how long answers may end in a gang that makes way, before they go on elsewhere"""
 
 
 class ServerConfig(Section):

@@ -20,24 +20,23 @@ Gangs = Annotated[
 def rebalance(
     ray_address: RayAddress = "auto",
     gang: Gangs = None,
-    drain_s: float = typer.Option(60.0, min=0, help="Seconds that a gang's answers get to end."),
     as_json: Json = False,
 ) -> None:
     """Place the experts of each gang anew, so that its ranks have equally much to do.
 
     One gang after the other gets no new requests, ends those it has, and loads its weights again;
-    a gang that would gain nothing is left alone. Answers that take longer than --drain-s go on in
-    another gang.
+    a gang that would gain nothing is left alone. Answers that take longer than control.drain_s go
+    on in another gang.
 
     \b
     Examples:
       tandem rebalance
       tandem rebalance --ray-address 10.0.0.7:6379 --gang decode-0
     """
-    run(_rebalance(ray_address or "auto", gang or [], drain_s, as_json))
+    run(_rebalance(ray_address or "auto", gang or [], as_json))
 
 
-async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json: bool) -> None:
+async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
     from cluster.control import members, ray_session
 
     done = []
@@ -51,7 +50,7 @@ async def _rebalance(ray_address: str, names: list[str], drain_s: float, as_json
         with progress_shown() as shown:
             for name in names or known:
                 shown(f"{name}: draining and loading, if it gains by it")
-                done.append(await members.rebalance_gang(name, drain_s))
+                done.append(await members.rebalance_gang(name))
                 if not as_json:
                     print(_line(done[-1]), flush=True)
     if as_json:

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import ray
 
+from cluster.control.drain import renew
 from cluster.control.gang import POLL_S, Epochs, GangKeeper
-from cluster.control.machines import RayMachines, RayRank, find_ranks, remove_groups
+from cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, remove_groups
 from cluster.control.next_life import History
 from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
@@ -22,6 +23,7 @@ from core.config import TandemConfig, differences
 from core.errors import TandemError
 from core.membership import READY, Membership
 from core.schema import encode_failure, pack
+from core.tasks import Tasks, again, in_thread
 
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class Controller:
         self._changed = asyncio.Event()
         self._adopting = asyncio.Lock()
         self._changing = asyncio.Lock()
+        self._background = Tasks()
+        self._moving = set[str]()
         # Nobody may ask for a long time after a restart, and gangs die meanwhile.
         ray.get_runtime_context().current_actor.begin.remote()
 
@@ -83,13 +87,13 @@ class Controller:
         if gang in self._gangs:
             self._gangs[gang].report(epoch, reason)
 
-    async def rebalance(self, gang: str, drain_s: float) -> bytes:
+    async def rebalance(self, gang: str) -> bytes:
         """Packed Rebalanced, or why not."""
         await self.begin()
         try:
             if gang not in self._gangs:
                 raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
-            return pack(await rebalance_gang(self._gangs[gang], drain_s, self._changing))
+            return pack(await rebalance_gang(self._gangs[gang], self._changing))
         except (ValueError, TandemError) as error:
             return encode_failure(error)
 
@@ -162,6 +166,20 @@ class Controller:
             keeper.history = History(has_served=True)
             keeper.start([told[state.spec.process] for state in found], found)
         self._publish()
+        self._background.start(again(POLL_S, self._make_way))
+
+    async def _make_way(self) -> None:
+        """Gangs on machines that Ray drains go elsewhere."""
+        for name in (await in_thread(leaving) & self._gangs.keys()) - self._moving:
+            log.warning("%s lies on a machine that drains: it goes elsewhere", name)
+            self._moving.add(name)
+            self._background.start(self._move(name, self._gangs[name]))
+
+    async def _move(self, name: str, keeper: GangKeeper) -> None:
+        try:
+            await renew(keeper, self._changing, keeper.placement)
+        finally:
+            self._moving.discard(name)
 
     def _publish(self) -> None:
         gangs = tuple(keeper.gang for keeper in self._gangs.values())

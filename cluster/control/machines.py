@@ -14,6 +14,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 
 from cluster.control.actors import ACTORS, NAMESPACE
 from cluster.control.plan import Birth, GangPlan, hosts_of, no_room, room_of
+from cluster.control.ray_private import draining_nodes
 from cluster.control.verdict import LastWords, LifeOver
 from core.config import TandemConfig
 from core.errors import Overloaded, RankLost
@@ -185,6 +186,20 @@ def find_ranks() -> list[RayRank]:
             with suppress(ValueError):  # it died meanwhile
                 found.append(RayRank(named["name"], ray.get_actor(named["name"], NAMESPACE)))
     return found
+
+
+def leaving() -> set[str]:
+    """Gangs with room on a machine that Ray drains. Blocks."""
+    if not (draining := draining_nodes()):
+        return set()
+    groups = ray.util.placement_group_table().values()
+    found = [
+        group["name"].removeprefix(GROUPS).rpartition(".")[0]
+        for group in groups
+        if group["state"] != "REMOVED"
+        and not draining.isdisjoint(group["bundles_to_node_id"].values())
+    ]
+    return set(found)
 
 
 def remove_groups(kept: Sequence[RankSpec] = (), prefix: str = "") -> None:

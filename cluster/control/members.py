@@ -108,10 +108,10 @@ async def find_gangs() -> tuple[Gang, ...]:
     return decode(Membership, await controller.membership.remote(0, 0, 0.0)).gangs
 
 
-async def rebalance_gang(name: str, drain_s: float) -> Rebalanced:
+async def rebalance_gang(name: str) -> Rebalanced:
     """See cluster/control/rebalance.py."""
     controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
-    return decode(Rebalanced, await controller.rebalance.remote(name, drain_s))
+    return decode(Rebalanced, await controller.rebalance.remote(name))
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:

@@ -3,13 +3,13 @@
 ``worker.print_to_stdstream`` gets what Ray says of its troubles; ``services`` finds the Ray of an
 address, and ``authentication`` reads our token as Ray does; ``ray_constants`` and the variables
 let a Ray of one's own listen on loopback only, and ``node.Node`` start fewer processes; the head's
-resource keeps the controller where Ray itself lives.
+resource keeps the controller where Ray itself lives; ``state`` tells which machines are to go.
 """
 
 import logging
 import os
 
-from ray._private import node, ray_constants, services, worker
+from ray._private import node, ray_constants, services, state, worker
 from ray._private.authentication import authentication_token_setup as tokens
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,11 @@ HEAD = "node:__internal_head__"
 def log_troubles() -> None:
     """Ray prints its troubles to stdout, which is for answers."""
     worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
+
+
+def draining_nodes() -> set[str]:
+    """Ids of the machines that Ray drains. Blocks."""
+    return set(state.state.get_draining_nodes())
 
 
 def head_of(address: str) -> str | None:

@@ -4,22 +4,19 @@ The gang is drained and begun anew with it; who asks does so for one gang after 
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.control.drain import check_kept, renew
 from cluster.control.gang import POLL_S, GangKeeper
 from core.eplb import balance_ratio, rebalance
 from core.errors import RankLost
 from core.membership import READY, ExpertRows, Gang
-from core.placement import Placement
 from core.schema import error_of
-from core.tasks import until
 
 MIN_GAIN = 0.01
 """Of the ratio, for which a gang is begun anew."""
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +31,9 @@ class Rebalanced:
     is_moved: bool
 
 
-async def rebalance_gang(keeper: GangKeeper, drain_s: float, changing: asyncio.Lock) -> Rebalanced:
-    """``changing`` is held while the gang is stopped and started, not while it is waited for.
-    Raises RankLost while the gang is not ready, and what ended its next life."""
+async def rebalance_gang(keeper: GangKeeper, changing: asyncio.Lock) -> Rebalanced:
+    """See ``renew`` for ``changing``. Raises RankLost while the gang is not ready, and what ended
+    its next life."""
     gang = keeper.gang
     if gang.state != READY:
         raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
@@ -48,36 +45,17 @@ async def rebalance_gang(keeper: GangKeeper, drain_s: float, changing: asyncio.L
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
-        await _move(keeper, best, drain_s, changing)
+        await renew(keeper, changing, best)
+        await _ready(keeper)
     return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
 
 
-async def _move(keeper: GangKeeper, to: Placement, drain_s: float, lock: asyncio.Lock) -> None:
-    keeper.drain()
-    await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
-    await until(lambda: not num_held(keeper), drain_s - 2 * POLL_S, POLL_S)
-    if num_held(keeper):
-        log.warning("%s: %d sequences go on elsewhere", keeper.gang.name, num_held(keeper))
-    async with lock:
-        _check_kept(keeper)
-        await keeper.stop(keeper.config.control.stop_s)
-        keeper.placement = to
-        keeper.start()
+async def _ready(keeper: GangKeeper) -> None:
     while keeper.gang.state != READY:
         if keeper.gang.failure is not None:
             raise error_of(keeper.gang.failure)
-        _check_kept(keeper)
+        check_kept(keeper)
         await asyncio.sleep(POLL_S)
-
-
-def _check_kept(keeper: GangKeeper) -> None:
-    if not keeper.is_kept:
-        raise RankLost(f"{keeper.gang.name} was stopped meanwhile")
-
-
-def num_held(keeper: GangKeeper) -> int:
-    """Sequences of all ranks, when they were last asked."""
-    return sum(state.num_held for state in keeper.ranks.states.values())
 
 
 def sum_rows(told: Sequence[ExpertRows]) -> list[list[int]]:

@@ -29,6 +29,7 @@ from tests.chaos.report import Report, spans, take
 from tests.pods import CAN_RUN
 
 SETS = (
+    "control.drain_s=6",
     *("model.dtype=float32", "speculation.measure_at_start=false", "control.stuck_s=3"),
     *("kv.num_pages=300", "kv_transfer.host=auto"),
 )

@@ -19,7 +19,6 @@ from core.membership import DRAINING, LOST, STARTING
 
 PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
 LOOK_S, LATER_S = 0.005, 0.3
-DRAIN_S = 6.0
 KNOWN: dict[str, Any] = {}
 """What each rank said last, by the name of its process: who has just died has said nothing yet."""
 
@@ -60,7 +59,7 @@ async def watch(controller: Any) -> None:
         with suppress(FileNotFoundError):
             gang = there("rebalance").read_text()
             there("rebalance").unlink()
-            asyncio.get_running_loop().create_task(controller.rebalance(gang, DRAIN_S))
+            asyncio.get_running_loop().create_task(controller.rebalance(gang))
         with suppress(FileNotFoundError):
             asked = set(there("end.controller").read_text().split("\n"))
             for phase in asked & phases(controller):

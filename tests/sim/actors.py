@@ -42,6 +42,7 @@ class Machine:
     num_cpus: float
     is_alive: bool = True
     is_known_lost: bool = False
+    is_draining: bool = False
     used: float = 0.0
 
 

@@ -157,12 +157,16 @@ class FakeRay:
             if actor.options.get("group") is group and not actor.is_dead:
                 actor.kill()
 
+    def _open(self) -> list[Machine]:
+        """Machines on which something may be placed."""
+        return [one for one in self.machines if not (one.is_known_lost or one.is_draining)]
+
     def place(self, group: Group) -> bool:
         """On as few machines as may be."""
         if group.machines or group.is_removed:
             return bool(group.machines)
         want = sum(bundle["CPU"] for bundle in group.bundles)
-        alive = [one for one in self.machines if not one.is_known_lost]
+        alive = self._open()
         for machine in alive:
             if machine.num_cpus - machine.used >= want:
                 group.machines = [machine] * len(group.bundles)
@@ -184,10 +188,22 @@ class FakeRay:
 
     def _table(self, group: Group | None = None) -> Any:
         self._answers()
-        if group is not None:
-            placed = enumerate(group.machines)
-            return {"bundles_to_node_id": {i: one.name for i, one in placed if one is not None}}
-        return {name: {"name": name} for name in self.groups}
+        told = [one for one in (group, *self.groups.values()) if one is not None]
+        tables = [
+            {
+                "name": one.name,
+                "state": "CREATED",
+                "bundles_to_node_id": {
+                    i: machine.name for i, machine in enumerate(one.machines) if machine is not None
+                },
+            }
+            for one in told
+        ]
+        return tables[0] if group is not None else {table["name"]: table for table in tables}
+
+    def draining_nodes(self) -> set[str]:
+        self._answers()
+        return {one.name for one in self.machines if one.is_draining and not one.is_known_lost}
 
     def _named(self, all_namespaces: bool) -> list[dict[str, str]]:
         self._answers()
@@ -254,7 +270,7 @@ class FakeRay:
             homeless = [i for i, one in enumerate(group.machines) if one is None]
             for i in homeless:
                 want = group.bundles[i]["CPU"]
-                alive = [one for one in self.machines if not one.is_known_lost]
+                alive = self._open()
                 found = next((m for m in alive if m.num_cpus - m.used >= want), None)
                 if found is not None:
                     found.used += want
@@ -270,7 +286,10 @@ class FakeRay:
             ),
             NodeAffinitySchedulingStrategy=lambda node, soft: None,
         )
-        names = ("get_placement_group", "placement_group", "remove_placement_group")
+        names = (
+            *("get_placement_group", "placement_group", "remove_placement_group"),
+            "draining_nodes",
+        )
         return [
             *(
                 patch.object(module, "ray", self)

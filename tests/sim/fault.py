@@ -33,6 +33,7 @@ KINDS = {
     "stop gateway": 1,
     "kill controller": 2,
     "lose machine": 1,
+    "drain machine": 1,
     "late machine": 1,
     "lose calls": 4,
     "cut": 3,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from cluster.control import rebalance
+from cluster.control.drain import renew
 from cluster.control.gang import GangKeeper
 from cluster.control.machines import CONTROLLER
 from core.errors import TandemError
@@ -25,7 +25,7 @@ CALLS = (
 """In which somebody may die."""
 BREAKING = "connect", "pull", "send", "sums", "renew", "release", "hang_up"
 """Calls from decode to prefill in which their connection may break."""
-SLOW_S, DRAIN_S, COPY_S, GATEWAY_S, CALL_S, REACH_S = 6.0, 5.0, 12.0, 2.0, 0.01, 0.0031
+SLOW_S, COPY_S, GATEWAY_S, CALL_S, REACH_S = 6.0, 12.0, 2.0, 0.01, 0.0031
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
 """Of a call while there is trouble."""
 
@@ -155,7 +155,7 @@ class Faults:
 
     async def _moved(self, keeper: GangKeeper, changing: asyncio.Lock) -> None:
         with suppress(TandemError):
-            await rebalance._move(keeper, None, DRAIN_S, changing)  # type: ignore[arg-type]
+            await renew(keeper, changing, None)
 
     def _lose_machine(self, fault: Fault) -> str:
         """Not that of the head, on which Ray itself lives; another comes in its place."""
@@ -166,6 +166,19 @@ class Faults:
         self.world.ray.lose(lost)
         self._later(fault.for_s, lambda: self.world.add_machine(lost.num_cpus))
         return lost.name
+
+    def _drain_machine(self, fault: Fault) -> str:
+        """Nothing more is placed there, and it goes; another comes in its place."""
+        machines = [
+            one for one in self.world.ray.machines[1:] if one.is_alive and not one.is_draining
+        ]
+        if not machines:
+            return ""
+        going: Machine = machines[fault.number % len(machines)]
+        going.is_draining = True
+        self._later(fault.for_s, lambda: going.is_alive and self.world.ray.lose(going))
+        self._later(fault.for_s, lambda: self.world.add_machine(going.num_cpus))
+        return going.name
 
     def _late_machine(self, fault: Fault) -> str:
         return self.world.add_machine(4.0).name if len(self.world.ray.machines) < 5 else ""

@@ -46,7 +46,12 @@ SETS = (
     *("kv.page_size=4", "kv.num_pages=60", "decode.max_rows=4", "model.max_model_len=200"),
     *("speculation.drafter=none", "speculation.measure_at_start=false", "model.kernels=plain"),
     *("kv_transfer.lease_s=8", "kv_transfer.staging_bytes=65536", "control.stuck_s=3"),
-    *("control.start_s=30", "prefill.max_batch_tokens=64", "server.max_queued=64"),
+    *(
+        "control.start_s=30",
+        "control.drain_s=5",
+        "prefill.max_batch_tokens=64",
+        "server.max_queued=64",
+    ),
 )
 BUILDERS = "colocated_node.rank", "decode_node.service.rank", "prefill_node.rank"
 for _name in BUILDERS:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.control import drain
 from cluster.control import rebalance as rebalance_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import plan_gangs
@@ -28,15 +29,20 @@ SKEWED = ((900, 800, 10, 10, 10, 10, 10, 10), (5, 5, 5, 5, 5, 5, 5, 700))
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalance_module, "POLL_S", 0.01)
+    monkeypatch.setattr(drain, "POLL_S", 0.01)
 
 
 class Kept:
     """A ready gang of four ranks, each of which has counted a quarter of ``rows_LE``."""
 
-    def __init__(self, rows_LE: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, rows_LE: tuple[tuple[int, ...], ...], drain_s: float = 60.0) -> None:
         self.machines = FakeMachines()
         config = load(
-            None, ["prefill.dp_size=4", "prefill.num_redundant_experts=4", "control.stop_s=0.05"]
+            None,
+            [
+                *("prefill.dp_size=4", "prefill.num_redundant_experts=4", "control.stop_s=0.05"),
+                f"control.drain_s={drain_s}",
+            ],
         )
         self.states: list[str] = []
         self.changing = asyncio.Lock()
@@ -61,7 +67,7 @@ async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> Non
     await kept.ready()
     first = kept.machines.ranks[2]
     first.says(num_held=1)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, 60.0, kept.changing))
+    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
     await until(lambda: kept.keeper.gang.state == DRAINING)
     await first.asked(5)
     assert kept.keeper.gang.members and not moving.done(), "it ends what it has"
@@ -81,21 +87,21 @@ async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> Non
 
 
 async def test_who_does_not_end_in_time_is_not_waited_for() -> None:
-    kept = Kept(SKEWED)
+    kept = Kept(SKEWED, drain_s=0.0)
     await kept.ready()
     kept.machines.ranks[0].says(num_held=3)
-    assert (await rebalance_gang(kept.keeper, 0.0, kept.changing)).is_moved
+    assert (await rebalance_gang(kept.keeper, kept.changing)).is_moved
     await kept.keeper.stop(0.05)
 
 
 @pytest.mark.parametrize("when", [DRAINING, STARTING])
 async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> None:
     """It holds nobody up, and ends when the gang is stopped."""
-    kept = Kept(SKEWED)
+    kept = Kept(SKEWED, drain_s=3600.0)
     await kept.ready()
     kept.machines.is_held = when == STARTING
     kept.machines.ranks[2].says(num_held=1 if when == DRAINING else 0)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, 3600.0, kept.changing))
+    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
     await until(lambda: kept.keeper.gang.state == when)
     async with kept.changing:
         await kept.keeper.stop(0.05)
@@ -107,11 +113,11 @@ async def test_what_gains_nothing_is_left_alone() -> None:
     kept = Kept(SKEWED)
     kept.rows = replace(kept.rows, placement=rebalance(SKEWED, 12, 2, 1, 4))
     await kept.ready()
-    done = await rebalance_gang(kept.keeper, 60.0, kept.changing)
+    done = await rebalance_gang(kept.keeper, kept.changing)
     assert not done.is_moved and len(kept.machines.begun) == 1 and DRAINING not in kept.states
     await kept.keeper.stop(0.05)
     with pytest.raises(RankLost, match="prefill-0 is lost: try again"):
-        await rebalance_gang(kept.keeper, 60.0, kept.changing)
+        await rebalance_gang(kept.keeper, kept.changing)
 
 
 def test_machines_count_where_each_has_as_many_ranks() -> None:
