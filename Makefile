@@ -29,11 +29,11 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Triton as it was with the oldest torch that we run on, and as this one's CUDA build pins it.
 TRITONS := 3.6.0 3.7.1
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml deploy/constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
 	@$(MAKE) -s torch-for-cpu
-	$(VENV)/bin/pip install -q -e '.[dev]'
+	$(VENV)/bin/pip install -q -e '.[dev]' -c deploy/constraints.txt
 	@command -v $${CXX:-g++} >/dev/null && $(PY) -m model.kernels.build || true
 	touch $(READY)
 

@@ -1,6 +1,8 @@
 """What a step computes, by kind of device: an interface (base.py), a file per implementation."""
 
 import logging
+import os
+from shutil import which
 
 import torch
 
@@ -24,6 +26,11 @@ def create_kernels(
     own, make = ("native", _native) if device.type == "cpu" else ("triton", _triton)
     if name not in (AUTO, own):
         raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use auto or {own}")
+    if own == "triton" and not (os.environ.get("CC") or which("gcc") or which("clang")):
+        raise ValueError(
+            f"model.kernels={name!r}: Triton compiles a launcher for the driver, and there is no C "
+            "compiler: install gcc and the headers of the C library, or use plain"
+        )
     try:
         return make(config, device, quantises)
     except (OSError, ValueError, ImportError) as error:

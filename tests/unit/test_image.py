@@ -7,9 +7,12 @@ import signal
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.deployed import DEPLOY
 from tests.kustomize import render
@@ -76,6 +79,60 @@ def test_a_target_can_be_a_pod_of_every_kind(target: str) -> None:
     [command] = gateway["spec"]["template"]["spec"]["containers"][0]["command"]
     assert script.endswith(f"/usr/local/bin/{command}")
     assert any("install --yes --no-install-recommends wget" in line for line in lines)
+
+
+def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
+    """Of a distribution, and of all that it needs here, by the names that pip compares."""
+    found, asked = set[str](), [(name, extras)]
+    while asked:
+        name, extras = asked.pop()
+        if (key := canonicalize_name(name)) in found:
+            continue
+        found.add(key)
+        for text in metadata.distribution(name).requires or []:
+            one = Requirement(text)
+            cases = [{"extra": extra} for extra in extras or ("",)]
+            if one.marker is None or any(map(one.marker.evaluate, cases)):
+                asked.append((one.name, tuple(one.extras)))
+    return found
+
+
+def test_the_image_has_what_the_tests_ran_on() -> None:
+    """Package by package; of what only the image has there is a version at least."""
+    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    own = (needed("tandem") | needed("triton")) - {"tandem"}
+    told = {name: metadata.version(name).partition("+")[0] for name in own}
+    assert told == {name: pinned.get(name) for name in own}
+    of_ray = map(Requirement, metadata.requires("ray") or [])
+    agent = {
+        canonicalize_name(one.name) for one in of_ray if 'extra == "default"' in str(one.marker)
+    }
+    assert agent and agent <= pinned.keys()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_pins_every_package(target: str) -> None:
+    lines = stages()[target]
+    [copied_to] = [line.split()[-1] for line in lines if "deploy/constraints.txt" in line]
+    assert f"PIP_CONSTRAINT={copied_to}" in "\n".join(lines)
+
+
+def test_a_build_is_sent_what_it_copies_and_nothing_else() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert ignored[1] == "*" and sent == {one for stage in stages() for one in copied(stage)}
+
+
+RUN_TIME = {"cuda": {"gcc", "libc6-dev"}, "cpu": {"g++"}}
+"""What kernels call when they are compiled, where they run. Debian's g++ brings the C library's
+headers."""
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_has_the_compilers_that_its_kernels_call(target: str) -> None:
+    words = {word for line in stages()[target] if "apt-get" in line for word in line.split()}
+    assert RUN_TIME[target] <= words
 
 
 class Script:

@@ -445,6 +445,16 @@ def test_not_a_number_stays_one_and_stays_in_its_row() -> None:
     assert y[2].isnan().all() and not y[[0, 1, 3]].isnan().any()
 
 
+def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start, and not by the first step; slow kernels are had by asking for them."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    given = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
+    with pytest.raises(ValueError, match="model.kernels='auto': .*no C compiler: install gcc"):
+        create_kernels("auto", *given)
+    assert create_kernels("plain", *given).name == "plain"
+
+
 @native_only
 def test_without_a_compiler_steps_are_plain_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
