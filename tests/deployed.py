@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ class Deployed:
     gateway: Manifest
     service: Manifest
     config_map: Manifest
+    policies: tuple[Manifest, ...]
+    budgets: tuple[Manifest, ...]
 
     @property
     def groups(self) -> dict[str, Manifest]:
@@ -38,6 +41,20 @@ class Deployed:
         return [group["template"]["spec"] for group in groups]
 
     @property
+    def pods(self) -> list[Manifest]:
+        return [*self.ray_pods, self.gateway_pod]
+
+    def labels(self) -> list[dict[str, str]]:
+        """Of each of ``pods``, with those that the operator gives."""
+        cluster = self.cluster["metadata"]["name"]
+        groups = [self.cluster["spec"]["headGroupSpec"], *self.groups.values()]
+        found = []
+        for i, group in enumerate(groups):
+            given = {"ray.io/cluster": cluster, "ray.io/node-type": "worker" if i else "head"}
+            found.append(group["template"]["metadata"]["labels"] | given)
+        return [*found, self.gateway["spec"]["template"]["metadata"]["labels"]]
+
+    @property
     def config(self) -> TandemConfig:
         """What the gateway loads, by its arguments, from the volume that is mounted there."""
         options = [
@@ -53,10 +70,13 @@ class Deployed:
 
 def deployed(folder: str) -> Deployed:
     """What ``kubectl apply -k deploy/FOLDER`` makes."""
-    by_kind = {manifest["kind"]: manifest for manifest in render(DEPLOY / folder)}
-    kinds = ("RayCluster", "Deployment", "Service", "ConfigMap")
-    assert sorted(by_kind) == sorted(kinds)
-    return Deployed(*(by_kind[kind] for kind in kinds))
+    by_kind = defaultdict[str, list[Manifest]](list)
+    for manifest in render(DEPLOY / folder):
+        by_kind[manifest["kind"]].append(manifest)
+    ones = [by_kind.pop(kind) for kind in ("RayCluster", "Deployment", "Service", "ConfigMap")]
+    many = [tuple(by_kind.pop(kind)) for kind in ("NetworkPolicy", "PodDisruptionBudget")]
+    assert all(len(found) == 1 for found in ones) and not by_kind
+    return Deployed(*(one for [one] in ones), *many)
 
 
 def load_text(text: str, sets: list[str]) -> TandemConfig:

@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
-from core.config_source import read_yaml
+from core.config_source import _StrictLoader, read_yaml
 
 Manifest = dict[str, Any]
 SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
 FIELDS = {
     "kustomization": {
-        *("apiVersion", "kind", "resources", "configMapGenerator", "images", "patches"),
+        *("apiVersion", "kind", "resources", "components"),
+        *("configMapGenerator", "images", "patches"),
     },
     "configMapGenerator": {"name", "behavior", "files"},
     "images": {"name", "newName", "newTag"},
@@ -28,7 +29,7 @@ FIELDS = {
 
 def render(folder: Path) -> list[Manifest]:
     """Every manifest of a kustomization, as it is applied."""
-    manifests = _build(folder)
+    manifests = _build(folder, [])
     names = {m["metadata"]["name"]: _hashed_name(m) for m in manifests if m["kind"] == "ConfigMap"}
     for manifest in manifests:
         if manifest["kind"] == "ConfigMap":
@@ -39,12 +40,16 @@ def render(folder: Path) -> list[Manifest]:
     return manifests
 
 
-def _build(folder: Path) -> list[Manifest]:
+def _build(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
+    """With what a kustomization adds to those ``manifests``, and, if it is a component, changes."""
     tree = _checked(read_yaml(folder / "kustomization.yaml"), "kustomization")
-    manifests: list[Manifest] = []
     for resource in tree.get("resources", []):
         path = folder / resource
-        manifests += _build(path) if path.is_dir() else [read_yaml(path)]
+        manifests += _build(path, []) if path.is_dir() else _read(path)
+    for component in tree.get("components", []):
+        if read_yaml(folder / component / "kustomization.yaml")["kind"] != "Component":
+            raise ValueError(f"{component} is no Component")
+        _build(folder / component, manifests)
     for generator in tree.get("configMapGenerator", []):
         _generate(manifests, folder, _checked(generator, "configMapGenerator"))
     for entry in tree.get("patches", []):
@@ -54,6 +59,10 @@ def _build(folder: Path) -> list[Manifest]:
     for image in tree.get("images", []):
         _set_image(manifests, _checked(image, "images"))
     return manifests
+
+
+def _read(path: Path) -> list[Manifest]:
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_StrictLoader))
 
 
 def _checked(tree: Manifest, where: str) -> Manifest:

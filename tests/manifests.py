@@ -1,34 +1,72 @@
 """Says what Kubernetes and KubeRay would refuse of a manifest, and what they would drop silently.
 
 Pods and RayClusters are held against KubeRay's own definition (tests/data/kuberay, 1.7), in which
-every unknown field is an error here; the few plain kinds of deploy/ are written out below.
+every unknown field is an error here; other kinds against Kubernetes' (kubernetes-validate, strict).
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
 Schema = dict[str, Any]
 CRD = Path(__file__).parent / "data" / "kuberay" / "ray.io_rayclusters.yaml"
-TEXT = {"type": "string"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-COUNT = {"type": "integer", "minimum": 0}
-PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
-NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+VERSION = "1.37"
+"""Of Kubernetes, whose own definitions the core kinds are held against."""
+MODES = {"ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"}
+NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
     """Each as "path: what is wrong"; none for a manifest that is right."""
     kind = manifest.get("apiVersion"), manifest.get("kind")
-    if kind not in _schemas():
-        return [f"kind: {kind} is none of {sorted(_schemas())}"]
-    errors = _Validator(_schemas()[kind]).iter_errors(manifest)
-    return [f"{'/'.join(map(str, error.path))}: {error.message}" for error in errors]
+    if kind == ("ray.io/v1", "RayCluster"):
+        found = _found(_cluster(), manifest)
+    else:
+        try:
+            kubernetes_validate.validate(manifest, VERSION, strict=True)
+            found = []
+        except kubernetes_validate.SchemaNotFoundError:
+            return [f"kind: {kind} is none of Kubernetes {VERSION} or KubeRay"]
+        except kubernetes_validate.ValidationError as error:
+            found = [_line(error)]
+        if not found and manifest["kind"] in ("Deployment", "Job"):
+            found = _found(_pod(), manifest["spec"]["template"])
+    return found or [*_outside(manifest)]
+
+
+def _outside(manifest: dict[str, Any]) -> Iterator[str]:
+    """What Kubernetes refuses beyond the types of its definitions."""
+    if not NAME.fullmatch(name := manifest["metadata"]["name"]):
+        yield f"metadata/name: {name!r} is no name"
+    for mode in set(manifest.get("spec", {}).get("accessModes", ())) - MODES:
+        yield f"spec/accessModes: {mode!r} is none of {sorted(MODES)}"
+    for path, key, value in _leaves(manifest):
+        if key in ("port", "containerPort") and isinstance(value, int) and value > 65535:
+            yield f"{path}: {value} is above the maximum of a port"
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    pairs = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in pairs:
+        if isinstance(value, dict | list):
+            yield from _leaves(value, f"{path}/{key}")
+        else:
+            yield f"{path}/{key}", str(key), value
+
+
+def _found(schema: Schema, tree: Any) -> list[str]:
+    return [_line(error) for error in _Validator(schema).iter_errors(tree)]
+
+
+def _line(error: Any) -> str:
+    return f"{'/'.join(map(str, error.path))}: {error.message}"
 
 
 def _strict(schema: Schema) -> Schema:
@@ -56,64 +94,19 @@ def _are_unique(
 _Validator = extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _are_unique})
 
 
-def _fields(required: str, **properties: Schema) -> Schema:
-    """A mapping of these fields alone; ``required`` lists names, parted by spaces."""
-    return {"type": "object", "properties": properties, "required": required.split()}
-
-
-def _manifest(required: str, **properties: Schema) -> Schema:
-    meta = _fields("name", name=NAME, namespace=NAME, labels=TEXTS, annotations=TEXTS)
-    header = {"apiVersion": TEXT, "kind": TEXT, "metadata": meta}
-    return _fields(f"apiVersion kind metadata {required}", **header, **properties)
-
-
 @cache
-def _schemas() -> dict[tuple[str, str], Schema]:
+def _cluster() -> Schema:
     crd = yaml.load(CRD.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     [version] = [v for v in crd["spec"]["versions"] if v["name"] == "v1"]
-    cluster = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    groups = cluster["properties"]["workerGroupSpecs"]
-    pod = {**groups["items"]["properties"]["template"], "required": ["spec"]}
-    port = _fields(
-        "port",
-        name=NAME,
-        port=PORT,
-        targetPort={"anyOf": [PORT, NAME]},
-        protocol={"enum": ["TCP", "UDP", "SCTP"]},
-    )
-    modes = ["ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]
-    written = {
-        ("ray.io/v1", "RayCluster"): _manifest("spec", spec=cluster),
-        ("apps/v1", "Deployment"): _manifest(
-            "spec",
-            spec=_fields(
-                "selector template",
-                replicas=COUNT,
-                selector=_fields("matchLabels", matchLabels=TEXTS),
-                template={**pod, "required": ["metadata", "spec"]},
-            ),
-        ),
-        ("batch/v1", "Job"): _manifest(
-            "spec", spec=_fields("template", backoffLimit=COUNT, template=pod)
-        ),
-        ("v1", "Service"): _manifest(
-            "spec",
-            spec=_fields(
-                "ports selector",
-                type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-                selector=TEXTS,
-                ports={"type": "array", "items": port, "minItems": 1},
-            ),
-        ),
-        ("v1", "ConfigMap"): _manifest("data", data=TEXTS),
-        ("v1", "PersistentVolumeClaim"): _manifest(
-            "spec",
-            spec=_fields(
-                "accessModes resources",
-                accessModes={"type": "array", "items": {"enum": modes}, "minItems": 1},
-                resources=_fields("requests", requests=TEXTS),
-                storageClassName=NAME,
-            ),
-        ),
+    found = version["schema"]["openAPIV3Schema"]
+    meta = {name: {"type": "object"} for name in ("labels", "annotations")}
+    properties = found["properties"] | {
+        "metadata": {"type": "object", "properties": meta | {"name": {"type": "string"}}}
     }
-    return {kind: _strict(schema) for kind, schema in written.items()}
+    return _strict(found | {"properties": properties, "required": ["metadata", "spec"]})
+
+
+def _pod() -> Schema:
+    groups = _cluster()["properties"]["spec"]["properties"]["workerGroupSpecs"]
+    template: Schema = groups["items"]["properties"]["template"]
+    return template

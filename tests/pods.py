@@ -19,6 +19,7 @@ from tests.kustomize import Manifest
 
 NETWORK = IPv4Address("10.77.0.0")
 CAN_RUN = os.geteuid() == 0 and shutil.which("ip") is not None
+TOKEN = "b8d3" * 16
 NO_DNS = "nameserver 127.0.0.1\n"
 """Refuses at once: a name that is not in hosts would cost a minute elsewhere."""
 ENTER = """
@@ -145,4 +146,11 @@ def gateway_command(it: Deployed) -> tuple[list[str], dict[str, str], str]:
     [config] = [m["mountPath"] for m in mounts(it.gateway_pod) if m["name"] == "config"]
     args = [arg.replace(f"{config}/", "/mnt/") for arg in box["args"]]
     command = ["gateway.sh" if word == "tandem-gateway" else word for word in box["command"]]
-    return [*command, *args], {e["name"]: e["value"] for e in box["env"]}, str(int(size))
+    return [*command, *args], environment(box), str(int(size))
+
+
+def environment(box: Manifest) -> dict[str, str]:
+    """Of a container of Ray or a gateway; what Secrets hold is TOKEN."""
+    told = {one["name"]: one.get("value", TOKEN) for one in box["env"]}
+    # The operator gives these two to pods of Ray.
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} | told

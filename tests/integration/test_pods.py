@@ -1,20 +1,30 @@
 """The manifests at work: the command of each pod in namespaces of its own, up to tokens."""
 
 import os
+import re
 import signal
 import subprocess
+import time
 
 import pytest
 
 from benchmarks.driven.procs import alive, wait_gone
-from tests.deployed import Deployed, deployed, ranks_per_pod
-from tests.pods import CAN_RUN, Pod, gateway_command, pods, ray_command
+from tests.deployed import Deployed, container, deployed, ranks_per_pod
+from tests.kustomize import Manifest
+from tests.pods import CAN_RUN, Pod, environment, gateway_command, pods, ray_command
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not CAN_RUN, reason="needs root and iproute2"),
 ]
 GENERATE = ("tandem", "generate", "def fibonacci(n):", "--max-tokens=16", "--address=tandem:50051")
+ASK = """
+from tandem import Client
+with Client("tandem:50051") as client:
+    print(client.complete("def f(", max_tokens=4000, ignore_eos=True).token_ids)
+"""
+LONG = "python", "-c", ASK
 SHM_OF_RAY = "1g"
 """The operator gives every pod of Ray a /dev/shm as large as its memory."""
 
@@ -34,11 +44,24 @@ def begin_gateway(pod: Pod, it: Deployed) -> "subprocess.Popen[str]":
     raise AssertionError(pod.log())
 
 
+def begin_ray(pod: Pod, it: Deployed, group: Manifest) -> None:
+    box = container(group["template"]["spec"])
+    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=environment(box))
+
+
 def generated(client: Pod) -> str:
     process = client.run(GENERATE)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, client.log()
     return text
+
+
+def told(pod: Pod, name: str) -> float:
+    """Of the gateway's figures, as Prometheus reads them from that pod."""
+    read = "from urllib.request import urlopen; print(urlopen('http://tandem:9400/metrics').read())"
+    text, _ = pod.run(("python", "-c", read)).communicate(timeout=60)
+    [value] = re.findall(rf"\\n{name} (\S+?)\\n", text)
+    return float(value)
 
 
 def ranks_in(pod: Pod) -> list[str]:
@@ -56,10 +79,9 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         for index in range(group["replicas"] * group["numOfHosts"])
     ]
     with pods(["head", "gateway", "client", *machines], hosts) as there:
-        there["head"].run(ray_command(it, it.cluster["spec"]["headGroupSpec"]), shm=SHM_OF_RAY)
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
         for name in machines:
-            group = it.groups[name.rpartition("-")[0]]
-            there[name].run(ray_command(it, group), shm=SHM_OF_RAY)
+            begin_ray(there[name], it, it.groups[name.rpartition("-")[0]])
         gateway = begin_gateway(there["gateway"], it)
         text = generated(there["client"])
         assert text
@@ -69,7 +91,7 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         assert ranks_in(there["head"]) == ranks_in(there["gateway"]) == []
 
         os.kill(there["gateway"].init(), signal.SIGTERM)
-        assert gateway.wait(60) == 0
+        assert gateway.wait(75) == 0
         gateway = begin_gateway(there["gateway"], it)
         assert generated(there["client"]) == text
         assert sorted(ranks_in(there[name]) for name in machines) == placed
@@ -78,3 +100,33 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         os.kill(raylet, signal.SIGKILL)
         wait_gone({gateway.pid}, timeout_s=60)
         assert not alive(raylet)
+
+
+def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
+    """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
+    it = deployed("base")
+    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    machines = ["prefill-0", "decode-0", "spare"]
+    with pods(["head", "gateway", "client", *machines], hosts) as there:
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
+        for name in machines:
+            begin_ray(there[name], it, it.groups["decode"])
+        begin_gateway(there["gateway"], it)
+        expected, _ = there["client"].run(LONG).communicate(timeout=120)
+        assert expected, there["client"].log()
+
+        [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
+        running = there["client"].run(LONG)
+        wait_until(lambda: told(there["head"], "tandem_num_requests_running") == 1)
+        began_at = time.monotonic()
+        os.kill(going.init(), signal.SIGTERM)
+        text, _ = running.communicate(timeout=120)
+        assert (running.returncode, text) == (0, expected), there["client"].log()
+        going.processes[-1].wait(60)
+        control = it.config.control
+        assert time.monotonic() - began_at < control.drain_s + control.stop_s
+        assert generated(there["client"])
+        held = [
+            kind for name in machines if there[name] is not going for kind in ranks_in(there[name])
+        ]
+        assert sorted(held) == ["decode", "prefill"]

@@ -77,8 +77,107 @@ def service_reaches_gateways(it: Deployed) -> None:
 
 
 def gateways_may_drain(it: Deployed) -> None:
-    """Answers, then the raylet."""
-    assert it.gateway_pod["terminationGracePeriodSeconds"] >= it.config.server.drain_s + 20
+    """Who sends requests learns of it, answers end, then the raylet; the next is ready first."""
+    server = it.config.server
+    pause = container(it.gateway_pod)["lifecycle"]["preStop"]["exec"]["command"]
+    most = float(pause[1]) + server.notice_s + server.drain_s + 20
+    assert it.gateway_pod["terminationGracePeriodSeconds"] >= most and pause[0] == "sleep"
+    assert it.gateway["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    probe = container(it.gateway_pod)["readinessProbe"]
+    assert server.notice_s > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def workers_may_drain(it: Deployed) -> None:
+    """Answers, then ranks; a node that is empty does not wait."""
+    control = it.config.control
+    for group in it.groups.values():
+        [bound_s] = [float(one["value"]) for one in env(group) if "DRAIN_TIMEOUT" in one["name"]]
+        assert bound_s >= control.drain_s + control.stop_s
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= bound_s + 20
+    [head_s] = [
+        one["value"] for one in env(it.cluster["spec"]["headGroupSpec"]) if "DRAIN" in one["name"]
+    ]
+    assert head_s == "0", "the controller stays there to its end"
+
+
+def env(group: dict[str, Any]) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = container(group["template"]["spec"])["env"]
+    return found
+
+
+def probes_ask_what_answers(it: Deployed) -> None:
+    """Liveness is no readiness: a gateway would be killed for a gang that is away."""
+    box = container(it.gateway_pod)
+    ports = {p["name"]: p["containerPort"] for p in box["ports"]}
+    assert it.config.server.http_address == f"0.0.0.0:{ports['http']}"
+    asked = {kind: box[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
+    assert {one["port"] for one in asked.values()} == {"http"}
+    told = [one["path"] for one in asked.values()]
+    assert told == ["/livez", "/livez", "/readyz"]
+
+
+def pods_are_restricted(it: Deployed) -> None:
+    """As the Pod Security standard of that name asks, and they write where it is told alone."""
+    fetch = [m for m in render(DEPLOY / "checkpoint") if m["kind"] == "Job"][0]
+    for pod in (*it.pods, fetch["spec"]["template"]["spec"]):
+        assert pod["automountServiceAccountToken"] is False
+        own = pod["securityContext"]
+        assert (own["runAsNonRoot"], own["runAsUser"], own["fsGroup"]) == (True, 1000, 1000)
+        assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+        box = container(pod)["securityContext"]
+        assert box["allowPrivilegeEscalation"] is False and box["readOnlyRootFilesystem"] is True
+        assert box["capabilities"] == {"drop": ["ALL"]}
+        written = {m["mountPath"] for m in mounts(pod) if "emptyDir" in volumes(pod)[m["name"]]}
+        assert {"/tmp", "/home/tandem/.cache"} <= written
+
+
+def ray_wants_its_token(it: Deployed) -> None:
+    """The operator keeps it in a Secret of the cluster's name."""
+    assert it.cluster["spec"]["authOptions"] == {"mode": "token"}
+    given = {one["name"]: one for one in container(it.gateway_pod)["env"]}
+    assert given["RAY_AUTH_MODE"]["value"] == "token"
+    secret = given["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": it.cluster["metadata"]["name"], "key": "auth_token"}
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return bool(selector["matchLabels"].items() <= labels.items())
+
+
+def others_reach_what_is_told(it: Deployed) -> None:
+    """Every pod is closed but to this cluster's; and ports by name are there."""
+    pods = [*zip(it.pods, it.labels(), strict=True)]
+    within, clients, monitoring = it.policies
+    own = within["spec"]["podSelector"]
+    assert all(selects(own, labels) for _, labels in pods)
+    assert within["spec"]["ingress"] == [{"from": [{"podSelector": own}]}]
+    open_to_all = [
+        (labels["app.kubernetes.io/name"], port["port"])
+        for policy in it.policies
+        for rule in policy["spec"]["ingress"]
+        if "from" not in rule
+        for _, labels in pods
+        if selects(policy["spec"]["podSelector"], labels)
+        for port in rule["ports"]
+    ]
+    assert open_to_all == [("tandem-gateway", "grpc")]
+    named = {
+        port["port"]
+        for p in (clients, monitoring)
+        for r in p["spec"]["ingress"]
+        for port in r["ports"]
+    }
+    assert named <= {port["name"] for pod, _ in pods for port in container(pod)["ports"]}
+
+
+def evictions_are_few(it: Deployed) -> None:
+    """Of each kind of pod one at a time, of a head that does not survive none."""
+    for pod_labels in it.labels():
+        [budget] = [
+            one["spec"] for one in it.budgets if selects(one["spec"]["selector"], pod_labels)
+        ]
+        is_head = pod_labels.get("ray.io/node-type") == "head"
+        assert budget["maxUnavailable"] == (0 if is_head else 1)
 
 
 def mounts_have_volumes(it: Deployed) -> None:
@@ -122,6 +221,12 @@ CHECKS = (
     gateway_finds_the_head,
     service_reaches_gateways,
     gateways_may_drain,
+    workers_may_drain,
+    probes_ask_what_answers,
+    pods_are_restricted,
+    ray_wants_its_token,
+    others_reach_what_is_told,
+    evictions_are_few,
     mounts_have_volumes,
     object_stores_fit_shared_memory,
     checkpoint_is_where_it_is_read,
@@ -167,13 +272,38 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
     (gateways_may_drain, "gateway", f"{GATEWAY}/terminationGracePeriodSeconds", 30),
     (gateways_may_drain, "gateway", f"{GATEWAY}/containers/0/args/0", "--config=/etc/tandem.yaml"),
     (gateways_may_drain, "config_map", "/metadata/name", "tandem"),
+    (gateways_may_drain, "gateway", "/spec/strategy/rollingUpdate/maxUnavailable", 1),
+    (gateways_may_drain, "gateway", f"{GATEWAY}/containers/0/readinessProbe/periodSeconds", 10),
+    (workers_may_drain, "cluster", f"{POD}/terminationGracePeriodSeconds", 30),
+    (workers_may_drain, "cluster", f"{POD}/containers/0/env/0/value", "30"),
+    (
+        probes_ask_what_answers,
+        "gateway",
+        f"{GATEWAY}/containers/0/livenessProbe/httpGet/path",
+        "/readyz",
+    ),
+    (probes_ask_what_answers, "gateway", f"{GATEWAY}/containers/0/ports/1/containerPort", 9401),
+    (pods_are_restricted, "cluster", f"{POD}/securityContext/runAsNonRoot", False),
+    (pods_are_restricted, "gateway", f"{GATEWAY}/automountServiceAccountToken", True),
+    (
+        pods_are_restricted,
+        "cluster",
+        f"{POD}/containers/0/securityContext/readOnlyRootFilesystem",
+        False,
+    ),
+    (pods_are_restricted, "gateway", f"{GATEWAY}/containers/0/volumeMounts/2/mountPath", "/t"),
+    (ray_wants_its_token, "cluster", "/spec/authOptions/mode", "disabled"),
+    (ray_wants_its_token, "cluster", "/metadata/name", "other"),
+    (others_reach_what_is_told, "gateway", f"{GATEWAY}/containers/0/ports/0/name", "rpc"),
+    (others_reach_what_is_told, "cluster", "/spec/headGroupSpec/template/metadata/labels", {}),
+    (evictions_are_few, "cluster", "/metadata/name", "other"),
     (gateways_may_drain, "config_map", "/data/tandem.yaml", "prefil: {dp_size: 4}"),
     (mounts_have_volumes, "cluster", f"{POD}/volumes/0/name", "models"),
-    (object_stores_fit_shared_memory, "cluster", f"{POD}/volumes/1/emptyDir/sizeLimit", "64Mi"),
+    (object_stores_fit_shared_memory, "cluster", f"{POD}/volumes/3/emptyDir/sizeLimit", "64Mi"),
     (
         checkpoint_is_where_it_is_read,
         "cluster",
-        f"{POD}/containers/0/volumeMounts/0/mountPath",
+        f"{POD}/containers/0/volumeMounts/2/mountPath",
         "/m",
     ),
     (checkpoint_is_where_it_is_read, "config_map", "/data/tandem.yaml", CONFIG.replace("V2", "V3")),

@@ -14,13 +14,13 @@ from tests.manifests import problems
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDERS = ("base", "overlays/cpu", "overlays/gpu8", "checkpoint")
+COMPONENTS = ("components/gcs-ft",)
 POD = "/spec/workerGroupSpecs/0/template/spec"
 POD_OF_DEPLOYMENT = "/spec/template/spec"
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> Manifest:
-    [found] = [manifest for manifest in manifests if manifest["kind"] == kind]
-    return found
+    return next(manifest for manifest in manifests if manifest["kind"] == kind)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -31,23 +31,34 @@ def test_rendered_manifests_are_right(folder: str) -> None:
         assert problems(manifest) == []
 
 
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_what_is_added_to_an_overlay_fits_all_of_them(component: str, tmp_path: Path) -> None:
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    for folder in ("base", "overlays/cpu", "overlays/gpu8"):
+        tree = {"resources": [f"deploy/{folder}"], "components": [f"deploy/{component}"]}
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+        manifests = render(tmp_path)
+        assert manifests != render(DEPLOY / folder)
+        assert not [problem for manifest in manifests for problem in problems(manifest)]
+
+
 def test_every_kustomization_is_looked_at() -> None:
     found = {path.parent for path in DEPLOY.rglob("kustomization.yaml")}
-    assert found == {DEPLOY / folder for folder in FOLDERS}
+    assert found == {DEPLOY / folder for folder in (*FOLDERS, *COMPONENTS)}
 
 
 MISTAKES: list[tuple[str, str, str, Any, str]] = [
     ("RayCluster", "add", "/spec/workerGroupSpec", [], "workerGroupSpec"),
     ("RayCluster", "add", f"{POD}/containers/0/imagePulPolicy", "Always", "imagePulPolicy"),
     ("RayCluster", "add", f"{POD}/tolerations/0/efect", "NoSchedule", "efect"),
-    ("RayCluster", "add", f"{POD}/volumes/0/persistentVolumeClaim/claim", "x", "claim"),
+    ("RayCluster", "add", f"{POD}/volumes/2/persistentVolumeClaim/claim", "x", "claim"),
     ("RayCluster", "add", "/metadata/label", {}, "label"),
     ("RayCluster", "replace", "/metadata/name", "Tandem_1", "Tandem_1"),
     ("RayCluster", "replace", "/spec/workerGroupSpecs/0/numOfHosts", "2", "not of type 'integer'"),
     ("RayCluster", "replace", "/spec/workerGroupSpecs/0/replicas", 1.5, "not of type 'integer'"),
     ("RayCluster", "replace", "/spec/headGroupSpec/rayStartParams/num-cpus", 0, "of type 'string'"),
     ("RayCluster", "replace", f"{POD}/containers/0/resources/limits/cpu", "two", "does not match"),
-    ("RayCluster", "replace", f"{POD}/volumes/1/emptyDir/medium", 1, "of type 'string'"),
+    ("RayCluster", "replace", f"{POD}/volumes/3/emptyDir/medium", 1, "of type 'string'"),
     ("RayCluster", "remove", "/spec/workerGroupSpecs/0/groupName", None, "'groupName' is a req"),
     ("RayCluster", "remove", "/spec/workerGroupSpecs/0/maxReplicas", None, "'maxReplicas' is a"),
     ("RayCluster", "remove", f"{POD}/containers/0/name", None, "'name' is a required"),
@@ -70,12 +81,17 @@ MISTAKES: list[tuple[str, str, str, Any, str]] = [
     ("Service", "add", "/spec/ports/0/targetport", 50051, "targetport"),
     ("Service", "replace", "/spec/ports/0/port", "50051", "not of type 'integer'"),
     ("Service", "replace", "/spec/ports/0/port", 70000, "maximum"),
-    ("Service", "remove", "/spec/selector", None, "'selector' is a required"),
     ("ConfigMap", "replace", "/data/tandem.yaml", {"mode": "split"}, "not of type 'string'"),
     ("PersistentVolumeClaim", "replace", "/spec/accessModes/0", "ReadWriteAll", "ReadWriteAll"),
     ("PersistentVolumeClaim", "add", "/spec/storageClass", "fast", "storageClass"),
     ("Job", "add", "/spec/template/spec/restart", "Never", "restart"),
     ("Job", "add", "/spec/retries", 3, "retries"),
+    ("NetworkPolicy", "add", "/spec/ingres", [], "ingres"),
+    ("NetworkPolicy", "replace", "/spec/policyTypes/0", 1, "not of type 'string'"),
+    ("PodDisruptionBudget", "add", "/spec/maxUnavailabl", 1, "maxUnavailabl"),
+    ("PodDisruptionBudget", "replace", "/spec/maxUnavailable", [], "is not valid under"),
+    ("Deployment", "add", f"{POD_OF_DEPLOYMENT}/containers/0/readinessProb", {}, "readinessProb"),
+    ("Deployment", "replace", f"{POD_OF_DEPLOYMENT}/volumes/1/name", "config", "twice"),
 ]
 
 
