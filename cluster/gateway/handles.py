@@ -43,8 +43,7 @@ class Load:
         self.num_tokens -= num_tokens
 
     def heard(self, beat: Beat) -> None:
-        num_rows = beat.held.num_active_rows + beat.num_waiting
-        self.num_other_rows = max(0, num_rows - len(beat.alive))
+        self.num_other_rows = max(0, beat.held.num_active_rows + beat.num_waiting - len(beat.alive))
         self.num_other_tokens = max(0, beat.num_tokens_left - self.num_tokens)
         self.num_free_tokens = beat.held.num_free_tokens
 
@@ -92,9 +91,8 @@ class Handle:
     def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
         self.info, self.control, self.life = info, control, info.spec.life
         self.load, self.inboxes = Load(info.max_tokens), Inboxes(self.life)
-        self.liveness = Liveness(self.life)
+        self.liveness, self._releases = Liveness(self.life), releases
         self.beat: Beat | None = None
-        self._releases = releases
 
     def heard(self, beat: Beat, expected: Iterable[Identity]) -> float:
         """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost

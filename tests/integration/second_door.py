@@ -31,7 +31,7 @@ async def refusal_of(address: str, **fields: Any) -> str:
 
 
 async def check(cluster: Rig, server: Server, client: AsyncClient) -> None:
-    own, planted = server.addresses
+    own, _, planted = server.addresses
     assert own == server.address
     assert (await refusal_of(planted, prompt="x")).startswith("Draining: the server is still start")
     await server.attach(cluster.gateway)

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -118,13 +117,11 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
         [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
         running = there["client"].run(LONG)
         wait_until(lambda: told(there["head"], "tandem_num_requests_running") == 1)
-        began_at = time.monotonic()
         os.kill(going.init(), signal.SIGTERM)
         text, _ = running.communicate(timeout=120)
         assert (running.returncode, text) == (0, expected), there["client"].log()
         going.processes[-1].wait(60)
-        control = it.config.control
-        assert time.monotonic() - began_at < control.drain_s + control.stop_s
+        assert "did not finish draining" not in going.log()
         assert generated(there["client"])
         held = [
             kind for name in machines if there[name] is not going for kind in ranks_in(there[name])
