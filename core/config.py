@@ -6,16 +6,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core.core_schema import ValidationInfo
 
 from core.config_source import explain, overlay, read_yaml, type_text, value_text
 from core.info import COLOCATED, DECODE, PREFILL
@@ -190,8 +183,8 @@ class ServerConfig(Section):
     @field_validator("address", "http_address")
     @classmethod
     def _is_host_and_port(cls, address: str | None, info: ValidationInfo) -> str | None:
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})", address or "unset:0")
-        if match is None or int(match[2]) > 65535:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):(\d{1,5})", address or "")
+        if address is not None and (match is None or int(match[2]) > 65535):
             raise ValueError(
                 f"server.{info.field_name}={address!r}: write HOST:PORT with a port of 0 to 65535, "
                 "such as 127.0.0.1:50051"

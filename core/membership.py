@@ -156,7 +156,8 @@ class ExpertRows:
 class Gang:
     """Ranks that live and die together; ``members`` are those that are ready, ``starts`` what each
     of the others does or waits for. ``failure`` is why its last life ended, ``ended`` how;
-    ``is_given_up``: who starts it waits for it no longer, though it may be tried again."""
+    ``is_given_up``: who starts it waits for it no longer, though it may be tried again. This
+    controller knows of ``num_deaths`` ends of its lives."""
 
     name: str
     kind: str
@@ -167,6 +168,7 @@ class Gang:
     failure: Failure | None = None
     ended: EndedLife | None = None
     is_given_up: bool = False
+    num_deaths: int = 0
 
     @property
     def cause(self) -> str:

@@ -161,7 +161,9 @@ class GangKeeper:
         self.history, epoch, failure = decision.history, self.gang.epoch, death.failure
         log.error("%s, epoch %d, %s: %s", self.plan.name, epoch, death.why, failure.text)
         ended = EndedLife(epoch, death.in_step)
-        self._set(state=LOST, members=(), starts=(), failure=failure, ended=ended)
+        num_deaths = self.gang.num_deaths + 1
+        told = {"failure": failure, "ended": ended, "num_deaths": num_deaths}
+        self._set(state=LOST, members=(), starts=(), **told)
         self.ranks.kill(self.ranks.handles.keys() - decision.kept)
         await self.ranks.leave()
         if not self.ranks.handles:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
-from prometheus_client import Counter as Metric
 
 from cluster.door.status_codes import status_of
 
@@ -23,12 +22,12 @@ _Handler: TypeAlias = grpc.RpcMethodHandler
 
 class EveryCall(grpc.aio.ServerInterceptor):
     """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
-    that the server failed, and log a traceback. All streams but those of Generate are idle ones."""
+    that the server failed, and log a traceback. All streams but those of Generate are idle ones.
+    ``on_error`` hears the code of each call that fails."""
 
-    def __init__(self, rejections: Metric) -> None:
-        self._rejections = rejections
-        self._idle: Counter[str] = Counter()
-        """Of each connection, by the address of its other end."""
+    def __init__(self, on_error: Callable[[str], None]) -> None:
+        self._on_error, self._idle = on_error, Counter[str]()
+        """The latter of each connection, by the address of its other end."""
 
     async def intercept_service(
         self,
@@ -41,13 +40,8 @@ class EveryCall(grpc.aio.ServerInterceptor):
         streams = handler.request_streaming, handler.response_streaming
         shape = "_".join("stream" if stream else "unary" for stream in streams)
         is_idle = handler.response_streaming and not details.method.endswith("/Generate")
-
-        @asynccontextmanager
-        async def around(context: _Context) -> AsyncIterator[None]:
-            async with (self._place if is_idle else nullcontext)(context), self._reported(context):
-                yield
-
-        return _parsing(shape, handler, details.method, around)
+        place = self._place if is_idle else nullcontext
+        return _parsing(shape, handler, details.method, place, self._on_error)
 
     @asynccontextmanager
     async def _place(self, context: _Context) -> AsyncIterator[None]:
@@ -65,30 +59,30 @@ class EveryCall(grpc.aio.ServerInterceptor):
         finally:
             self._idle -= Counter([peer])
 
-    @asynccontextmanager
-    async def _reported(self, context: _Context) -> AsyncIterator[None]:
-        """An error ends the call with its status, unless the client has gone, which a write of ours
-        may be the first to learn."""
+
+@asynccontextmanager
+async def _reported(context: _Context, on_error: Callable[[str], None]) -> AsyncIterator[None]:
+    """An error is told by its code and ends the call with its status, unless the client has gone,
+    which a write of ours may be the first to learn."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        is_ended = context.cancelled() or (task is not None and task.cancelling())
+        if is_ended or isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
         try:
-            yield
-        except grpc.aio.AbortError:
-            raise
-        except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            is_ended = context.cancelled() or (task is not None and task.cancelling())
-            if is_ended or isinstance(error, grpc.aio.InternalError):
-                raise asyncio.CancelledError from error
-            try:
-                status = status_of(error)
-                self._rejections.labels(status.code.name).inc()
-                # It follows what the client leaves unread, and may wait for as long as that stays.
-                await context.abort(*status)
-            except grpc.aio.InternalError:  # the client has gone
-                raise asyncio.CancelledError from None
+            on_error((status := status_of(error)).code.name)
+            # It follows what the client leaves unread, and may wait here for as long as that stays.
+            await context.abort(*status)
+        except grpc.aio.InternalError:  # the client has gone
+            raise asyncio.CancelledError from None
 
 
-def _parsing(shape: str, handler: _Handler, method: str, around: Any) -> _Handler:
-    """``handler`` with what is ``around`` each call, getting bytes from grpc and parsing them."""
+def _parsing(shape: str, handler: _Handler, method: str, place: Any, on_error: Any) -> _Handler:
+    """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
 
     async def parse(data: bytes, context: _Context) -> Any:
         try:
@@ -99,7 +93,7 @@ def _parsing(shape: str, handler: _Handler, method: str, around: Any) -> _Handle
             raise ValueError(reason) from None
 
     async def behave(asked: bytes | AsyncIterator[bytes], context: _Context) -> Any:
-        async with around(context):
+        async with place(context), _reported(context, on_error):
             if isinstance(asked, bytes):
                 message = await parse(asked, context)
             else:

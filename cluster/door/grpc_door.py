@@ -37,7 +37,7 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
     """
     # No bound on all calls together: a stream whose end its client leaves unread would count.
     server = grpc.aio.server(
-        interceptors=(EveryCall(admission.metrics.rejections),),
+        interceptors=(EveryCall(lambda code: admission.on_error(code)),),
         options=(*_OPTIONS, *_bounds(admission.config)),
     )
     rpc.add_InferenceServicer_to_server(InferenceServicer(admission), server)

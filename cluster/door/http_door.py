@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 from cluster.door.listening import listening
 from cluster.gateway.admission import Admission
+from core.tasks import again, cancelled
 
 MAX_CONNECTIONS = 128
+REFRESH_S = 10.0
+"""Between two looks at statuses, for which those who are asked wait for their devices."""
 
 
 @asynccontextmanager
@@ -44,10 +47,10 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
     )
     server, listener = Server(config), listening("server.http_address", address)
     serving = asyncio.create_task(server.serve([listener]), name="http")
-    refreshing = asyncio.create_task(probes.refresh(), name="statuses")
+    refreshing = asyncio.create_task(again(REFRESH_S, probes.refresh), name="statuses")
     try:
         yield f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
     finally:
-        refreshing.cancel()
+        await cancelled(refreshing)
         server.should_exit = True
         await serving

@@ -1,6 +1,5 @@
 """What the HTTP port answers, in the gateway's own loop: one that hangs does not."""
 
-import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -13,10 +12,8 @@ from starlette.routing import Route
 
 from cluster.gateway.admission import Admission
 from cluster.gateway.cluster_metrics import known
+from cluster.gateway.metrics import RequestMetrics
 from core.info import ServerStatus
-
-REFRESH_S = 10.0
-"""Of statuses, for which those who are asked wait for their devices."""
 
 
 class Probes(Collector):
@@ -25,16 +22,15 @@ class Probes(Collector):
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._status: ServerStatus | None = None
+        self._requests = RequestMetrics()
+        admission.on_error, admission.on_stream = self._requests.failed, self._requests.stream
         self._registry = CollectorRegistry()
         self._registry.register(self)
         asked = self.livez, self.readyz, self.metrics
         self.app = Starlette(routes=[Route(f"/{one.__name__}", one) for one in asked])
 
     async def refresh(self) -> None:
-        """Keep the latest status, until cancelled."""
-        while True:
-            self._status = await self._admission.status()
-            await asyncio.sleep(REFRESH_S)
+        self._status = await self._admission.status()
 
     async def livez(self, _: Request) -> Response:
         return PlainTextResponse("alive\n")
@@ -50,5 +46,5 @@ class Probes(Collector):
         return Response(told, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._admission.metrics.registry.collect()
-        yield from known(self._admission, self._status)
+        yield from self._requests.registry.collect()
+        yield from known(self._admission, self._requests.num_told, self._status)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.gateway.checks import checked, request_id
-from cluster.gateway.metrics import RequestMetrics, StreamMetrics
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import Draining
@@ -29,7 +28,7 @@ class _Stream:
     begin when the request is checked."""
 
     nonce: str
-    metrics: StreamMetrics
+    told: Callable[[Piece], None]
     is_aborted: bool = False
     answers: "Streams | None" = None
     end_reason: str = ""
@@ -58,7 +57,9 @@ class Admission:
         self.gateway: ClusterGateway | None = None
         self._is_leaving = self._is_draining = False
         self._streams: dict[str, _Stream] = {}
-        self.metrics = RequestMetrics()
+        self.on_error: Callable[[str], None] = lambda code: None
+        self.on_stream: Callable[[], Callable[[Piece], None]] = lambda: lambda piece: None
+        """A door's: hears of calls that fail, and of streams, each of whose pieces it is told."""
 
     async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
@@ -74,17 +75,11 @@ class Admission:
         """Whether requests belong here."""
         return not self._is_leaving and self.gateway is not None and self.gateway.is_healthy()
 
-    @property
-    def num_told(self) -> int:
-        """Answers that have begun to be told, and go on."""
-        return sum(len(stream.metrics.running) for stream in self._streams.values())
-
     async def status(self) -> ServerStatus:
         """Told while starting and draining too."""
-        num_running = len(self._streams)
-        status = ServerStatus(STARTING, self.config.mode, num_running)
+        status = ServerStatus(STARTING, self.config.mode, len(self._streams))
         if self.gateway is not None:
-            status = await self.gateway.status(num_running)
+            status = await self.gateway.status(len(self._streams))
         return replace(status, state=DRAINING) if self._is_leaving else status
 
     async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
@@ -106,7 +101,7 @@ class Admission:
                 answers.abort()
             async with aclosing(answers.pieces()) as pieces:
                 async for piece in pieces:
-                    stream.metrics.told(piece)
+                    stream.told(piece)
                     await self._write(piece, write)
 
     async def abort(self, name: str) -> bool:
@@ -136,8 +131,7 @@ class Admission:
 
     async def _gone(self, timeout_s: float) -> None:
         """Wait for those that are open now; none may be added meanwhile."""
-        if self._streams:
-            gone = [stream.gone for stream in self._streams.values()]
+        if gone := [stream.gone for stream in self._streams.values()]:
             await asyncio.wait(gone, timeout=timeout_s)
 
     @asynccontextmanager
@@ -155,7 +149,7 @@ class Admission:
             await asyncio.wait([earlier.gone])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")
-        stream = self._streams[name] = _Stream(nonce, StreamMetrics(self.metrics))
+        stream = self._streams[name] = _Stream(nonce, self.on_stream())
         try:
             async with stream.scope:
                 yield stream

@@ -31,13 +31,13 @@ _COUNTERS = {
 _Sample = tuple[Sequence[str], float]
 
 
-def known(admission: Admission, status: ServerStatus | None) -> Iterator[Metric]:
-    """``status`` is the latest, for what beats do not tell."""
+def known(admission: Admission, num_told: int, status: ServerStatus | None) -> Iterator[Metric]:
+    """``num_told`` answers go on that have a token; ``status`` is the latest, for what beats do not
+    tell."""
     yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
-    gateway, num_told = admission.gateway, admission.num_told
-    if gateway is None:
+    if (gateway := admission.gateway) is None:
         return
-    num_waiting = gateway.num_answers - num_told
+    num_waiting = sum(map(len, gateway.running)) - num_told
     yield gauge("num_requests_running", "Answers with a token.", (), [((), num_told)])
     yield gauge("num_requests_waiting", "Answers without one.", (), [((), num_waiting)])
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
@@ -63,10 +63,10 @@ def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
 
 
 def of_gangs(fleet: Fleet) -> Iterator[Metric]:
-    states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.gangs]
+    states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.applied.gangs]
     yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG, "state"), states)
-    deaths = [((gang.name, gang.kind), fleet.num_deaths[gang.name]) for gang in fleet.gangs]
-    yield counter("gang_deaths", "Lives that ended in sight of this gateway.", GANG, deaths)
+    deaths = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.applied.gangs]
+    yield counter("gang_deaths", "Lives of a gang that ended.", GANG, deaths)
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:

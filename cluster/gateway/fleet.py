@@ -5,7 +5,7 @@ New ranks are warmed before they get requests, those found lost are left out unt
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from itertools import product
 from typing import Protocol
@@ -64,10 +64,7 @@ class Fleet:
         self.deaths: deque[InStep] = deque(maxlen=256)
         """The latest steps that a rank died of, as far as is told by now: their answers may be
         elsewhere."""
-        self.num_deaths: Counter[str] = Counter()
-        """Of each gang, as far as this gateway has seen them."""
-        self._applied = members.membership
-        self._apply(self._applied)
+        self._apply(members.membership)
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
     async def ready(self) -> None:
@@ -88,14 +85,9 @@ class Fleet:
         """The ranks that prefill, or those that decode; a colocated one does both."""
         return [r for r in self.ranks.values() if r.info.spec.kind in (kind, COLOCATED)]
 
-    @property
-    def gangs(self) -> tuple[Gang, ...]:
-        """All that there are."""
-        return self._applied.gangs
-
     def unready(self) -> list[Gang]:
         """Gangs that start, are lost or down."""
-        return [gang for gang in self.gangs if gang.state not in (READY, DRAINING)]
+        return [gang for gang in self.applied.gangs if gang.state not in (READY, DRAINING)]
 
     def usable(self) -> list[Ranks]:
         """Warm pairs of ranks that cache alike and are not lost."""
@@ -109,7 +101,7 @@ class Fleet:
     def has_verdict(self, handle: Handle) -> bool:
         """Whether the controller has told what a lost rank died of, or it lives."""
         spec = handle.info.spec
-        ends = [gang.ended for gang in self._applied.gangs if gang.name == spec.gang]
+        ends = [gang.ended for gang in self.applied.gangs if gang.name == spec.gang]
         return not handle.liveness.is_out or all(end and end.epoch >= spec.epoch for end in ends)
 
     def accuse(self, rank: Handle, error: Exception) -> None:
@@ -131,12 +123,11 @@ class Fleet:
 
     async def _follow(self) -> None:
         while True:
-            self._apply(await self._members.changed(self._applied.version))
+            self._apply(await self._members.changed(self.applied.version))
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
-        before = {gang.name: gang.ended for gang in self.gangs}
-        self._applied = now
+        self.applied = now
         infos = {info.spec.life: info for info in now.ready()}
         for name in [name for name in self.ranks if name not in infos]:
             rank = self.ranks.pop(name)
@@ -150,7 +141,6 @@ class Fleet:
             hear = listen(rank, self.session, self._beat_s, self._stuck_s, self._report)
             self._listeners[rank] = asyncio.create_task(hear, name=f"hear-{name}")
         for gang in now.gangs:
-            self.num_deaths[gang.name] += gang.ended != before.get(gang.name, gang.ended)
             step = gang.ended and gang.ended.in_step
             if step and step not in self.deaths:
                 self.deaths.append(step)

@@ -37,10 +37,9 @@ class ClusterGateway:
     """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self._affinity = PrefixAffinity()
-        self._running: WeakSet[Streams] = WeakSet()
+        self.running: WeakSet[Streams] = WeakSet()
         """For as long as somebody reads them."""
         self.migrations: Counter[str] = Counter()
         """Answers that went on in another attempt, by the error that ended the one before."""
@@ -64,8 +63,7 @@ class ClusterGateway:
         answers = [self._answer(index, asked) for index, asked in enumerate(expand(request))]
         if not all(answer.is_finished for answer in answers):
             self._admit(answers)
-        streams = Streams(answers, self._serve)
-        self._running.add(streams)
+        self.running.add(streams := Streams(answers, self._serve))
         return streams
 
     def _answer(self, index: int, request: Request) -> Answer:
@@ -96,16 +94,10 @@ class ClusterGateway:
 
     def _num_rows(self) -> int:
         """Of the decode ranks that are well."""
-        ranks = self.fleet.of_kind(DECODE)
-        return sum(rank.info.max_rows for rank in ranks if rank.liveness.is_well)
-
-    @property
-    def num_answers(self) -> int:
-        """That go on."""
-        return sum(map(len, self._running))
+        return sum(r.info.max_rows for r in self.fleet.of_kind(DECODE) if r.liveness.is_well)
 
     def _check_queue(self, num_answers: int) -> None:
-        num_queued = self.num_answers - self._num_rows()
+        num_queued = sum(map(len, self.running)) - self._num_rows()
         if num_queued + num_answers > self.config.server.max_queued:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
 
@@ -145,8 +137,8 @@ class ClusterGateway:
             except Preempted:
                 self.migrations["Preempted"] += 1
             except (RankLost, HandoverError, StepFailed, Overloaded) as error:
-                self.migrations[type(error).__name__] += 1
                 await trials.failed(error, pair, bool(answer.rest().output_ids))
+                self.migrations[type(error).__name__] += 1
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:

@@ -3,6 +3,8 @@ the same (with ``tandem_`` for ``vllm:``). A label is never what a client chose.
 """
 
 import time
+from collections.abc import Callable
+from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
@@ -52,7 +54,21 @@ class RequestMetrics:
         self._accepted = self._labelled(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position"
         )
-        self.rejections = self._labelled("rejections", "Calls that ended with an error.", "code")
+        self._failed = self._labelled("rejections", "Calls that ended with an error.", "code")
+        self._streams = WeakSet[StreamMetrics]()
+
+    @property
+    def num_told(self) -> int:
+        """Answers that have begun to be told, and go on."""
+        return sum(len(stream.running) for stream in self._streams)
+
+    def stream(self) -> Callable[[Piece], None]:
+        """What hears the pieces of one that begins, for as long as somebody has it."""
+        self._streams.add(one := StreamMetrics(self))
+        return one.told
+
+    def failed(self, code: str) -> None:
+        self._failed.labels(code).inc()
 
     def _labelled(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"tandem_{name}", text, [label], registry=self.registry)

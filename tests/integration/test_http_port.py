@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.door.server import Server
 from core.config import TINY_MODEL, load
-from core.membership import LOST, EndedLife
+from core.membership import LOST
 from tandem import AsyncClient, Finished, InferenceError
 from tests.rig import Rig, rig
 from tests.waiting import until
@@ -157,12 +157,9 @@ async def test_ranks_and_gangs_by_name() -> None:
         assert found["tandem_rank_up", _rank("prefill-0", "prefill")] == 1
         assert found["tandem_rank_steps_total", _rank("decode-0", "decode")] > 0
         state = ("gang", odd), ("kind", "decode"), ("state", LOST)
-        ended = replace(decode, name=odd, state=LOST, members=(), ended=None)
+        ended = replace(decode, name=odd, state=LOST, members=(), num_deaths=1)
         cluster.members.tell(prefill, decode, ended)
-        dead = replace(ended, ended=EndedLife(ended.epoch))
-        await until(lambda: len(cluster.gateway.fleet.gangs) == 3)
-        cluster.members.tell(prefill, decode, dead)
-        await until(lambda: cluster.gateway.fleet.gangs[-1] is dead)
+        await until(lambda: len(cluster.gateway.fleet.applied.gangs) == 3)
         found = await samples(server)
         assert found["tandem_gang_state", state] == 1
         assert found["tandem_gang_deaths_total", state[:2]] == 1

@@ -111,7 +111,7 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Pat
         with pytest.raises(Overloaded, match="queued"):
             await answers_of(cluster, sampled("many", ids, 100, n=5))
         await cluster.check_empty()
-        assert not sum(map(len, cluster.gateway._running))
+        assert not sum(map(len, cluster.gateway.running))
 
 
 async def test_all_of_it_over_grpc(small_model: Path) -> None:

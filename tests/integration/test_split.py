@@ -165,7 +165,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
             stream = cluster.generate(greedy(f"r{round_number}", ids, 60))
             if num_pieces == 0:
                 task = asyncio.create_task(anext(stream))
-                has_begun = (cluster.gateway._running, prefilling, decoding)[round_number]
+                has_begun = (cluster.gateway.running, prefilling, decoding)[round_number]
                 await until(lambda t=task, begun=has_begun: t.done() or begun)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -173,7 +173,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
                 await anext(stream)
             await stream.aclose()
         await cluster.check_empty()
-        assert not sum(map(len, cluster.gateway._running))
+        assert not sum(map(len, cluster.gateway.running))
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:

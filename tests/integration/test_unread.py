@@ -42,7 +42,7 @@ def long_answer(ids: list[int]) -> pb.GenerateRequest:
 
 
 def num_unread(cluster: Rig) -> int:
-    [streams] = cluster.gateway._running
+    [streams] = cluster.gateway.running
     return streams._queue.qsize()
 
 
@@ -69,7 +69,7 @@ async def test_an_abort_frees_the_row_of_a_stream_that_nobody_reads(small_model:
     [ids] = prompts(1, 20)
     async with served(small_model) as (cluster, stub):
         call = stub.Generate(long_answer(ids))
-        await until(lambda: len(cluster.gateway._running) and num_unread(cluster) > 20)
+        await until(lambda: len(cluster.gateway.running) and num_unread(cluster) > 20)
         for _ in range(2):
             assert (await stub.Abort(pb.AbortRequest(request_id=NAME))).found
         await until(lambda: num_rows(cluster) == 0)

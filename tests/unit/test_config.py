@@ -63,6 +63,8 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
         ("prefill.num_redundant_experts=4", "needs several ranks, got prefill.dp_size=1; set it"),
         ("server.address=here", "server.address='here': write HOST:PORT"),
         ("server.address=h:65536", "write HOST:PORT"),
+        ("server.address=''", "server.address='': write HOST:PORT"),
+        ("server.http_address=''", "server.http_address='': write HOST:PORT"),
         ("kv_transfer.backend=nccl", "kv_transfer.backend='nccl' needs prefill.device"),
         ("kv_transfer.lease_s=0", "kv_transfer.lease_s=0: input should be greater than 0"),
         ("kv.num_pages=1", "kv.num_pages=1"),

@@ -17,7 +17,7 @@ from tests.sim.net import Net
 from tests.sim.once import ONCE
 from tests.sim.threads import Threads
 
-NUM_SEEDS = 40
+NUM_SEEDS = 50
 ENDED = "the finally of a process that was killed"
 
 
