@@ -34,7 +34,6 @@ from training.tuning import (  # fmt: skip
 )
 
 STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
-PLAIN = {"eagle": 0, "hass": 0, "eagle3": 465}
 MUON = {"eagle": 8e-3, "hass": 8e-3, "eagle3": 16e-3}
 SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
 
@@ -168,8 +167,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="folder of the head",
     )
     add("--num-unrolled", type=int, default=STEPS[method], help="steps fed with one another")
-    text = "of the run's steps, which learn the first draft alone"
-    add("--num-plain", type=int, default=PLAIN[method], help=text)
+    text = (
+        "the run's first steps, which learn one draft; by default half of eagle3's, none of others"
+    )
+    add("--num-plain", type=int, help=text)
     add(
         "--top-weight",
         type=float,
@@ -177,7 +178,10 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="of top-k distillation",
     )
     add_rates(parser, muon=MUON[method], adam=3e-3)
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    if arguments.num_plain is None:
+        arguments.num_plain = arguments.num_steps // 2 if method == "eagle3" else 0
+    return arguments
 
 
 def main() -> None:
