@@ -18,6 +18,7 @@ AUTO = "auto"
 TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
 _MAX_CHUNK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=1)]
+Label = Annotated[str, Field(pattern=r"^[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?$")]
 
 
 class Section(BaseModel):
@@ -101,6 +102,9 @@ class NodeConfig(Section):
     """where these ranks run"""
     num_threads: Count = 1
     """CPU threads per rank"""
+    group: Label | None = None
+    """machines that hold these ranks, by Ray's label ray.io/node-group, on Kubernetes the worker
+    group's name (both kinds may name one); null: any"""
 
 
 class PrefillConfig(NodeConfig):

@@ -4,7 +4,6 @@ a patch, an image or a generator that finds nothing. Where kubectl is installed 
 import hashlib
 import json
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import yaml
 from core.config_source import _StrictLoader, read_yaml
 
 Manifest = dict[str, Any]
+GENERATED = "generated"
+"""A mark, while manifests are built, of what has a hash in its name at the end."""
 SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
 FIELDS = {
     "kustomization": {
@@ -30,10 +31,11 @@ FIELDS = {
 def render(folder: Path) -> list[Manifest]:
     """Every manifest of a kustomization, as it is applied."""
     manifests = _build(folder, [])
-    names = {m["metadata"]["name"]: _hashed_name(m) for m in manifests if m["kind"] == "ConfigMap"}
+    names = {m["metadata"]["name"]: _hashed_name(m) for m in manifests if m.pop(GENERATED, False)}
     for manifest in manifests:
         if manifest["kind"] == "ConfigMap":
-            manifest["metadata"]["name"] = names[manifest["metadata"]["name"]]
+            name = manifest["metadata"]["name"]
+            manifest["metadata"]["name"] = names.get(name, name)
         for node in _mappings(manifest):
             if "configMap" in node:
                 node["configMap"]["name"] = names[node["configMap"]["name"]]
@@ -85,9 +87,8 @@ def _generate(manifests: list[Manifest], folder: Path, generator: Manifest) -> N
     if behavior == "replace":
         _found(manifests, "ConfigMap", name)["data"] = data
     elif behavior == "create":
-        manifests.append(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
-        )
+        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
+        manifests.append(made | {GENERATED: True})
     else:
         raise ValueError(f"configMapGenerator: behavior {behavior!r} is not supported")
 
@@ -137,19 +138,24 @@ def _operate(manifest: Manifest, op: str, path: str, value: Any = None) -> None:
         node = node[_key(node, part, path)]
     if op == "add":
         if isinstance(node, list):
-            node.insert(len(node) if last == "-" else int(last), deepcopy(value))
+            node.insert(len(node) if last == "-" else int(last), _copy(value))
         else:
-            node[last] = deepcopy(value)
+            node[last] = _copy(value)
         return
     key = _key(node, last, path)
     if op == "replace":
-        node[key] = deepcopy(value)
+        node[key] = _copy(value)
     elif op == "remove":
         del node[key]
     elif op != "test":
         raise ValueError(f"patch: {op!r} is not supported")
     elif node[key] != value:
         raise ValueError(f"patch: {path} is {node[key]!r}, not {value!r}")
+
+
+def _copy(value: Any) -> Any:
+    """Without what YAML's anchors share: a later patch changes one of them."""
+    return json.loads(json.dumps(value))
 
 
 def _key(node: Any, part: str, path: str) -> Any:

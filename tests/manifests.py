@@ -1,7 +1,8 @@
 """Says what Kubernetes and KubeRay would refuse of a manifest, and what they would drop silently.
 
 Pods and RayClusters are held against KubeRay's own definition (tests/data/kuberay, 1.7), in which
-every unknown field is an error here; other kinds against Kubernetes' (kubernetes-validate, strict).
+every unknown field is an error here; Prometheus' kinds against what we use of them; other kinds
+against Kubernetes' (kubernetes-validate, strict).
 """
 
 import re
@@ -19,6 +20,30 @@ Schema = dict[str, Any]
 CRD = Path(__file__).parent / "data" / "kuberay" / "ray.io_rayclusters.yaml"
 VERSION = "1.37"
 """Of Kubernetes, whose own definitions the core kinds are held against."""
+TEXT = {"type": "string"}
+
+
+def _all_of(**fields: Schema) -> Schema:
+    return {"type": "object", "properties": fields, "required": [*fields]}
+
+
+TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+DURATION = {"type": "string", "pattern": "^[0-9]+[smh]$"}
+ALERT = _all_of(alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": DURATION})
+ENDPOINT = _all_of(port=TEXT, interval=DURATION)
+WATCHED: dict[str, Schema] = {
+    "PodMonitor": _all_of(
+        selector=_all_of(matchLabels=TEXTS),
+        podMetricsEndpoints={"type": "array", "items": ENDPOINT},
+    ),
+    "PrometheusRule": _all_of(
+        groups={
+            "type": "array",
+            "items": _all_of(name=TEXT, rules={"type": "array", "items": ALERT}),
+        }
+    ),
+}
+"""The specs of monitoring.coreos.com/v1, as far as deploy/ uses them."""
 MODES = {"ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"}
 NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
@@ -28,6 +53,10 @@ def problems(manifest: dict[str, Any]) -> list[str]:
     kind = manifest.get("apiVersion"), manifest.get("kind")
     if kind == ("ray.io/v1", "RayCluster"):
         found = _found(_cluster(), manifest)
+    elif kind[0] == "monitoring.coreos.com/v1":
+        whole = _all_of(apiVersion=TEXT, kind=TEXT, metadata=_all_of(name=TEXT))
+        whole["properties"]["spec"] = WATCHED[manifest["kind"]]
+        found = _found(_strict(whole), manifest)
     else:
         try:
             kubernetes_validate.validate(manifest, VERSION, strict=True)

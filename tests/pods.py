@@ -2,6 +2,7 @@
 In each what a pod of deploy/ is given, and Ray as KubeRay's operator begins it. Needs root."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,8 +150,17 @@ def gateway_command(it: Deployed) -> tuple[list[str], dict[str, str], str]:
     return [*command, *args], environment(box), str(int(size))
 
 
-def environment(box: Manifest) -> dict[str, str]:
-    """Of a container of Ray or a gateway; what Secrets hold is TOKEN."""
-    told = {one["name"]: one.get("value", TOKEN) for one in box["env"]}
-    # The operator gives these two to pods of Ray.
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} | told
+def environment(box: Manifest, labels: dict[str, str] | None = None) -> dict[str, str]:
+    """Of a container of Ray or a gateway, in a pod of these labels; what Secrets hold is TOKEN."""
+    told: dict[str, str] = {}
+    for one in box["env"]:
+        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        value = one.get("value", TOKEN)
+        if path:
+            value = (labels or {}).get(path.removeprefix("metadata.labels['")[:-2], "")
+        told[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], value)
+    # The operator gives the first two to pods of Ray, and with a group's pods its name.
+    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    if labels:
+        given["RAY_NODE_TYPE_NAME"] = labels["ray.io/group"]
+    return given | told

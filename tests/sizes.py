@@ -26,9 +26,9 @@ PRODUCT = (
 MOST_PLANNED = 17_000
 """With everything that is planned; nothing that is built changes it."""
 HOUSES = {
-    "cluster": 3_445,
+    "cluster": 3_500,
     "colocated_node": 70,
-    "core": 1_065,
+    "core": 1_068,
     "decode_node": 1_610,
     "kv_transfer": 1_505,
     "model": 3_140,

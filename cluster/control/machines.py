@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +15,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
 from cluster.control.actors import ACTORS, NAMESPACE
-from cluster.control.plan import Birth, GangPlan, hosts_of, no_room, room_of
-from cluster.control.ray_private import draining_nodes
+from cluster.control.plan import Birth, GangPlan, Machine, home, hosts_of, no_room, room_of
+from cluster.control.ray_private import draining_nodes, free_of_nodes
 from cluster.control.verdict import LastWords, LifeOver
 from core.config import TandemConfig
 from core.errors import Overloaded, RankLost
@@ -29,6 +31,8 @@ ROOM_TIMEOUT_S = 60.0
 GROUPS = "tandem:"
 WORDS_TIMEOUT_S = 10.0
 LOG_BYTES = 64 << 10
+PLACING = threading.Lock()
+"""Held while a gang looks for a place and takes it: the next one sees what is left."""
 log = logging.getLogger(__name__)
 DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 10_000}
 
@@ -125,12 +129,39 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
         except ValueError as error:
             raise RankLost(f"{plan.name}: its room is gone") from error
     remove_groups(prefix=f"{plan.name}.")  # of lives whose room could not be given back
-    bundles = [dict(plan.resources)] * plan.num_ranks
-    group = placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
-    # Group.ready() would start a worker process of its own just to tell.
-    if not group.wait(ROOM_TIMEOUT_S):
-        raise Overloaded(no_room(plan, ray.cluster_resources(), ray.available_resources()))
-    return group
+    until = time.monotonic() + ROOM_TIMEOUT_S
+    while time.monotonic() < until:
+        # Group.ready() would start a worker process of its own just to tell.
+        if (group := _place(plan, name)) and group.wait(until - time.monotonic()):
+            return group
+        time.sleep(1)
+    raise Overloaded(no_room(plan, _machines()))
+
+
+def _place(plan: GangPlan, name: str) -> Any:
+    """Its placement group, which may have to wait for room; none while no replica has it."""
+    with PLACING:
+        if (labels := home(plan, _machines())) is None:
+            return None
+        group = placement_group(
+            [dict(plan.resources)] * plan.num_ranks,
+            strategy="PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[labels] * plan.num_ranks,
+        )
+        group.wait(1)
+        return group
+
+
+def _machines() -> list[Machine]:
+    """Those of Ray that stay."""
+    free, gone = free_of_nodes(), draining_nodes()
+    return [
+        Machine(one["Labels"], one["Resources"], free.get(one["NodeID"], {}))
+        for one in ray.nodes()
+        if one["Alive"] and one["NodeID"] not in gone
+    ]
 
 
 def _create(spec: RankSpec, resources: Mapping[str, float], group: Any, *told: Any) -> RayRank:

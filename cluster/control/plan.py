@@ -1,5 +1,6 @@
 """Which gangs a config asks for, where their ranks listen, which are whole: pure decisions."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,15 +9,32 @@ from core.info import DECODE, PREFILL
 from core.membership import RankSpec, RankState
 from core.placement import Placement
 
+GROUP, REPLICA = "ray.io/node-group", "tandem/replica"
+"""Labels of machines in Ray: KubeRay's worker group, and there its replica of several hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Of Ray; what it has of each resource, and what of it is free."""
+
+    labels: Mapping[str, str]
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
 
 @dataclass(frozen=True, slots=True)
 class GangPlan:
-    """One gang; ``resources`` is what each of its ranks takes of a machine."""
+    """One gang; ``resources`` is what each of its ranks takes of a machine, which is of the
+    ``group`` if it has one."""
 
     name: str
     kind: str
     num_ranks: int
     resources: Mapping[str, float]
+    group: str | None = None
+
+    def of_group(self, machines: Sequence[Machine]) -> list[Machine]:
+        return [m for m in machines if self.group in (None, m.labels.get(GROUP))]
 
     def specs(self, epoch: int, hosts: Sequence[str], room: int = 0) -> list[RankSpec]:
         """Its ranks in a new life; ``hosts`` has the address of each, ``room`` is RankSpec's."""
@@ -47,18 +65,42 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
         gpus = {"GPU": 1.0} if section.device == "cuda" else {}
         resources = {"CPU": section.num_threads, **gpus}
         for index in range(section.replicas):
-            gangs.append(GangPlan(f"{kind}-{index}", kind, section.dp_size, resources))
+            gangs.append(
+                GangPlan(f"{kind}-{index}", kind, section.dp_size, resources, section.group)
+            )
     return gangs
 
 
-def no_room(plan: GangPlan, total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """What is missing for a gang in a Ray of these resources."""
+def home(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str] | None:
+    """The labels of all machines that a gang may lie on: those of its group and, where that comes
+    in replicas, of the smallest with room for all of it, None while there is none."""
+    room = Counter[str]()
+    for machine in plan.of_group(machines):
+        of_each = (machine.free.get(name, 0) // num for name, num in plan.resources.items())
+        room[machine.labels.get(REPLICA, "")] += int(min(of_each))
+    labels = {} if plan.group is None else {GROUP: plan.group}
+    if not any(room):
+        return labels
+    fits = [(num, name) for name, num in room.items() if name and num >= plan.num_ranks]
+    return labels | {REPLICA: min(fits)[1]} if fits else None
+
+
+def no_room(plan: GangPlan, machines: Sequence[Machine]) -> str:
+    """What is missing for a gang in a Ray of these machines."""
+    section = PREFILL if plan.kind == PREFILL else DECODE
+    if not (those := plan.of_group(machines)):
+        there = sorted({m.labels[GROUP] for m in machines if GROUP in m.labels}) or "none"
+        return (
+            f"{plan.name}: no room: no machine of this Ray is of {section}.group={plan.group!r}; "
+            f"of groups there are {there} (Ray's label {GROUP}, on Kubernetes the worker group)"
+        )
+    where = "this Ray" if plan.group is None else f"group {plan.group!r}"
     wants = [
-        f"{num:g} {name} for each of {plan.num_ranks} ranks, of {total.get(name, 0):g} in this Ray "
-        f"{free.get(name, 0):g} are free"
+        f"{num:g} {name} for each of {plan.num_ranks} ranks, of "
+        f"{sum(m.total.get(name, 0) for m in those):g} in {where} "
+        f"{sum(m.free.get(name, 0) for m in those):g} are free"
         for name, num in plan.resources.items()
     ]
-    section = PREFILL if plan.kind == PREFILL else DECODE
     return (
         f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or ask for less with "
         f"{section}.dp_size, {section}.replicas or {section}.num_threads"

@@ -3,7 +3,8 @@
 ``worker.print_to_stdstream`` gets what Ray says of its troubles; ``services`` finds the Ray of an
 address, and ``authentication`` reads our token as Ray does; ``ray_constants`` and the variables
 let a Ray of one's own listen on loopback only, and ``node.Node`` start fewer processes; the head's
-resource keeps the controller where Ray itself lives; ``state`` tells which machines are to go.
+resource keeps the controller where Ray itself lives; ``state`` tells which machines are to go, and
+what is free on each.
 """
 
 import logging
@@ -25,6 +26,12 @@ def log_troubles() -> None:
 def draining_nodes() -> set[str]:
     """Ids of the machines that Ray drains. Blocks."""
     return set(state.state.get_draining_nodes())
+
+
+def free_of_nodes() -> dict[str, dict[str, float]]:
+    """By id of a machine, what is free of its resources. Blocks."""
+    free: dict[str, dict[str, float]] = state.state.available_resources_per_node()
+    return free
 
 
 def head_of(address: str) -> str | None:

@@ -59,6 +59,8 @@ def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
     yield gauge("rank_up", "Whether it gets requests.", RANK, up)
     ratios = [((one.name, one.kind), one.balance_ratio) for one in statuses if one.balance_ratio]
+    info = [((one.name, one.kind, one.kernels), 1.0) for one in statuses if one.kernels]
+    yield gauge("rank_info", "What computes its steps, in which form.", (*RANK, "kernels"), info)
     yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, ratios)
 
 

@@ -43,9 +43,13 @@ def begin_gateway(pod: Pod, it: Deployed) -> "subprocess.Popen[str]":
     raise AssertionError(pod.log())
 
 
-def begin_ray(pod: Pod, it: Deployed, group: Manifest) -> None:
+def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> None:
+    """``replica``: of several pods, as the operator labels them."""
     box = container(group["template"]["spec"])
-    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=environment(box))
+    labels = {"ray.io/group": group.get("groupName", "headgroup")}
+    if replica:
+        labels["ray.io/worker-group-replica-name"] = replica
+    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=environment(box, labels))
 
 
 def generated(client: Pod) -> str:
@@ -84,16 +88,16 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         gateway = begin_gateway(there["gateway"], it)
         text = generated(there["client"])
         assert text
-        placed = sorted(ranks_in(there[name]) for name in machines)
+        placed = [ranks_in(there[name]) for name in machines]
         sizes = {k: ranks_per_pod(group, {"CPU": 1}) for k, group in it.groups.items()}
-        assert placed == sorted([kind] * sizes[kind] for kind in sizes)
+        assert placed == [[kind] * sizes[kind] for kind in sizes]
         assert ranks_in(there["head"]) == ranks_in(there["gateway"]) == []
 
         os.kill(there["gateway"].init(), signal.SIGTERM)
         assert gateway.wait(75) == 0
         gateway = begin_gateway(there["gateway"], it)
         assert generated(there["client"]) == text
-        assert sorted(ranks_in(there[name]) for name in machines) == placed
+        assert [ranks_in(there[name]) for name in machines] == placed
 
         [raylet] = there["gateway"].pids("/raylet/raylet\0")
         os.kill(raylet, signal.SIGKILL)
@@ -109,7 +113,9 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
     with pods(["head", "gateway", "client", *machines], hosts) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
         for name in machines:
-            begin_ray(there[name], it, it.groups["decode"])
+            begin_ray(
+                there[name], it, it.groups[name.removesuffix("-0").replace("spare", "decode")]
+            )
         begin_gateway(there["gateway"], it)
         expected, _ = there["client"].run(LONG).communicate(timeout=120)
         assert expected, there["client"].log()
@@ -127,3 +133,47 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
             kind for name in machines if there[name] is not going for kind in ranks_in(there[name])
         ]
         assert sorted(held) == ["decode", "prefill"]
+
+
+SIZES = """
+prefill: {group: prefill, dp_size: 2}
+decode: {group: decode, dp_size: 4}
+"""
+
+
+def test_groups_of_different_sizes() -> None:
+    """Prefill of 2 ranks in a pod beside decode of 4 in two, each where it belongs; a gang lies in
+    one replica; that one group is gone for a while is nothing to the processes of the other."""
+    it = deployed("overlays/cpu")
+    it.config_map["data"]["tandem.yaml"] = SIZES
+    replica = [
+        one
+        for one in container(deployed("overlays/hosts2").groups["decode"]["template"]["spec"])[
+            "env"
+        ]
+        if "REPLICA" in one["name"] or "LABELS" in one["name"]
+    ]
+    container(it.groups["decode"]["template"]["spec"])["env"] += replica
+    it.groups["decode"]["numOfHosts"] = 2
+    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    # Of replica "a" only one pod has come, "b" is whole: the gang would fit on pods of both.
+    machines = {"prefill-0": "", "decode-0": "a", "decode-1": "b", "decode-2": "b"}
+    later = ["prefill-1"]
+    with pods(["head", "gateway", "client", *machines, *later], hosts) as there:
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
+        for name, replica in machines.items():
+            begin_ray(there[name], it, it.groups[name.rpartition("-")[0]], replica)
+        begin_gateway(there["gateway"], it)
+        text = generated(there["client"])
+        placed = [ranks_in(there[name]) for name in machines]
+        assert placed == [["prefill"] * 2, [], ["decode"] * 2, ["decode"] * 2]
+
+        before = [there[name].pids("ray::DecodeActor") for name in machines]
+        os.kill(there["prefill-0"].init(), signal.SIGTERM)
+        there["prefill-0"].processes[-1].wait(75)
+        wait_until(lambda: told(there["head"], "tandem_serving") == 0)
+        begin_ray(there["prefill-1"], it, it.groups["prefill"])
+        wait_until(lambda: told(there["head"], "tandem_serving") == 1)
+        assert generated(there["client"]) == text
+        assert ranks_in(there["prefill-1"]) == ["prefill"] * 2
+        assert [there[name].pids("ray::DecodeActor") for name in machines] == before

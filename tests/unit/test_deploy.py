@@ -1,15 +1,17 @@
 """What no schema knows of deploy/: pods hold their gangs exactly; names, ports, paths and versions
 of the manifests, the config and the image meet. Each check is also seen to fail."""
 
+import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.control.plan import plan_gangs
+from cluster.control.plan import REPLICA, plan_gangs
 from core.config import TINY_MODEL
 from tests.deployed import (
     DEPLOY,
@@ -24,22 +26,39 @@ from tests.deployed import (
 )
 from tests.kustomize import patch, render
 
-OVERLAYS = ("base", "overlays/cpu", "overlays/gpu8")
+OVERLAYS = ("base", "overlays/cpu", "overlays/gpu8", "overlays/hosts2")
 PROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
 
 
 def pods_hold_their_gangs(it: Deployed) -> None:
-    """And no gang fits elsewhere in part: Ray places ranks by what is free, in whichever group."""
+    """A replica of a group holds a gang of each kind that names the group, and nothing more."""
     plans = plan_gangs(it.config)
-    assert {plan.kind for plan in plans} == it.groups.keys()
-    for kind, group in it.groups.items():
-        gangs = [plan for plan in plans if plan.kind == kind]
-        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == len(gangs)
+    assert {plan.group for plan in plans} == it.groups.keys()
+    for name, group in it.groups.items():
+        gangs = [plan for plan in plans if plan.group == name]
+        num = Counter(plan.kind for plan in gangs)
+        assert set(num.values()) == {group["replicas"]}
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
         own = ranks_per_pod(group, gangs[0].resources)
-        assert own * group["numOfHosts"] == gangs[0].num_ranks
+        assert all(plan.resources == gangs[0].resources for plan in gangs)
+        num_ranks = sum(plan.num_ranks for plan in gangs)
+        assert own * group["numOfHosts"] * group["replicas"] == num_ranks
         assert ray_resources(group)["GPU"] == own * gangs[0].resources.get("GPU", 0)
-        for other in it.groups.values():
-            assert ranks_per_pod(other, gangs[0].resources) in (0, own)
+
+
+def gangs_lie_in_one_replica(it: Deployed) -> None:
+    """Whose pods the operator replaces together; it labels pods of several hosts alone."""
+    for group in it.groups.values():
+        given = {one["name"]: one for one in env(group)}
+        if group["numOfHosts"] == 1:
+            assert "RAY_OVERRIDE_LABELS" not in given
+            continue
+        labels = json.loads(given["RAY_OVERRIDE_LABELS"]["value"])
+        assert labels == {REPLICA: "$(REPLICA)"} and [*given].index("REPLICA") < [*given].index(
+            "RAY_OVERRIDE_LABELS"
+        )
+        path = given["REPLICA"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert path == "metadata.labels['ray.io/worker-group-replica-name']"
 
 
 def head_takes_no_rank(it: Deployed) -> None:
@@ -126,7 +145,10 @@ def pods_are_restricted(it: Deployed) -> None:
         assert own["seccompProfile"] == {"type": "RuntimeDefault"}
         box = container(pod)["securityContext"]
         assert box["allowPrivilegeEscalation"] is False and box["readOnlyRootFilesystem"] is True
-        assert box["capabilities"] == {"drop": ["ALL"]}
+        has_rdma = "rdma/hca" in container(pod)["resources"]["limits"]
+        assert box["capabilities"] == {"drop": ["ALL"]} | (
+            {"add": ["IPC_LOCK"]} if has_rdma else {}
+        )
         written = {m["mountPath"] for m in mounts(pod) if "emptyDir" in volumes(pod)[m["name"]]}
         assert {"/tmp", "/home/tandem/.cache"} <= written
 
@@ -203,9 +225,11 @@ def checkpoint_is_where_it_is_read(it: Deployed) -> None:
     path = it.config.model.path
     if path == TINY_MODEL:
         return
-    by_kind = {manifest["kind"]: manifest for manifest in render(DEPLOY / "checkpoint")}
+    made = [render(folder) for folder in DEPLOY.glob("checkpoint*")]
+    kinds = [{manifest["kind"]: manifest for manifest in one} for one in made]
+    [by_kind] = [one for one in kinds if f"--local-dir={path}" in fetched(one)["args"]]
     fetch = by_kind["Job"]["spec"]["template"]["spec"]
-    assert f"--local-dir={path}" in container(fetch)["args"]
+    assert container(fetch)["command"][2].rpartition("/")[2] == path.name
     for pod in (fetch, it.gateway_pod, *it.ray_pods[1:]):
         [mount] = [m for m in mounts(pod) if Path(m["mountPath"]) in path.parents]
         claim = volumes(pod)[mount["name"]]["persistentVolumeClaim"]["claimName"]
@@ -213,8 +237,13 @@ def checkpoint_is_where_it_is_read(it: Deployed) -> None:
         assert pod is fetch or mount["readOnly"]
 
 
+def fetched(by_kind: dict[str, Any]) -> dict[str, Any]:
+    return container(by_kind["Job"]["spec"]["template"]["spec"])
+
+
 CHECKS = (
     pods_hold_their_gangs,
+    gangs_lie_in_one_replica,
     head_takes_no_rank,
     requests_are_limits,
     all_run_one_image,
@@ -239,30 +268,32 @@ def test_overlays_fit_together(folder: str, check: Callable[[Deployed], None]) -
     check(deployed(folder))
 
 
-def test_a_gang_of_sixteen_is_two_hosts_of_eight() -> None:
-    it = deployed("overlays/gpu8")
-    text = it.config_map["data"]["tandem.yaml"]
-    it.config_map["data"]["tandem.yaml"] = text.replace("dp_size: 4", "dp_size: 16")
-    limits = {"cpu": "32", "memory": "1Ti", "nvidia.com/gpu": "8"}
-    for group in it.groups.values():
-        group["numOfHosts"] = 2
-        container(group["template"]["spec"])["resources"] = {"requests": limits, "limits": limits}
-    for check in CHECKS:
-        check(it)
-
-
 GROUP = "/spec/workerGroupSpecs/1"
 POD = f"{GROUP}/template/spec"
 GATEWAY = "/spec/template/spec"
-CONFIG = "model: {path: /models/DeepSeek-V2-Lite}\n"
+CONFIG = "model: {path: /models/DeepSeek-V4}\n"
 MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
     (pods_hold_their_gangs, "cluster", f"{GROUP}/replicas", 2),
-    (pods_hold_their_gangs, "cluster", f"{GROUP}/numOfHosts", 2),
+    (pods_hold_their_gangs, "cluster", f"{GROUP}/numOfHosts", 1),
+    (gangs_lie_in_one_replica, "cluster", f"{GROUP}/numOfHosts", 1),
+    (gangs_lie_in_one_replica, "cluster", f"{POD}/containers/0/env/2/value", '{"replica": ""}'),
+    (
+        gangs_lie_in_one_replica,
+        "cluster",
+        f"{POD}/containers/0/env/1/valueFrom/fieldRef/fieldPath",
+        "metadata.name",
+    ),
+    (
+        pods_are_restricted,
+        "cluster",
+        f"{POD}/containers/0/securityContext/capabilities/add",
+        ["SYS_ADMIN"],
+    ),
     (pods_hold_their_gangs, "cluster", f"{GROUP}/groupName", "decoding"),
-    (pods_hold_their_gangs, "cluster", f"{POD}/containers/0/resources/limits/cpu", "15"),
-    (pods_hold_their_gangs, "cluster", f"{POD}/containers/0/resources/limits/nvidia.com~1gpu", "8"),
+    (pods_hold_their_gangs, "cluster", f"{POD}/containers/0/resources/limits/cpu", "31"),
+    (pods_hold_their_gangs, "cluster", f"{POD}/containers/0/resources/limits/nvidia.com~1gpu", "4"),
     (head_takes_no_rank, "cluster", "/spec/headGroupSpec/rayStartParams/num-cpus", "1"),
-    (requests_are_limits, "cluster", f"{POD}/containers/0/resources/limits/memory", "1Ti"),
+    (requests_are_limits, "cluster", f"{POD}/containers/0/resources/limits/memory", "2Ti"),
     (all_run_one_image, "cluster", f"{POD}/containers/0/image", "tandem:0.0.9-cuda"),
     (gateway_finds_the_head, "cluster", "/metadata/name", "other"),
     (service_reaches_gateways, "service", "/spec/ports/0/port", 50052),
@@ -306,7 +337,7 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
         f"{POD}/containers/0/volumeMounts/2/mountPath",
         "/m",
     ),
-    (checkpoint_is_where_it_is_read, "config_map", "/data/tandem.yaml", CONFIG.replace("V2", "V3")),
+    (checkpoint_is_where_it_is_read, "config_map", "/data/tandem.yaml", CONFIG),
 ]
 
 
@@ -314,7 +345,7 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
 def test_what_does_not_fit_fails(
     check: Callable[[Deployed], None], part: str, path: str, value: Any
 ) -> None:
-    it = deployed("overlays/gpu8")
+    it = deployed("overlays/hosts2")
     check(it)
     patch(getattr(it, part), [{"op": "replace", "path": path, "value": value}])
     with pytest.raises((AssertionError, ValueError)):

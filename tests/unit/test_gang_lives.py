@@ -13,7 +13,16 @@ from cluster.control import gang as gang_module
 from cluster.control import machines as machines_module
 from cluster.control.gang import GangKeeper
 from cluster.control.machines import RayMachines
-from cluster.control.plan import Birth, GangPlan, no_room, plan_gangs
+from cluster.control.plan import (
+    GROUP,
+    REPLICA,
+    Birth,
+    GangPlan,
+    Machine,
+    home,
+    no_room,
+    plan_gangs,
+)
 from cluster.control.verdict import Death, LastWords, LifeOver
 from core.config import TandemConfig, load
 from core.errors import EpochEnded, ProgramFailed, RankLost
@@ -383,12 +392,46 @@ async def test_a_suspicion_that_comes_while_others_still_answer_is_kept() -> Non
 
 def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
     config = load(None, ["decode.dp_size=8", "decode.num_threads=4", "decode.device=cuda"])
-    text = no_room(plan_gangs(config)[1], {"CPU": 16, "GPU": 4.0}, {"CPU": 12.0, "GPU": 4.0})
+    there = [
+        Machine({}, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}),
+        Machine({}, {"CPU": 8.0}, {"CPU": 4.0}),
+    ]
+    text = no_room(plan_gangs(config)[1], there)
     assert text == (
         "decode-0: no room: it takes 4 CPU for each of 8 ranks, of 16 in this Ray 12 are free; "
         "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or ask for less "
         "with decode.dp_size, decode.replicas or decode.num_threads"
     )
+
+
+def machine(group: str | None, replica: str | None, free: float) -> Machine:
+    given = {GROUP: group, REPLICA: replica}
+    labels = {key: value for key, value in given.items() if value is not None}
+    return Machine(labels, {"CPU": 8.0}, {"CPU": free})
+
+
+def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
+    gang = GangPlan("d", "decode", 4, {"CPU": 2.0}, "big")
+    by_hand = [machine(None, None, 8), machine("big", None, 3)]
+    assert home(GangPlan("d", "decode", 4, {"CPU": 2.0}), by_hand) == {}
+    assert home(gang, by_hand) == {GROUP: "big"}  # Ray waits there for room
+    # Five CPUs hold two ranks: "a" has room for three in all, "b" for five, "c" for four.
+    pods = [("a", 5), ("a", 2), ("b", 8), ("b", 2), ("c", 4), ("c", 5)]
+    replicas = [machine("big", name, free) for name, free in pods]
+    others = [machine("small", "d", 8), machine(None, None, 8), machine("big", "", 8)]
+    assert home(gang, replicas + others) == {GROUP: "big", REPLICA: "c"}
+    assert home(gang, replicas[:4] + others) == {GROUP: "big", REPLICA: "b"}
+    assert home(gang, replicas[:2] + others) is None
+    assert home(replace(gang, group="small"), replicas + others) == {GROUP: "small", REPLICA: "d"}
+
+
+def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
+    gang = GangPlan("prefill-0", "prefill", 1, {"CPU": 1.0}, "larg")
+    there = [machine("large", None, 8), machine("small", None, 8), machine(None, None, 8)]
+    assert "of prefill.group='larg'; of groups there are ['large', 'small']" in no_room(gang, there)
+    assert "of groups there are none" in no_room(gang, there[2:])
+    text = no_room(replace(gang, group="large", num_ranks=9), there)
+    assert "1 CPU for each of 9 ranks, of 8 in group 'large' 8 are free" in text
 
 
 async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(

@@ -13,8 +13,9 @@ from tests.kustomize import Manifest, patch, render
 from tests.manifests import problems
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOLDERS = ("base", "overlays/cpu", "overlays/gpu8", "checkpoint")
-COMPONENTS = ("components/gcs-ft",)
+OVERLAYS = ("base", "overlays/cpu", "overlays/gpu8", "overlays/hosts2")
+FOLDERS = (*OVERLAYS, "checkpoint", "checkpoint-v3")
+COMPONENTS = ("components/gcs-ft", "components/monitoring")
 POD = "/spec/workerGroupSpecs/0/template/spec"
 POD_OF_DEPLOYMENT = "/spec/template/spec"
 
@@ -34,7 +35,7 @@ def test_rendered_manifests_are_right(folder: str) -> None:
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_what_is_added_to_an_overlay_fits_all_of_them(component: str, tmp_path: Path) -> None:
     (tmp_path / "deploy").symlink_to(DEPLOY)
-    for folder in ("base", "overlays/cpu", "overlays/gpu8"):
+    for folder in OVERLAYS:
         tree = {"resources": [f"deploy/{folder}"], "components": [f"deploy/{component}"]}
         (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(tree))
         manifests = render(tmp_path)
@@ -92,12 +93,19 @@ MISTAKES: list[tuple[str, str, str, Any, str]] = [
     ("PodDisruptionBudget", "replace", "/spec/maxUnavailable", [], "is not valid under"),
     ("Deployment", "add", f"{POD_OF_DEPLOYMENT}/containers/0/readinessProb", {}, "readinessProb"),
     ("Deployment", "replace", f"{POD_OF_DEPLOYMENT}/volumes/1/name", "config", "twice"),
+    ("RayCluster", "add", f"{POD}/containers/0/envFrom/0/configMap", {}, "configMap"),
+    ("PodMonitor", "add", "/spec/podMetricsEndpoint", [], "podMetricsEndpoint"),
+    ("PodMonitor", "replace", "/spec/podMetricsEndpoints/0/interval", "15", "does not match"),
+    ("PrometheusRule", "add", "/spec/groups/0/rules/0/exp", "up", "exp"),
+    ("PrometheusRule", "remove", "/spec/groups/0/rules/0/expr", None, "'expr' is a required"),
 ]
 
 
 @pytest.mark.parametrize("kind, op, path, value, said", MISTAKES)
 def test_a_wrong_field_fails(kind: str, op: str, path: str, value: Any, said: str) -> None:
     manifests = render(DEPLOY / "overlays/gpu8") + render(DEPLOY / "checkpoint")
+    for file in ("pods.yaml", "rules.yaml"):
+        manifests += yaml.safe_load_all((DEPLOY / "components/monitoring" / file).read_text())
     manifest = of_kind(manifests, kind)
     patch(manifest, [{"op": op, "path": path} | ({} if op == "remove" else {"value": value})])
     found = problems(manifest)
