@@ -141,7 +141,7 @@ def serving(
         if not line.startswith("ready grpc="):
             process.wait(30)
             raise AssertionError(f"no ready line but {line!r}; stderr: {''.join(log)}")
-        yield Serving(process, line.removeprefix("ready grpc="), log)
+        yield Serving(process, line.removeprefix("ready grpc=").split()[0], log)
     finally:
         if process.poll() is None:
             tree = descendants(process.pid)

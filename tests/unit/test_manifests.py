@@ -1,6 +1,8 @@
 """Every manifest of deploy/, rendered, is one that Kubernetes and KubeRay take whole; a wrong field
 of any kind is found. Kustomizations say only what tests/kustomize.py renders, as kubectl does."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -165,3 +167,22 @@ def test_what_is_not_rendered_is_refused(
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["base"]} | fields))
     with pytest.raises((ValueError, KeyError), match=said):
         render(tmp_path)
+
+
+def test_board_and_alerts_ask_for_what_is_told() -> None:
+    """By docs/metrics.md, which a scrape is held against elsewhere; no panel hides another."""
+    told = set(re.findall(r"tandem_\w+", (DEPLOY.parent / "docs" / "metrics.md").read_text()))
+    there = {name + end for name in told for end in ("", "_bucket", "_total")}
+    monitoring = DEPLOY / "components" / "monitoring"
+    texts = [(monitoring / name).read_text() for name in ("tandem.json", "rules.yaml")]
+    asked = set(re.findall(r"\btandem_\w+", "".join(texts)))
+    assert len(asked) > 30 and asked <= there
+    panels = json.loads(texts[0])["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in panels)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
