@@ -41,6 +41,8 @@ class Pod:
     name: str
     address: str
     home: Path
+    switch: str
+    """The namespace of the bridge that it hangs on."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(
@@ -90,7 +92,7 @@ def pods(names: Sequence[str], hosts: dict[str, str]) -> Iterator[dict[str, Pod]
             _ip("-n {0} addr add {1}/24 dev bridge", switch, NETWORK + 254)
             _ip("-n {0} link set bridge up", switch)
             for i, name in enumerate(names):
-                made[name] = Pod(f"{switch}-{i}", str(NETWORK + 1 + i), Path(folder, name))
+                made[name] = Pod(f"{switch}-{i}", str(NETWORK + 1 + i), Path(folder, name), switch)
                 (made[name].home / "etc").mkdir(parents=True)
                 _connect(made[name], switch, f"pod{i}")
             lines = [f"{made[pod].address} {host}\n" for host, pod in hosts.items()]

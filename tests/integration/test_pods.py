@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 
@@ -11,6 +12,7 @@ from benchmarks.driven.procs import alive, wait_gone
 from tests.deployed import Deployed, container, deployed, ranks_per_pod
 from tests.kustomize import Manifest
 from tests.pods import CAN_RUN, Pod, environment, gateway_command, pods, ray_command
+from tests.policies import Peer, enforce
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -177,3 +179,60 @@ def test_groups_of_different_sizes() -> None:
         assert generated(there["client"]) == text
         assert ranks_in(there["prefill-1"]) == ["prefill"] * 2
         assert [there[name].pids("ray::DecodeActor") for name in machines] == before
+
+
+AGENT = "python", "-m", "http.server", "8080"
+"""Where Ray's agent tells its figures in the image; the environment of the tests has none."""
+
+
+@pytest.mark.skipif(
+    not shutil.which("nmap") or not shutil.which("nft"), reason="needs nmap and nft"
+)
+def test_who_reaches_what() -> None:
+    """By a scan of all ports: a stranger gRPC alone, who watches figures too, pods of the cluster
+    one another; without the policies a stranger finds the rest."""
+    it = deployed("base")
+    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    ours = "head", "prefill", "decode", "gateway"
+    with pods([*ours, "stranger", "monitor"], hosts) as there:
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
+        for name in ("prefill", "decode"):
+            begin_ray(there[name], it, it.groups[name])
+        begin_gateway(there["gateway"], it)
+        for name in ours[:3]:
+            there[name].run(AGENT)
+        peers = [
+            Peer(there[name], labels, ports=_ports(pod))
+            for name, labels, pod in zip(ours, it.labels(), it.pods, strict=True)
+        ]
+        spaces = {"stranger": "other", "monitor": "monitoring"}
+        outside = [Peer(there[name], namespace=space) for name, space in spaces.items()]
+        targets = [there[name] for name in ours]
+        grpc, http = peers[3].ports["grpc"], peers[3].ports["http"]
+
+        open_to_all = scan(there["stranger"], targets)
+        assert all(len(ports) > 3 for ports in open_to_all) and http in open_to_all[3]
+        enforce(there["head"].switch, it.policies, [*peers, *outside])
+        left = scan(there["stranger"], targets)
+        assert left == [set(), set(), set(), {grpc}]
+        seen = scan(there["monitor"], targets)
+        assert seen == [{8080}, {8080}, {8080}, {grpc, http}]
+        within = scan(there["prefill"], [there["head"], there["gateway"]])
+        assert within[0] >= {6379, 8080} and within[1] >= {grpc, http}
+        assert generated(there["stranger"])
+
+
+def _ports(pod: Manifest) -> dict[str, int]:
+    return {one["name"]: one["containerPort"] for one in container(pod)["ports"]}
+
+
+def scan(source: Pod, targets: list[Pod]) -> list[set[int]]:
+    """The open TCP ports of each, of all that there are."""
+    addresses = [pod.address for pod in targets]
+    how = "-n", "-Pn", "-sS", "-p-", "--open", "--min-rate=20000", "--max-retries=1", "-oG", "-"
+    text, _ = source.run(("nmap", *how, *addresses)).communicate(timeout=300)
+    lines = {line.split()[1]: line for line in text.splitlines() if "Ports:" in line}
+    return [
+        {int(port) for port in re.findall(r"(\d+)/open/tcp", lines.get(address, ""))}
+        for address in addresses
+    ]
