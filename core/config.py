@@ -103,8 +103,7 @@ class NodeConfig(Section):
     num_threads: Count = 1
     """CPU threads per rank"""
     group: Label | None = None
-    """machines that hold these ranks, by Ray's label ray.io/node-group, on Kubernetes the worker
-    group's name (both kinds may name one); null: any"""
+    """machines for these ranks: Ray's label ray.io/node-group, KubeRay's worker group; null: any"""
 
 
 class PrefillConfig(NodeConfig):

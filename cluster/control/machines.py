@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,8 +29,6 @@ ROOM_TIMEOUT_S = 60.0
 GROUPS = "tandem:"
 WORDS_TIMEOUT_S = 10.0
 LOG_BYTES = 64 << 10
-PLACING = threading.Lock()
-"""Held while a gang looks for a place and takes it: the next one sees what is left."""
 log = logging.getLogger(__name__)
 DETACHED = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurrency": 10_000}
 
@@ -129,29 +125,17 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
         except ValueError as error:
             raise RankLost(f"{plan.name}: its room is gone") from error
     remove_groups(prefix=f"{plan.name}.")  # of lives whose room could not be given back
-    until = time.monotonic() + ROOM_TIMEOUT_S
-    while time.monotonic() < until:
-        # Group.ready() would start a worker process of its own just to tell.
-        if (group := _place(plan, name)) and group.wait(until - time.monotonic()):
-            return group
-        time.sleep(1)
-    raise Overloaded(no_room(plan, _machines()))
-
-
-def _place(plan: GangPlan, name: str) -> Any:
-    """Its placement group, which may have to wait for room; none while no replica has it."""
-    with PLACING:
-        if (labels := home(plan, _machines())) is None:
-            return None
-        group = placement_group(
-            [dict(plan.resources)] * plan.num_ranks,
-            strategy="PACK",
-            name=name,
-            lifetime="detached",
-            bundle_label_selector=[labels] * plan.num_ranks,
-        )
-        group.wait(1)
-        return group
+    group = placement_group(
+        [dict(plan.resources)] * plan.num_ranks,
+        strategy="PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[home(plan, _machines())] * plan.num_ranks,
+    )
+    # Group.ready() would start a worker process of its own just to tell.
+    if not group.wait(ROOM_TIMEOUT_S):
+        raise Overloaded(no_room(plan, _machines()))
+    return group
 
 
 def _machines() -> list[Machine]:

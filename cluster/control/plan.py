@@ -71,18 +71,19 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
     return gangs
 
 
-def home(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str] | None:
+def home(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str]:
     """The labels of all machines that a gang may lie on: those of its group and, where that comes
-    in replicas, of the smallest with room for all of it, None while there is none."""
+    in replicas, of one with room for all of it, or that has to get some. Gangs that look at once
+    look in different ones."""
     room = Counter[str]()
     for machine in plan.of_group(machines):
         of_each = (machine.free.get(name, 0) // num for name, num in plan.resources.items())
         room[machine.labels.get(REPLICA, "")] += int(min(of_each))
     labels = {} if plan.group is None else {GROUP: plan.group}
-    if not any(room):
+    if not (names := sorted(name for name in room if name)):
         return labels
-    fits = [(num, name) for name, num in room.items() if name and num >= plan.num_ranks]
-    return labels | {REPLICA: min(fits)[1]} if fits else None
+    fits = [name for name in names if room[name] >= plan.num_ranks] or names
+    return labels | {REPLICA: fits[int(plan.name.rpartition("-")[2]) % len(fits)]}
 
 
 def no_room(plan: GangPlan, machines: Sequence[Machine]) -> str:

@@ -117,16 +117,19 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         self._answers()
         return [
-            {"NodeID": one.name, "NodeManagerAddress": one.address, "Alive": not one.is_known_lost}
+            {
+                "NodeID": one.name,
+                "NodeManagerAddress": one.address,
+                "Alive": not one.is_known_lost,
+                "Labels": {},
+                "Resources": {"CPU": one.num_cpus},
+            }
             for one in self.machines
         ]
 
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": sum(one.num_cpus for one in self.machines if not one.is_known_lost)}
-
-    def available_resources(self) -> dict[str, float]:
-        alive = [one for one in self.machines if not one.is_known_lost]
-        return {"CPU": sum(one.num_cpus - one.used for one in alive)}
+    def free_of_nodes(self) -> dict[str, dict[str, float]]:
+        self._answers()
+        return {one.name: {"CPU": one.num_cpus - one.used} for one in self.machines}
 
     def get(self, told: Callable[[], Any], timeout: float = 0.0) -> Any:
         """Of a task that ran elsewhere."""
@@ -135,8 +138,17 @@ class FakeRay:
 
     # Placement groups.
 
-    def placement_group(self, bundles: Any, strategy: str, name: str, lifetime: str) -> Group:
+    def placement_group(
+        self,
+        bundles: Any,
+        strategy: str,
+        name: str,
+        lifetime: str,
+        bundle_label_selector: list[dict[str, str]],
+    ) -> Group:
+        """No machine here has a label."""
         self._answers()
+        assert not any(bundle_label_selector)
         group = self.groups[name] = Group(name, bundles, self)
         return group
 
@@ -288,7 +300,7 @@ class FakeRay:
         )
         names = (
             *("get_placement_group", "placement_group", "remove_placement_group"),
-            "draining_nodes",
+            *("draining_nodes", "free_of_nodes"),
         )
         return [
             *(

@@ -411,18 +411,20 @@ def machine(group: str | None, replica: str | None, free: float) -> Machine:
 
 
 def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
-    gang = GangPlan("d", "decode", 4, {"CPU": 2.0}, "big")
+    gangs = [GangPlan(f"decode-{i}", "decode", 4, {"CPU": 2.0}, "big") for i in range(3)]
     by_hand = [machine(None, None, 8), machine("big", None, 3)]
-    assert home(GangPlan("d", "decode", 4, {"CPU": 2.0}), by_hand) == {}
-    assert home(gang, by_hand) == {GROUP: "big"}  # Ray waits there for room
+    assert home(replace(gangs[0], group=None), by_hand) == {}
+    assert home(gangs[0], by_hand) == {GROUP: "big"}
     # Five CPUs hold two ranks: "a" has room for three in all, "b" for five, "c" for four.
     pods = [("a", 5), ("a", 2), ("b", 8), ("b", 2), ("c", 4), ("c", 5)]
     replicas = [machine("big", name, free) for name, free in pods]
     others = [machine("small", "d", 8), machine(None, None, 8), machine("big", "", 8)]
-    assert home(gang, replicas + others) == {GROUP: "big", REPLICA: "c"}
-    assert home(gang, replicas[:4] + others) == {GROUP: "big", REPLICA: "b"}
-    assert home(gang, replicas[:2] + others) is None
-    assert home(replace(gang, group="small"), replicas + others) == {GROUP: "small", REPLICA: "d"}
+    found = [home(gang, replicas + others) for gang in gangs]
+    assert found == [{GROUP: "big", REPLICA: name} for name in "bcb"]
+    assert home(gangs[1], replicas[:4] + others) == {GROUP: "big", REPLICA: "b"}
+    assert home(gangs[1], replicas[:2] + others) == {GROUP: "big", REPLICA: "a"}  # it waits there
+    small = replace(gangs[0], group="small")
+    assert home(small, replicas + others) == {GROUP: "small", REPLICA: "d"}
 
 
 def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
