@@ -83,6 +83,7 @@ def scrape_ms(num_ranks: int) -> tuple[float, int]:
 
 @contextmanager
 def scraping(address: str) -> Iterator[None]:
+    """Once a second meanwhile."""
     over = threading.Event()
 
     def scrape() -> None:
@@ -92,13 +93,15 @@ def scraping(address: str) -> Iterator[None]:
 
     thread = threading.Thread(target=scrape)
     thread.start()
-    yield
-    over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def turn_s(client: Client, texts: list[list[int]]) -> float:
-    """Of a token."""
+    """Seconds per token of answers to these prompts, all at once."""
     began_at = time.perf_counter()
     with ThreadPoolExecutor(len(texts)) as pool:
         for _ in pool.map(
@@ -112,8 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=64, help="made-up ones [64]")
+    parser.add_argument("--turns", type=int, default=10, help="pairs, with and without [10]")
     args = parser.parse_args()
     median_ms, size = scrape_ms(args.ranks)
     print(f"a scrape of {args.ranks} ranks: {median_ms:.1f} ms, {size:,} bytes")

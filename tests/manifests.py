@@ -53,7 +53,7 @@ def problems(manifest: dict[str, Any]) -> list[str]:
     kind = manifest.get("apiVersion"), manifest.get("kind")
     if kind == ("ray.io/v1", "RayCluster"):
         found = _found(_cluster(), manifest)
-    elif kind[0] == "monitoring.coreos.com/v1":
+    elif kind[0] == "monitoring.coreos.com/v1" and kind[1] in WATCHED:
         whole = _all_of(apiVersion=TEXT, kind=TEXT, metadata=_all_of(name=TEXT))
         whole["properties"]["spec"] = WATCHED[manifest["kind"]]
         found = _found(_strict(whole), manifest)

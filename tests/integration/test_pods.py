@@ -111,13 +111,11 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
     """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
     it = deployed("base")
     hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
-    machines = ["prefill-0", "decode-0", "spare"]
+    machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
     with pods(["head", "gateway", "client", *machines], hosts) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
-        for name in machines:
-            begin_ray(
-                there[name], it, it.groups[name.removesuffix("-0").replace("spare", "decode")]
-            )
+        for name, group in machines.items():
+            begin_ray(there[name], it, it.groups[group])
         begin_gateway(there["gateway"], it)
         expected, _ = there["client"].run(LONG).communicate(timeout=120)
         assert expected, there["client"].log()
