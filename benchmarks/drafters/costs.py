@@ -24,7 +24,7 @@ from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
 
-ROUNDS = {1: (6, 10, 300), 8: (4, 6, 200), 32: (5, 6, 128)}
+ROUNDS = {1: (6, 24, 300), 8: (4, 10, 200), 32: (5, 6, 128)}
 """Batches before those that count, these, and tokens of an answer, by rows."""
 
 

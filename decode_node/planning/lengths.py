@@ -20,11 +20,13 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.003
+LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.009
 """Steps between looks at other levels, at least; the first step of one may have to catch up. Looks
-at a level lose at most this share of the time: one that seems as good is looked at often, one that
-takes four times as long for no more every 2,000 steps. The first one is free: what was measured
-while idle was of other texts."""
+at all of them lose at most this share of the time: one that seems as good is looked at often, one
+of three that takes four times as long for no more every 2,000 steps. The first one is free: what
+was measured while idle was of other texts."""
+LOOK_ANYWAY = 16_384
+"""Steps after which one is looked at whatever it seems to take: that may have been a moment's."""
 BLIND_EVERY, BLIND_SHARE = 4, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself."""
@@ -33,11 +35,11 @@ HOLD = 8
 NUM_NEW = 256
 GAIN = 1.02
 """Another level must promise so much more."""
-WEIGHT, LOOK_WEIGHT = 0.25, 0.8
-"""Of a new time in the running mean after the first: of the level in use, and of others, which are
-timed seldom."""
+WEIGHT = 0.25
+"""Of a new time in the running mean after the first."""
 OUTLIER = 1.5
-"""A time counts as no more than so many times the mean; so many accepted drafts are a surprise."""
+"""A time counts as no more than so many times the mean, nor the mean as more than so many times a
+time: other work only adds to it. So many accepted drafts are a surprise."""
 MEMORY, PRIOR = 100.0, 8.0
 """Rows of which a share tells, and that are made up, all accepted, at first."""
 
@@ -66,10 +68,9 @@ class SizeCosts:
         if mean and self.num_tries[level] < NUM_TRIES:
             step_s = min(step_s, mean)
         elif mean:
-            is_current = level == self.current
-            weight = WEIGHT if is_current else LOOK_WEIGHT
-            step_s = mean + weight * (min(step_s, OUTLIER * mean) - mean)
-            if is_current:
+            known = min(mean, OUTLIER * step_s)
+            step_s = known + WEIGHT * (min(step_s, OUTLIER * mean) - known)
+            if level == self.current:
                 self.step_s = [one * step_s / mean for one in self.step_s]
         self.step_s[level] = step_s
 
@@ -201,9 +202,8 @@ def _worth(
     """Tokens of all rows a second with each level, 0 while its time is unknown."""
     limits = [(limit, num) for limit, num in enumerate(wanted) if num]
     tokens = (sum(num * one[min(len(one) - 1, limit)] for limit, num in limits) for one in expected)
-    return [
-        num / step_s if step_s else 0.0 for num, step_s in zip(tokens, size.step_s, strict=True)
-    ]
+    pairs = zip(tokens, size.step_s, strict=True)
+    return [num / step_s if step_s else 0.0 for num, step_s in pairs]
 
 
 def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
@@ -212,14 +212,15 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
     current, best, due = min(size.current, len(worth) - 1), max(worth) or 1.0, []
     drafting = [] if current else [n for n in range(1, len(worth)) if not loses[n]]
     blind = max(drafting, key=worth.__getitem__, default=None)
-    num_since = size.num_planned - max(size.looked)
+    num_since, usual = size.num_planned - max(size.looked), LOOK_SHARE / max(1, len(worth) - 1)
     for level in range(len(worth)):
-        every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, LOOK_SHARE)
+        every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, usual)
+        num_unseen = size.num_planned - size.looked[level]
         lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
-        saved_s = share * size.step_s[current] * (size.num_planned - size.looked[level])
-        may_be_lost = not (size.looked[level] or loses[level]) or lost_s <= saved_s
-        is_known = bool(size.step_s[level]) or not loses[level]
-        if level != current and num_since >= every and is_known and may_be_lost:
+        is_paid = lost_s <= share * size.step_s[current] * num_unseen or num_unseen > LOOK_ANYWAY
+        is_free = not (size.looked[level] or loses[level])
+        can_be = level != current and (size.step_s[level] or not loses[level])
+        if can_be and num_since >= every and (is_paid or is_free):
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 
