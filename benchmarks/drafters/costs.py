@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.accepted_length import requests
 from benchmarks.draft_length import BY_LOAD, NONE, PAGE_SIZE, together
 from benchmarks.draft_length import Arm as Timed
-from benchmarks.drafters.arms import MTP, Arm, arms
+from benchmarks.drafters.arms import Arm
 from benchmarks.driven.engines import Bench, greedy
 from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
@@ -109,38 +109,35 @@ def parts(
 
 
 def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
-    """Time per token of the arm's levels and by load, by that of an engine without a drafter and of
-    MTP's chain of 3, step by step in turns; medians over batches."""
+    """Time per token of the arm's levels and by load, by that of an engine without a drafter that
+    has the same weights, step by step in turns; medians over batches. By load of the best level
+    with the error of its mean."""
     num_warm, num_rounds, num_tokens = ROUNDS[num_rows]
-    [mtp] = [one for one in arms() if one.name == MTP]
     loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
     levels = loaded.drafter.levels(arm.depth)
     asked = requests(TINY_MODEL, 100, num_tokens)
     # A prompt's pages are held twice while it is handed over.
     longest = 2 * max(len(request.prompt_ids) for request in asked) + num_tokens
     num_pages = -(-longest // PAGE_SIZE) + 3
-    given = arm.depth, num_rows, num_pages
-    timed = {str(n): Timed(str(n), loaded, *given) for n in range(len(levels))}
-    timed |= {BY_LOAD: Timed(BY_LOAD, loaded, *given), NONE: Timed(NONE, loaded, *given)}
-    timed[MTP] = Timed(
-        "3", mtp.loaded(3, f"decode.num_threads={num_threads}"), 3, num_rows, num_pages
-    )
+    names = [*map(str, range(len(levels))), BY_LOAD, NONE]
+    timed = {name: Timed(name, loaded, arm.depth, num_rows, num_pages) for name in names}
     batches = cycle(asked)
     for i in range(num_warm + num_rounds):
         together([*timed.values()], list(islice(batches, num_rows)), counts=i >= num_warm)
     rates = {name: one.rates for name, one in timed.items()}
 
-    def by(name: str, other: str) -> float:
-        """Time per token of one by the other's."""
-        return statistics.median(b / a for a, b in zip(rates[name], rates[other], strict=True))
+    def by(name: str, other: str) -> list[float]:
+        """Time per token of one by the other's, batch by batch."""
+        return [b / a for a, b in zip(rates[name], rates[other], strict=True)]
 
-    best = max(map(str, range(len(levels))), key=lambda name: statistics.median(rates[name]))
+    held = names[: len(levels)]
+    best = max(held, key=lambda name: statistics.median(rates[name]))
+    of_best = by(best, BY_LOAD)
     return {
-        "of_none": by(BY_LOAD, NONE),
-        "of_mtp": by(BY_LOAD, MTP),
-        "level_3_of_mtp": by("3", MTP) if "3" in rates else None,
-        "best": best,
-        "best_of_none": by(best, NONE),
-        "by_load_of_best": 1 / by(BY_LOAD, best),
-        "nodes": levels[int(best)].num_nodes,
+        "of_none": statistics.median(by(BY_LOAD, NONE)),
+        "held_of_none": [statistics.median(by(name, NONE)) for name in held],
+        "best": int(best),
+        "nodes": [level.num_nodes for level in levels],
+        "by_load_of_best": statistics.median(of_best),
+        "error": statistics.stdev(of_best) / len(of_best) ** 0.5,
     }

@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drafters.arms import MTP
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, KEPT = DOCS / "drafters.md", DOCS / "drafters.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 ROWS = (1, 8, 32)
+CHAIN = 3
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -44,31 +47,26 @@ def costs(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def speeds(found: dict[str, Any]) -> str:
-    head = ["drafter"]
-    for num in ROWS:
-        head += [
-            f"{num} rows: by load, of none",
-            "of MTP",
-            "best level (nodes), of none",
-            "by load of best",
-        ]
+def speeds(found: dict[str, Any], num: int) -> str:
+    """With so many rows."""
+    head = [f"drafter, {num} rows", "by load, of none", "of MTP, n = 3", "chain of 3, of MTP's"]
+    head += ["held, of none (drafts: time)", "by load of best"]
+    cell = f"speeds {num}"
+    mtp = found.get(MTP, {}).get(cell, {}).get("held_of_none")
     rows = []
-    for name, arm in found.items():
-        cells: list[str] = []
-        for num in ROWS:
-            one = arm.get(f"speeds {num}")
-            if one is None:
-                cells += [""] * 4
-                continue
-            best = f"{number(one['best_of_none'])} ({one['nodes']})"
-            cells += [
+    for name, one in ((name, arm[cell]) for name, arm in found.items() if cell in arm):
+        held = zip(one["nodes"], one["held_of_none"], strict=True)
+        is_chain = one["nodes"] == [*range(len(one["nodes"]))] and len(one["nodes"]) > CHAIN
+        rows.append(
+            [
+                name,
                 number(one["of_none"]),
-                number(one["of_mtp"]),
-                best,
-                number(one["by_load_of_best"], 3),
+                number(mtp and one["of_none"] / mtp[CHAIN]),
+                number(one["held_of_none"][CHAIN] / mtp[CHAIN] if mtp and is_chain else None),
+                ", ".join(f"{nodes}: {number(ratio)}" for nodes, ratio in held),
+                f"{number(one['by_load_of_best'], 3)} ± {number(one['error'], 3)}",
             ]
-        rows.append([name, *cells])
+        )
     return table(head, rows)
 
 
@@ -151,9 +149,10 @@ def write(kept: dict[str, Any], told: str) -> None:
         "![tokens a step](drafters_lengths.png)",
         "Time to verify 3 drafts (v) and to make them (c), by that of a plain step:",
         costs(found),
-        "Time per token, by that of no drafts and of MTP with 3, all in turns; by load of the best "
-        "level held:",
-        speeds(found),
+        "Time per token, by that of an engine without a drafter, and by load of the best level "
+        "held (median of batches, and the error of their mean); of MTP: that ratio by MTP's own "
+        "with 3 drafts:",
+        *(speeds(found, num) for num in ROWS),
         "![time per token](drafters_speeds.png)",
         bytes_and_minutes(found),
         "Lossy kinds beside strict (relaxed: top 4, delta 0.3, greedy; typical: epsilon 0.09, "

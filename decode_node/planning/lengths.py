@@ -20,10 +20,10 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.009
+LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.004
 """Steps between looks at other levels, at least; the first step of one may have to catch up. Looks
 at all of them lose at most this share of the time: one that seems as good is looked at often, one
-of three that takes four times as long for no more every 2,000 steps. The first one is free: what
+of three that takes four times as long for no more every 4,500 steps. The first one is free: what
 was measured while idle was of other texts."""
 LOOK_ANYWAY = 16_384
 """Steps after which one is looked at whatever it seems to take: that may have been a moment's."""
