@@ -157,7 +157,7 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
         (rows, n) for rows in (1, 3, 6, 12, 24, 48, 64) for n in range(4)
     }
     assert len(keys) == 7 * 4 * NUM_TRIES and {key.extras for key in keys} == {PLAIN}
-    lengths = server.run([3] * 40, 3000)
+    lengths = server.run([3] * 40, 6000)
     (first, most), *looks = [(i, n) for i, n in enumerate(lengths) if n]
     assert (first, most) == (0, 3), "all count as accepted until a step was read"
     looked = Counter(n for _, n in looks)
