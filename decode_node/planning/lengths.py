@@ -20,14 +20,14 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 2, 0.004
-"""Steps between looks at other levels, at least; the first step of one may have to catch up. Looks
+LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 4, 0.009
+"""Steps between looks at other levels, at least; the first ones of one catch up and are cold. Looks
 at all of them lose at most this share of the time: one that seems as good is looked at often, one
-of three that takes four times as long for no more every 4,500 steps. The first one is free: what
+of three that takes four times as long for no more every 4,000 steps. The first one is free: what
 was measured while idle was of other texts."""
 LOOK_ANYWAY = 16_384
 """Steps after which one is looked at whatever it seems to take: that may have been a moment's."""
-BLIND_EVERY, BLIND_SHARE = 4, 0.007
+BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 4, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself."""
 HOLD = 8
@@ -170,8 +170,7 @@ def by_load(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
         worth = _worth(size, costs.expected_tokens(), wanted)[: most + 1]
         _choose(size, worth, [costs.loses(size, n) for n in range(most + 1)])
     level = min(size.chosen, most)
-    size.num_left -= 1
-    size.num_planned += 1
+    size.num_left, size.num_planned = size.num_left - 1, size.num_planned + 1
     size.num_tries[level] += 1
     return level
 
@@ -185,7 +184,7 @@ def _choose(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> N
     elif few:
         size.chosen, size.num_left = max(few), 1
     elif (other := _looked_at(size, worth, loses)) is not None:
-        size.chosen, size.num_left = other, LOOK_STEPS
+        size.chosen, size.num_left = other, LOOK_STEPS if size.current else BLIND_STEPS
         size.looked[other] = size.num_planned
     else:
         used, best = min(size.current, levels[-1]), worth.index(max(worth))
@@ -216,11 +215,12 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
     for level in range(len(worth)):
         every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, usual)
         num_unseen = size.num_planned - size.looked[level]
-        lost_s = LOOK_STEPS * size.step_s[level] * (1 - worth[level] / best)
-        is_paid = lost_s <= share * size.step_s[current] * num_unseen or num_unseen > LOOK_ANYWAY
+        lost_s = size.step_s[level] * (1 - worth[level] / best)
+        num_steps = LOOK_STEPS if current else BLIND_STEPS
+        is_little = num_steps * lost_s <= share * size.step_s[current] * num_unseen
+        is_paid = size.step_s[level] and (is_little or num_unseen > LOOK_ANYWAY)
         is_free = not (size.looked[level] or loses[level])
-        can_be = level != current and (size.step_s[level] or not loses[level])
-        if can_be and num_since >= every and (is_paid or is_free):
+        if level != current and num_since >= every and (is_paid or is_free):
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 
