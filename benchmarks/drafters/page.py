@@ -11,6 +11,7 @@ PAGE, KEPT = DOCS / "drafters.md", DOCS / "drafters.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 ROWS = (1, 8, 32)
 CHAIN = 3
+"""Drafts of MTP's chain, which others are held against."""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
