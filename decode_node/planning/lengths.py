@@ -29,7 +29,7 @@ LOOK_ANYWAY = 16_384
 """Steps after which one is looked at whatever it seems to take: that may have been a moment's."""
 BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 4, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
-which rises within some steps where a text begins to repeat itself. All looks are that short then."""
+which rises within some steps where a text begins to repeat itself. All looks are so short then."""
 HOLD = 8
 """Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
 NUM_NEW = 256
