@@ -9,10 +9,12 @@ serving, every step tells of its own level, and now and then another is looked a
 do not depend on any of it; relaxed and rejected ones do, as on every draft.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import mul
+from statistics import median
 
 from core.levels import Levels, usable
 from decode_node.planning.rungs import Rungs
@@ -20,59 +22,66 @@ from decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""
-LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 4, 0.009
+LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 4, 0.006
 """Steps between looks at other levels, at least; the first ones of one catch up and are cold. Looks
 at all of them lose at most this share of the time: one that seems as good is looked at often, one
-of three that takes four times as long for no more every 4,000 steps. The first one is free: what
-was measured while idle was of other texts."""
-LOOK_ANYWAY = 16_384
-"""Steps after which one is looked at whatever it seems to take: that may have been a moment's."""
-BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 4, 2, 0.007
+of three that takes four times as long for no more every 6,000 steps."""
+NUM_NEW, FREE_EVERY, NUM_SEEN = 512, 16, 5
+"""In so many steps of a size the first NUM_SEEN looks at each level may lose as much as all steps
+since, for what was measured while idle was of other texts; one only if it loses anyway, or while
+none is in use. The median of the last NUM_SEEN times is believed."""
+BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 6, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself. All looks are so short then."""
 HOLD = 8
 """Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
-NUM_NEW = 256
 GAIN = 1.02
 """Another level must promise so much more."""
-WEIGHT = 0.25
-"""Of a new time in the running mean after the first."""
 OUTLIER = 1.5
-"""A time counts as no more than so many times the mean, nor the mean as more than so many times a
-time: other work only adds to it. So many accepted drafts are a surprise."""
-MEMORY, PRIOR = 100.0, 8.0
+"""So many times the accepted drafts that were expected are a surprise."""
+MEMORY, PRIOR = 400.0, 8.0
 """Rows of which a share tells, and that are made up, all accepted, at first."""
 
 
 @dataclass(slots=True)
 class SizeCosts:
-    """Of one size of batch: the mean step time of each level, 0 if unknown, how many of its steps
-    were planned, how many of all while serving, and the level in use. What was ``chosen``, it or
-    one to look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at
-    it, 0 if there was none, ``surprise`` one that brought so much more than expected that it is
-    looked at again, if there is such a one."""
+    """Of one size of batch: the step time of each level, 0 if unknown, how many of its steps were
+    planned, how many of all while serving, and the level in use. What was ``chosen``, it or one to
+    look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at it, 0
+    if there was none, ``surprise`` a level that brought so much more than expected that it is
+    looked at again, if there is one. ``seen[level]`` are the times that the last looks told,
+    ``runs`` those of the last steps."""
 
     step_s: list[float]
     num_tries: list[int]
     looked: list[int]
+    seen: list[deque[float]]
     current: int
     chosen: int = 0
     num_left: int = 0
     num_planned: int = 0
     surprise: int | None = None
+    runs: deque[tuple[int, list[float]]] = field(default_factory=lambda: deque([(-1, [])] * 3, 3))
 
     def time(self, level: int, step_s: float) -> None:
-        """Rows, contexts and the machine change all levels alike, but only the one in use is timed
-        at every step: how its mean moves, the others' do."""
-        mean = self.step_s[level]
-        if mean and self.num_tries[level] < NUM_TRIES:
-            step_s = min(step_s, mean)
-        elif mean:
-            known = min(mean, OUTLIER * step_s)
-            step_s = known + WEIGHT * (min(step_s, OUTLIER * mean) - known)
-            if level == self.current:
-                self.step_s = [one * step_s / mean for one in self.step_s]
-        self.step_s[level] = step_s
+        """Rows, contexts and the machine change all levels alike, so steps at the one in use tell
+        nothing new: only a look does, beside the steps right before and behind it."""
+        if not (known := self.step_s[level]) or self.num_tries[level] < NUM_TRIES:
+            self.step_s[level] = min(step_s, known or step_s)
+            return
+        if self.runs[-1][0] != level or len(self.runs[-1][1]) == LOOK_STEPS:
+            self.runs.append((level, []))
+        self.runs[-1][1].append(step_s)
+        (used, before), (other, times), (then, behind) = self.runs
+        if used == then != other and len(behind) == LOOK_STEPS:
+            factor = _undisturbed(times) / _undisturbed(before + behind)
+            self.seen[other].append(self.step_s[used] * factor)
+            self.step_s[other] = median(self.seen[other])
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """Their lower quartile: other work only adds to them, and may do so for a while."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 @dataclass(slots=True)
@@ -95,8 +104,8 @@ class Costs:
     def of_size(self, num_rows: int) -> SizeCosts:
         """Row buckets that differ by less than a factor of two share what is known."""
         if (bits := num_rows.bit_length()) not in self.sizes:
-            num = len(self.levels)
-            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, [0] * num, num - 1)
+            num, seen = len(self.levels), [deque[float](maxlen=NUM_SEEN) for _ in self.levels]
+            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, [0] * num, seen, num - 1)
         return self.sizes[bits]
 
     def expected_tokens(self) -> list[list[float]]:
@@ -108,8 +117,7 @@ class Costs:
         """A row bucket and a level to be measured next, the smallest first, but for levels that
         lose anyway; sizes that share what is known count once, as the middle one."""
         for _, shared in groupby(sizes, int.bit_length):
-            alike = list(shared)
-            num_rows = alike[len(alike) // 2]
+            num_rows = (alike := list(shared))[len(alike) // 2]
             size = self.of_size(num_rows)
             for level, num_tries in enumerate(size.num_tries):
                 if num_tries < NUM_TRIES and not self.loses(size, level):
@@ -128,25 +136,22 @@ class Costs:
 
 def record(costs: Costs, reports: Sequence[Report]) -> None:
     """Steps that ranks report, which may have read different ones last."""
-    left = list(reports)
-    while left:
-        key = left[0].key
-        alike = [report for report in left if report.key == key]
-        left = [report for report in left if report.key != key] if len(alike) < len(left) else []
-        _record_step(costs, key, alike)
+    for key in dict.fromkeys(report.key for report in reports):
+        _record_step(costs, key, [report for report in reports if report.key == key])
 
 
 def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
     """It took as long as on the slowest of these ranks."""
     size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
-    for r in range(costs.rungs.num_told[key.level]):
-        num = sum(report.tried[r] for report in reports)
-        accepted = sum(report.accepted[r] for report in reports)
-        expected = num * costs.shares[r]
-        if r >= costs.rungs.num_told[size.current]:
+    tried, shares, num_known = costs.tried, costs.shares, costs.rungs.num_told[size.current]
+    num_tried = map(sum, zip(*(report.tried for report in reports), strict=True))
+    went_on = map(sum, zip(*(report.accepted for report in reports), strict=True))
+    for r, (num, accepted) in enumerate(zip(num_tried, went_on, strict=True)):
+        expected = num * shares[r]
+        if r >= num_known:
             num_expected, num_accepted = num_expected + expected, num_accepted + accepted
-        costs.tried[r] = min(MEMORY, costs.tried[r] + num)
-        costs.shares[r] += (accepted - expected) / max(costs.tried[r], num)
+        tried[r] = min(MEMORY, tried[r] + num)
+        shares[r] += (accepted - expected) / max(tried[r], num)
     if num_accepted > OUTLIER * num_expected:
         size.surprise = key.level
         costs.tried = [min(PRIOR, num) for num in costs.tried]  # what was told before is old
@@ -195,14 +200,11 @@ def _choose(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> N
     size.surprise = None
 
 
-def _worth(
-    size: SizeCosts, expected: Sequence[Sequence[float]], wanted: Sequence[int]
-) -> list[float]:
+def _worth(size: SizeCosts, expected: list[list[float]], wanted: Sequence[int]) -> list[float]:
     """Tokens of all rows a second with each level, 0 while its time is unknown."""
     limits = [(limit, num) for limit, num in enumerate(wanted) if num]
     tokens = (sum(num * one[min(len(one) - 1, limit)] for limit, num in limits) for one in expected)
-    pairs = zip(tokens, size.step_s, strict=True)
-    return [num / step_s if step_s else 0.0 for num, step_s in pairs]
+    return [num / s if s else 0.0 for num, s in zip(tokens, size.step_s, strict=True)]
 
 
 def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -> int | None:
@@ -212,15 +214,17 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
     drafting = [] if current else [n for n in range(1, len(worth)) if not loses[n]]
     blind = max(drafting, key=worth.__getitem__, default=None)
     num_since, usual = size.num_planned - max(size.looked), LOOK_SHARE / max(1, len(worth) - 1)
+    num_steps = LOOK_STEPS if current else BLIND_STEPS
     for level in range(len(worth)):
+        if level == current or (loses[level] and not size.step_s[level]):
+            continue
         every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, usual)
-        num_unseen = size.num_planned - size.looked[level]
-        lost_s = size.step_s[level] * (1 - worth[level] / best)
-        num_steps = LOOK_STEPS if current else BLIND_STEPS
-        is_little = num_steps * lost_s <= share * size.step_s[current] * num_unseen
-        is_paid = size.step_s[level] and (is_little or num_unseen > LOOK_ANYWAY)
-        is_free = not (size.looked[level] or loses[level])
-        if level != current and num_since >= every and (is_paid or is_free):
+        num_free = NUM_SEEN if current and not loses[level] else 1
+        if size.num_planned < NUM_NEW and len(size.seen[level]) < num_free:
+            every, share = FREE_EVERY, 1.0
+        lost_s = num_steps * size.step_s[level] * (1 - worth[level] / best)
+        unseen_s = size.step_s[current] * (size.num_planned - size.looked[level])
+        if num_since >= every and lost_s <= share * unseen_s:
             due.append(level)
     return min(due, key=size.looked.__getitem__, default=None)
 

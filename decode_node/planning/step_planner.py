@@ -50,8 +50,7 @@ class StepPlanner:
         for proposal in proposals:
             self._forms.refuse(proposal.refused)
         if self._learns:
-            reports = (proposal.report for proposal in proposals)
-            lengths.record(self._costs, [report for report in reports if report is not None])
+            lengths.record(self._costs, [one.report for one in proposals if one.report is not None])
         if any(proposal.num_rows for proposal in proposals):
             return self._forms.plan(self._step(proposals), form)
         if form == CAPTURED and self._forms.lacks:
@@ -72,8 +71,7 @@ class StepPlanner:
 
     def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
-        untried = self._costs.untried(self._buckets)
-        if untried is None:
+        if (untried := self._costs.untried(self._buckets)) is None:
             return None
         num_rows, level = untried
         amount = self._catch_up.amount(self._levels[level].depth, self._catch_up.start)
