@@ -24,7 +24,7 @@ from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
 
-ROUNDS = {1: (6, 24, 300), 8: (4, 10, 200), 32: (5, 6, 128)}
+ROUNDS = {1: (6, 24, 300), 8: (4, 16, 200), 32: (5, 8, 128)}
 """Batches before those that count, these, and tokens of an answer, by rows."""
 
 
@@ -108,10 +108,18 @@ def parts(
     return {"v": found["verify"] / found["plain"], "c": found["draft"] / found["plain"]}
 
 
+def beside_best(rates: list[float], held: list[list[float]]) -> list[float]:
+    """Of each batch ``rates`` by those of the best level held, which every second batch tells of
+    the others: of many that are alike the one that had luck would be the best of its own."""
+    halves = [[statistics.median(one[half::2]) for one in held] for half in (0, 1)]
+    best = [half.index(max(half)) for half in halves]
+    return [rate / held[best[1 - i % 2]][i] for i, rate in enumerate(rates)]
+
+
 def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
     """Time per token of the arm's levels and by load, by that of an engine without a drafter that
     has the same weights, step by step in turns; medians over batches. By load of the best level
-    with the error of its mean."""
+    (``beside_best``) with the error of its mean."""
     num_warm, num_rounds, num_tokens = ROUNDS[num_rows]
     loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
     levels = loaded.drafter.levels(arm.depth)
@@ -131,12 +139,10 @@ def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
         return [b / a for a, b in zip(rates[name], rates[other], strict=True)]
 
     held = names[: len(levels)]
-    best = max(held, key=lambda name: statistics.median(rates[name]))
-    of_best = by(best, BY_LOAD)
+    of_best = beside_best(rates[BY_LOAD], [rates[name] for name in held])
     return {
         "of_none": statistics.median(by(BY_LOAD, NONE)),
         "held_of_none": [statistics.median(by(name, NONE)) for name in held],
-        "best": int(best),
         "nodes": [level.num_nodes for level in levels],
         "by_load_of_best": statistics.median(of_best),
         "error": statistics.stdev(of_best) / len(of_best) ** 0.5,

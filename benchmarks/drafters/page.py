@@ -151,7 +151,8 @@ def write(kept: dict[str, Any], told: str) -> None:
         "Time to verify 3 drafts (v) and to make them (c), by that of a plain step:",
         costs(found),
         "Time per token, by that of an engine without a drafter, and by load of the best level "
-        "held (median of batches, and the error of their mean); of MTP: that ratio by MTP's own "
+        "held (which every second batch tells of the others; median of batches, and the error of "
+        "their mean); of MTP: that ratio by MTP's own "
         "with 3 drafts:",
         *(speeds(found, num) for num in ROWS),
         "![time per token](drafters_speeds.png)",
