@@ -14,6 +14,7 @@ from kv_transfer.sums import PageSums
 from tests.integration.handover_peer import DEADLINE_S, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels
+from tests.waiting import PATIENCE_S
 
 NUM_TOKENS = 23
 
@@ -76,7 +77,7 @@ def read(prefill: Prefill, world: World) -> None:
 async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], None]) -> None:
     """Without one it does not: all tests of hand-overs compare sums."""
     maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker)
+    prefill = Prefill(maker, lease_s=PATIENCE_S)
     async with world_over(prefill.handle, maker) as world:
         where(prefill, world)
         await world.prefill(asked := offer(NUM_TOKENS))

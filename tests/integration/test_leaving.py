@@ -11,7 +11,7 @@ from kv_transfer import side
 from tests.integration.handover_peer import DEADLINE_S, DEADLINES, Prefill
 from tests.integration.handover_world import offer, world_over
 from tests.loopback import LoopbackChannels
-from tests.waiting import for_ever, until
+from tests.waiting import PATIENCE_S, for_ever, until
 
 PATIENT = replace(DEADLINES, call_s=3600.0)
 
@@ -22,7 +22,7 @@ async def test_who_leaves_does_not_wait_for_the_silent(
 ) -> None:
     monkeypatch.setattr(side, "FAREWELL_S", 0.1)
     maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker)
+    prefill = Prefill(maker, lease_s=PATIENCE_S)
     asked = list[str]()
 
     async def handle(epoch: int, method: str, payload: bytes) -> bytes:

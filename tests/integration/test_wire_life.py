@@ -139,7 +139,7 @@ def first_send_late(prefill: Prefill, *, answers: bool) -> Handler:
 async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
     """As they do where the first waits for a channel, which is there when the next one comes."""
     maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker)
+    prefill = Prefill(maker, lease_s=PATIENCE_S)
     async with world_over(first_send_late(prefill, answers=False), maker) as world:
         await pull_and_check(world)
         await world.check_clean(channels=1)
@@ -149,7 +149,7 @@ async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
 
 async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_for_another() -> None:
     maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker)
+    prefill = Prefill(maker, lease_s=PATIENCE_S)
     async with world_over(first_send_late(prefill, answers=True), maker) as world:
         await world.prefill(asked := offer(20))
         with pytest.raises(HandoverError, match=r"asked for .* got Sent\(transfer_id="):
@@ -165,7 +165,7 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
     """What came a second time would be taken for the next one's. Gloo ends the process whose
     receive is too small for it."""
     maker = LoopbackChannels(DEADLINE_S)
-    prefill, nonces = Prefill(maker), set()
+    prefill, nonces = Prefill(maker, lease_s=PATIENCE_S), set()
 
     async def twice(epoch: int, method: str, payload: bytes) -> bytes:
         calls = [prefill.handle(epoch, method, payload) for _ in range(1 + (method == "send"))]
@@ -187,7 +187,7 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
 
 async def test_a_send_that_comes_again_after_many_is_refused() -> None:
     maker, calls = LoopbackChannels(DEADLINE_S), list[bytes]()
-    prefill = Prefill(maker)
+    prefill = Prefill(maker, lease_s=PATIENCE_S)
 
     async def handle(epoch: int, method: str, payload: bytes) -> bytes:
         calls.extend([payload] if method == "send" else [])
