@@ -24,8 +24,9 @@ from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
 
-ROUNDS = {1: (6, 24, 300), 8: (4, 16, 200), 32: (5, 8, 128)}
-"""Batches before those that count, these, and tokens of an answer, by rows."""
+ROUNDS = {1: (6, 24, 300), 8: (6, 16, 200), 32: (8, 8, 128)}
+"""Batches before those that count (more than 256 steps: a size is new till then), these, and tokens
+of an answer, by rows."""
 
 
 def bytes_of(loaded: LoadedModel) -> dict[str, int]:

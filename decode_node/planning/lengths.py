@@ -26,10 +26,10 @@ LOOK_EVERY, LOOK_STEPS, LOOK_SHARE = 64, 4, 0.006
 """Steps between looks at other levels, at least; the first ones of one catch up and are cold. Looks
 at all of them lose at most this share of the time: one that seems as good is looked at often, one
 of three that takes four times as long for no more every 6,000 steps."""
-NUM_NEW, FREE_EVERY, NUM_SEEN = 512, 16, 5
-"""In so many steps of a size the first NUM_SEEN looks at each level may lose as much as all steps
-since, for what was measured while idle was of other texts; one only if it loses anyway, or while
-none is in use. The median of the last NUM_SEEN times is believed."""
+NUM_NEW, FREE_EVERY, NUM_SEEN = 256, 16, 5
+"""In so many steps of a size the first NUM_SEEN looks at each level are free, for what was measured
+while idle was of other texts; one only if it loses anyway, or while none is in use. The median of
+the last NUM_SEEN times is believed."""
 BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 6, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself. All looks are so short then."""
@@ -221,7 +221,7 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
         every, share = (BLIND_EVERY, BLIND_SHARE) if level == blind else (LOOK_EVERY, usual)
         num_free = NUM_SEEN if current and not loses[level] else 1
         if size.num_planned < NUM_NEW and len(size.seen[level]) < num_free:
-            every, share = FREE_EVERY, 1.0
+            every, share = FREE_EVERY, 1e9
         lost_s = num_steps * size.step_s[level] * (1 - worth[level] / best)
         unseen_s = size.step_s[current] * (size.num_planned - size.looked[level])
         if num_since >= every and lost_s <= share * unseen_s:
