@@ -12,6 +12,12 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 ROWS = (1, 8, 32)
 CHAIN = 3
 """Drafts of MTP's chain, which others are held against."""
+TIMED = (
+    "Time per token, by that of an engine without a drafter, and by load of the best level held "
+    "(which every second batch tells of the others; median of batches, and the error of their "
+    "mean); of MTP: that ratio by MTP's own with 3 drafts:"
+)
+TIMES_PLOT = "![time per token](drafters_speeds.png)"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -44,7 +50,8 @@ def costs(found: dict[str, Any]) -> str:
     rows = []
     for name, arm in found.items():
         cells = [arm.get(f"parts {num}", {}) for num in ROWS]
-        rows.append([name, *(number(cell.get(one)) for cell in cells for one in ("v", "c"))])
+        if any(cells):
+            rows.append([name, *(number(cell.get(one)) for cell in cells for one in ("v", "c"))])
     return table(head, rows)
 
 
@@ -101,7 +108,7 @@ def lossy(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def plots(found: dict[str, Any]) -> None:
+def plot_lengths(found: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -120,6 +127,11 @@ def plots(found: dict[str, Any]) -> None:
     axes.set(ylabel="tokens a step", ylim=(1, None))
     axes.legend()
     figure.savefig(DOCS / "drafters_lengths.png", dpi=110)
+
+
+def plot_speeds(found: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, arm in found.items():
@@ -140,6 +152,7 @@ def plots(found: dict[str, Any]) -> None:
 def write(kept: dict[str, Any], told: str) -> None:
     """Into the page, between its marks."""
     found = kept["arms"]
+    timed = [num for num in ROWS if any(f"speeds {num}" in arm for arm in found.values())]
     again = kept.get("repeated", {})
     repeats = ", ".join(f"{share:.2f} {name}" for name, share in again.items())
     parts = [
@@ -150,18 +163,15 @@ def write(kept: dict[str, Any], told: str) -> None:
         "![tokens a step](drafters_lengths.png)",
         "Time to verify 3 drafts (v) and to make them (c), by that of a plain step:",
         costs(found),
-        "Time per token, by that of an engine without a drafter, and by load of the best level "
-        "held (which every second batch tells of the others; median of batches, and the error of "
-        "their mean); of MTP: that ratio by MTP's own "
-        "with 3 drafts:",
-        *(speeds(found, num) for num in ROWS),
-        "![time per token](drafters_speeds.png)",
+        *([TIMED, *(speeds(found, num) for num in timed), TIMES_PLOT] if timed else []),
         bytes_and_minutes(found),
         "Lossy kinds beside strict (relaxed: top 4, delta 0.3, greedy; typical: epsilon 0.09, "
         "alpha 0.3, T = 0.8):",
         lossy(found),
     ]
-    plots(found)
+    plot_lengths(found)
+    if timed:
+        plot_speeds(found)
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
     text = "\n\n".join(parts)

@@ -5,8 +5,9 @@ path went on at depth k once it had come so far. It is worth that over its measu
 batch grows, verifying all nodes of a row costs more, until no draft pays (seeds 003).
 
 Costs are measured while idle after the start (``untried``), or in the first steps of a size. While
-serving, every step tells of its own level, and now and then another is looked at. Strict answers
-do not depend on any of it; relaxed and rejected ones do, as on every draft.
+serving, every step tells what was accepted, and a look at another level, now and then, what it
+costs beside the one in use. Strict answers do not depend on any of it; relaxed and rejected ones
+do, as on every draft.
 """
 
 from collections import deque

@@ -206,7 +206,7 @@ class Kernels(Sampler):
         """Attention of packed segments over their own contexts, zeros for padding: [T, H, V]. Keys
         and values of every head are rebuilt from the latents by packed [H, N + V, C]: fewest flops
         for many rows. Values are padded to the width of keys, or fused kernels refuse."""
-        from torch.nn.attention.bias import causal_lower_right  # with torch._dynamo: 2 s
+        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s
 
         page_size, num_heads = how.cache.shape[1], q_THK.shape[1]
         nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * how.cos.shape[1]], -1)
