@@ -125,7 +125,7 @@ def plot_lengths(found: dict[str, Any]) -> None:
         axes.bar(at, [found[name]["lengths"][one] for name in names], 0.25, label=label)
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
     axes.set(ylabel="tokens a step", ylim=(1, None))
-    axes.legend()
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.savefig(DOCS / "drafters_lengths.png", dpi=110)
 
 
