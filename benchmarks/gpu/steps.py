@@ -20,6 +20,7 @@ from decode_node.planning.states import Need, Running, Size
 from decode_node.planning.step_plan import MAKE, StepKey, StepPlan
 from decode_node.program.programs import Prepared, Programs
 from decode_node.program.rows import Rows
+from kv_transfer.pages import PagePool
 from model.drafters.none import NoDrafter
 from model.loaded import LoadedModel
 
@@ -77,10 +78,11 @@ class Steps:
 
     def __init__(self, loaded: LoadedModel, num_rows: int, context: int, num_drafts: int) -> None:
         per_row = -(-(context + ROOM) // PAGE_SIZE)
-        self.caches = loaded.allocate(1 + num_rows * per_row, PAGE_SIZE)
+        pool = PagePool(1 + num_rows * per_row, PAGE_SIZE)
+        self.caches = loaded.allocate(pool.num_pages, PAGE_SIZE)
         for cache in (one for group in self.caches.values() for one in group):
             cache.normal_()
-        self.rows = Rows(loaded, num_rows, num_drafts, per_row)
+        self.rows = Rows(loaded, num_rows, num_drafts, pool, per_row)
         request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))

@@ -39,8 +39,7 @@ class InFlight:
         program_s, num = wait(self.began, self.ended), len(self.sequences)
         tokens = self.verdict.tokens_BE[:num].tolist()
         accepted = self.verdict.num_accepted_B[:num].tolist()
-        rows = self._came(accepted)
-        report = report_of(self.rungs, self.key, program_s, rows, self.is_usual)
+        report = report_of(self.rungs, self.key, program_s, self._came(accepted), self.is_usual)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
     def _came(self, accepted: list[int]) -> list[Came]:
@@ -58,8 +57,8 @@ class Launcher:
         loaded, self._levels = parts.loaded, parts.levels
         self._loaded, self._pool, self._catch_up = loaded, parts.pool, catch_up
         self._rungs, most_depth = Rungs.of(self._levels), self._levels[-1].depth
-        num_pages = parts.pool.num_pages_for(loaded.max_model_len + slots_ahead(self._levels))
-        self.rows = Rows(loaded, parts.config.decode.max_rows, most_depth, num_pages)
+        width = parts.pool.num_pages_for(loaded.max_model_len + slots_ahead(self._levels))
+        self.rows = Rows(loaded, parts.config.decode.max_rows, most_depth, parts.pool, width)
         self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
 
     def prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:

@@ -11,6 +11,7 @@ from torch import Tensor
 from core.request import Request, SamplingParams
 from decode_node.planning.states import Running
 from decode_node.planning.step_plan import PLAIN, Extras
+from kv_transfer.pages import PagePool
 from model.checkpoint.tensors import each, select, upload, write
 from model.drafters.base import Emitted, Notes, Own
 from model.loaded import LoadedModel
@@ -58,23 +59,23 @@ class Rows:
     Two rows more than there are slots fill batches up: every padding row is read from one and
     written to the other, so padding is the same in every step. Behind these are as many as there
     are slots, made up for trials: computed like real rows with a context of MADE_UP tokens and, as
-    these are, spread over experts. None of either owns a page: what they write lands on the
-    dummy page.
+    these are, spread over experts and over the pages of ``pool``. None of either owns a page: what
+    they write lands on the dummy page. Page tables are ``width`` pages wide.
     """
 
     def __init__(
-        self, loaded: LoadedModel, num_rows: int, most_depth: int, num_pages_per_row: int
+        self, loaded: LoadedModel, num_rows: int, most_depth: int, pool: PagePool, width: int
     ) -> None:
         self._loaded, self._most_depth = loaded, most_depth
         self._read_padding, self._write_padding = num_rows, num_rows + 1
         self._num_rows, self._num_pages = num_rows + 2, [0] * num_rows
-        self._no_pages_1P = torch.zeros(1, num_pages_per_row, dtype=torch.int64)
+        self._no_pages_1P = torch.zeros(1, width, dtype=torch.int64)
         padding = self._row(_request((0,), 0), is_real=False)
         self._table: RowTensors = each(
             lambda tensor: tensor.repeat_interleave(2 * num_rows + 2, 0), padding
         )
         for i in range(num_rows):
-            self._make_up(i)
+            self._make_up(i, pool)
         self._rules: AdjustRows | None = None
         num_tokens = loaded.max_model_len + most_depth + 1
         self._memory = loaded.drafter.memory(2 * num_rows + 2, num_tokens, loaded.device)
@@ -87,8 +88,7 @@ class Rows:
         request = replace(asked, output_ids=(*asked.output_ids, first_token))
         new = self._row(request, features_F, limit=sequence.limit)
         write(self._table, self._upload([row]), new)
-        token_ids = (*request.prompt_ids, *request.output_ids)
-        self._loaded.drafter.enter(self._memory, row, token_ids)
+        self._loaded.drafter.enter(self._memory, row, (*request.prompt_ids, *request.output_ids))
         self._num_pages[row] = 0
         self.grow(sequence)
         if request.sampling.adjusts_logits:
@@ -143,13 +143,18 @@ class Rows:
             assert self._rules is not None, "no row has rules"
             count_emitted(self._rules, write_B, emitted.tokens_BE, emitted.num_B)
 
-    def _make_up(self, i: int) -> None:
-        """One row of trials; their tokens are far apart, as their experts shall be."""
-        num_known, vocab_size = self._loaded.max_model_len // 2, self._loaded.config.vocab_size
+    def _make_up(self, i: int, pool: PagePool) -> None:
+        """One row of trials; their tokens are far apart, as their experts shall be. It reads pages
+        that are others': rows that share one have it in the fastest cache, and steps seem to take
+        half of their time. None of these has a place that a step writes."""
+        num_known, width = self._loaded.max_model_len // 2, self._no_pages_1P.shape[1]
         prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
-        features_F = torch.randn(self._loaded.drafter.num_shipped)
-        new = self._row(_request(prompt_ids, i * vocab_size // len(self._num_pages)), features_F)
+        request = _request(prompt_ids, i * self._loaded.config.vocab_size // len(self._num_pages))
+        new = self._row(request, torch.randn(self._loaded.drafter.num_shipped))
         write(self._table, self._upload([self._num_rows + i]), new)
+        num = max(0, min(width, (len(prompt_ids) - 2 * self._most_depth - 1) // pool.page_size))
+        pages = [1 + (i * num + j) % (pool.num_pages - 1) for j in range(num)]
+        self._table.page_table_BP[self._num_rows + i, :num] = self._upload(pages)
 
     def _row(
         self,
@@ -160,20 +165,19 @@ class Rows:
         is_real: bool = True,
     ) -> RowTensors:
         """A row that has just emitted the last of the output ids, on the device."""
-        speculation, drafter = request.speculation, self._loaded.drafter
+        speculation, drafter, dtype = request.speculation, self._loaded.drafter, self._loaded.dtype
         prompt_ids, output_ids = request.prompt_ids, request.output_ids
         bounds = [getattr(speculation, name) for name in KINDS[speculation.acceptance].bounds]
         is_thinking = thinking_at_start(prompt_ids, output_ids, self._loaded.think_ids)
         is_known, text = features_F is not None, (*prompt_ids, *output_ids)
-        features_F = torch.zeros(drafter.num_shipped) if features_F is None else features_F
-        features_F = features_F.to(self._loaded.dtype)
+        known_F = torch.zeros(drafter.num_shipped) if features_F is None else features_F
         row = RowTensors(
             state=RowState(
                 last_B1=torch.tensor([[text[-1]]]),
                 num_known_B=torch.tensor([len(text)]),
                 num_output_B=torch.tensor([len(output_ids)]),
                 thinking_B=torch.tensor([is_thinking]),
-                drafter=drafter.begin(text, features_F, is_known, self._most_depth),
+                drafter=drafter.begin(text, known_F.to(dtype), is_known, self._most_depth),
             ),
             page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),

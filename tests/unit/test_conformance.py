@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.driven.engines import POISON, Bench
 from core.forms import RECORDED
+from core.pages import DUMMY_PAGE
 from core.request import Request
 from decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
 from model.loaded import LoadedModel
@@ -140,7 +141,7 @@ def test_hidden_states_that_were_not_shipped(models: Models, name: str) -> None:
 
 
 def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
-    """Dummies and trials, between steps that have rows."""
+    """Dummies and trials, which read others' pages, between steps that have rows."""
     loaded = models.of(name)
     bench = bench_of(loaded, name)
     bench.start_all(*models.asked)
@@ -151,6 +152,9 @@ def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
     known = None if memory is None else memory[:num].clone()
     levels, catch_up = loaded.drafter.levels(depth_of(name)), loaded.drafter.catch_up(4)
     key = StepKey(4, len(levels) - 1, catch_up.amount(levels[-1].depth, catch_up.start))
+    rows = launcher.rows
+    first_B = rows._table.page_table_BP[rows.index([], 4, is_trial=True)[0]][:, 0]
+    assert len({*first_B.tolist()} - {DUMMY_PAGE}) == 4
     for use in (SERVE, TRIAL):
         with torch.inference_mode():
             launcher.launch(launcher.prepare([], StepPlan(key, use))).collect()

@@ -157,7 +157,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
         network=network,
         drafter=MtpDrafter(network, network),
     )
-    rows = Rows(loaded, 1, 2, len(PAGES))
+    rows = Rows(loaded, 1, 2, PagePool(1 + max(PAGES), PAGE_SIZE), len(PAGES))
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
