@@ -4,11 +4,12 @@
         [--set speculation.drafter=ngram ..]
     python -m benchmarks.draft_length --change [--batch-sizes 1,8,32]
 
-All arms decode the same held-out prompts at once, and the one that has had the least time does the
-next step, so that the machine's other work hits them alike (whole turns of one arm differ by 10 to
-25 %); "none" is an engine without any draft layer, for comparison. What "by_load" spends on looking
-at other lengths while it serves is in its figure; what it measures while idle before is not, nor
-are every arm's first batches, in which programs are met for the first time. With --change all
+All arms answer the same held-out prompts, as many at any time as there are rows, and the one that
+has the fewest tokens does the next step, so that the machine's other work hits them alike (whole
+turns of one arm differ by 10 to 25 %); "none" is an engine without any draft layer, for comparison.
+What "by_load" spends on looking at other lengths while it serves is in its figure; what it measures
+while idle before is not, nor are every arm's first rounds, in which programs are met for the first
+time. Prefill does not count. With --change all
 drafts are wrong at first and right later, and the steps are counted until the length is what it is
 where they were right all the time.
 """
@@ -19,7 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from operator import attrgetter, truediv
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ from model.loaded import LoadedModel
 from model.network.cache import Caches
 from runtime.lockstep import LocalPlanner
 
-MAX_DEPTH = 3
-"""Unless speculation.num_tokens is set."""
+NUM_PROMPTS, MAX_DEPTH = 100, 3
+"""The depth unless speculation.num_tokens is set."""
+ROUND = 100
+"""Tokens of a row."""
 PAGE_SIZE = 64
 BY_LOAD, NONE = "by_load", "none"
 
@@ -64,82 +67,89 @@ class Wrong:
 
 
 class Arm:
-    """One way to choose the length; what it has learned lasts over its batches."""
+    """One way to choose the length, over requests without end; what it has learned lasts."""
 
     def __init__(
-        self, name: str, loaded: LoadedModel, depth: int, batch_size: int, num_pages: int
+        self, name: str, loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int
     ) -> None:
         if name == NONE:
             loaded = replace(loaded, drafter=NoDrafter())
         self.rates: list[float] = []
-        self.spent_s = 0.0
+        self.num_tokens, self.spent_s = 0, 0.0
+        self._asked, self._num_rows = cycled(asked, num_rows), num_rows
+        # A prompt's pages are held twice while it is handed over.
+        most = 2 * max(len(one.prompt_ids) for one in asked) + asked[0].sampling.max_tokens
         self.bench = Bench(
             loaded,
             num_drafts=0 if name == NONE else depth,
             draft_length=BY_LOAD,
             length=Held(int(name)) if name.isdecimal() else None,
-            max_rows=batch_size,
-            num_pages=1 + num_pages * batch_size,
+            max_rows=num_rows,
+            num_pages=1 + num_rows * (-(-most // PAGE_SIZE) + 3),
             page_size=PAGE_SIZE,
             measures=True,
         )
         while self.bench.decode.has_work():  # what is measured while idle
             self.bench.decode.step()
 
-    def begin(self, asked: list[Request]) -> None:
-        """Prefill does not count."""
-        for request in asked:
-            self.bench.start(request)
+    def step(self) -> None:
+        """With requests in all rows."""
+        while len(self.bench.decode.scheduler.sequences) < self._num_rows:
+            self.bench.start(next(self._asked))
         self.bench.frames.clear()
-        self.spent_s = 0.0
-
-    def step(self) -> bool:
-        """Whether there is more to do."""
         began_at = time.perf_counter()
         self.bench.decode.step()
         self.spent_s += time.perf_counter() - began_at
-        return self.bench.decode.has_work()
+        self.num_tokens += sum(len(update.token_ids) for update in self.bench.updates())
 
-    def end(self, counts: bool) -> None:
-        if counts:
-            num_tokens = sum(len(update.token_ids) for update in self.bench.updates())
-            self.rates.append(num_tokens / self.spent_s)
+    def end(self) -> None:
+        for identity in [*self.bench.decode.scheduler.sequences]:
+            self.bench.decode.drop(identity)
         self.bench.check_empty()
 
 
 def measure(
     loaded: LoadedModel,
     depth: int,
-    asked: Iterator[Request],
-    batch_size: int,
-    num_pages: int,
+    asked: list[Request],
+    num_rows: int,
     num_warm: int,
     num_rounds: int,
-    bar: Progress,
+    bar: Progress | None = None,
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm with each batch, with so many pages a row."""
+    """Tokens per second of each arm in each round."""
     names = [*map(str, range(len(loaded.drafter.levels(depth)))), BY_LOAD, NONE]
-    arms = {name: Arm(name, loaded, depth, batch_size, num_pages) for name in names}
-    for i in bar.track(range(num_warm + num_rounds), description=f"batch of {batch_size}"):
-        together([*arms.values()], list(islice(asked, batch_size)), counts=i >= num_warm)
+    arms = {name: Arm(name, loaded, depth, asked, num_rows) for name in names}
+    rounds = range(num_warm + num_rounds)
+    for i in bar.track(rounds, description=f"{num_rows} rows") if bar else rounds:
+        together([*arms.values()], (i + 1) * num_rows * ROUND, counts=i >= num_warm)
+    for arm in arms.values():
+        arm.end()
     return {name: arm.rates for name, arm in arms.items()}
 
 
-def together(arms: list[Arm], asked: list[Request], counts: bool) -> None:
-    """One full batch to its end in each of them."""
-    for arm in arms:
-        arm.begin(asked)
-    left = list(arms)
-    while left:
-        arm = min(left, key=attrgetter("spent_s"))
-        if not arm.step():
-            left.remove(arm)
-    for arm in arms:
-        arm.end(counts)
+def together(arms: list[Arm], num_tokens: int, counts: bool) -> None:
+    """Until each of them has so many."""
+    before = [(arm.num_tokens, arm.spent_s) for arm in arms]
+    while (arm := min(arms, key=attrgetter("num_tokens"))).num_tokens < num_tokens:
+        arm.step()
+    for arm, (num, spent_s) in zip(arms, before, strict=True):
+        if counts:
+            arm.rates.append((arm.num_tokens - num) / (arm.spent_s - spent_s))
+
+
+def cycled(asked: list[Request], num_rows: int) -> Iterator[Request]:
+    """Again and again. The first ones end one after the other, or all rows would be at the same
+    place of their texts for ever."""
+    for i, one in enumerate(cycle(asked)):
+        num = one.sampling.max_tokens
+        if i < num_rows:
+            num = -(-num * (i + 1) // num_rows)
+        yield replace(one, sampling=replace(one.sampling, max_tokens=num))
 
 
 def of_best(rates: dict[str, list[float]]) -> float:
-    """by_load over the best held level, batch by batch, in which both met the same prompts."""
+    """by_load over the best held level, round by round, in which both met the same prompts."""
     held = filter(str.isdecimal, rates)
     best = rates[max(held, key=lambda name: statistics.median(rates[name]))]
     return statistics.median(map(truediv, rates[BY_LOAD], best))
@@ -151,17 +161,12 @@ ALIKE = 0.97
 
 
 def changed(
-    loaded: LoadedModel,
-    depth: int,
-    wrong: Wrong,
-    asked: Iterator[Request],
-    batch_size: int,
-    num_pages: int,
+    loaded: LoadedModel, depth: int, wrong: Wrong, asked: list[Request], num_rows: int
 ) -> tuple[int, int, int]:
     """The levels in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
-    bench = Arm(BY_LOAD, loaded, depth, batch_size, num_pages).bench
-    planner = bench.decode._planner
+    arm = Arm(BY_LOAD, loaded, depth, asked, num_rows)
+    planner = arm.bench.decode._planner
     assert isinstance(planner, LocalPlanner)
     decide = planner._decide
     assert isinstance(decide, StepPlanner)
@@ -170,12 +175,10 @@ def changed(
     for step in range(NUM_BEFORE + NUM_AFTER):
         if step == NUM_BEFORE:
             wrong.shift_1.fill_(0)
-        while len(bench.decode.scheduler.sequences) < batch_size:
-            bench.start(next(asked))
-        bench.decode.step()
-        lengths.append(decide._costs.of_size(batch_size).current)
+        arm.step()
+        lengths.append(decide._costs.of_size(num_rows).current)
     costs, after = decide._costs, statistics.mode(lengths[-200:])
-    times = zip(costs.expected_tokens(), costs.of_size(batch_size).step_s, strict=True)
+    times = zip(costs.expected_tokens(), costs.of_size(num_rows).step_s, strict=True)
     worth = [by_depth[-1] / step_s for by_depth, step_s in times]
     good = [n >= ALIKE * max(worth) for n in worth]
     found = (step for step, n in enumerate(lengths[NUM_BEFORE:]) if good[n])
@@ -223,8 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=4, help="batches that count")
-    parser.add_argument("--warm-up", type=int, default=1, help="batches before these [1]")
+    parser.add_argument("--rounds", type=int, default=4, help="that count [10]")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before these [10]")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
@@ -243,18 +246,15 @@ def main() -> None:
     if args.wrong or args.change:
         wrong = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)
-    num_batches = args.warm_up + args.rounds
-    asked = requests(args.path, num_batches * sum(sizes), args.max_tokens)
-    # A prompt's pages are held twice while it is handed over.
-    num_tokens = 2 * max(len(request.prompt_ids) for request in asked) + args.max_tokens
-    sizing, rest = (-(-num_tokens // PAGE_SIZE) + 3, args.warm_up, args.rounds), iter(asked)
+    asked = requests(args.path, NUM_PROMPTS, args.max_tokens)
     if args.change:
         for size in sizes:
-            before, after, steps = changed(loaded, depth, wrong, cycle(asked), size, sizing[0])
+            before, after, steps = changed(loaded, depth, wrong, asked, size)
             print(f"{size} rows: level {before}, then {after}; as good a one after {steps} steps")
         return
     with Progress(console=Console(stderr=True)) as bar:
-        results = {size: measure(loaded, depth, rest, size, *sizing, bar) for size in sizes}
+        rounds = args.warm_up, args.rounds
+        results = {size: measure(loaded, depth, asked, size, *rounds, bar) for size in sizes}
     if args.plot is not None:
         save_plot(args.plot, results, levels)
     if args.json:

@@ -3,15 +3,13 @@
 import statistics
 import time
 from collections import defaultdict
-from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.accepted_length import requests
-from benchmarks.draft_length import BY_LOAD, NONE, PAGE_SIZE, together
-from benchmarks.draft_length import Arm as Timed
+from benchmarks.draft_length import BY_LOAD, NONE, measure
 from benchmarks.drafters.arms import Arm
 from benchmarks.driven.engines import Bench, greedy
 from benchmarks.driven.held_out import held_out
@@ -24,9 +22,9 @@ from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
 
-ROUNDS = {1: (6, 24, 300), 8: (6, 16, 200), 32: (8, 8, 128)}
-"""Batches before those that count (more than 256 steps: a size is new till then), these, and tokens
-of an answer, by rows."""
+NUM_WARM, ROUNDS, MAX_TOKENS = 10, {1: 100, 8: 24, 32: 10}, 300
+"""Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and
+tokens of an answer."""
 
 
 def bytes_of(loaded: LoadedModel) -> dict[str, int]:
@@ -110,7 +108,7 @@ def parts(
 
 
 def beside_best(rates: list[float], held: list[list[float]]) -> list[float]:
-    """Of each batch ``rates`` by those of the best level held, which every second batch tells of
+    """Of each round ``rates`` by those of the best level held, which every second round tells of
     the others: of many that are alike the one that had luck would be the best of its own."""
     halves = [[statistics.median(one[half::2]) for one in held] for half in (0, 1)]
     best = [half.index(max(half)) for half in halves]
@@ -119,27 +117,17 @@ def beside_best(rates: list[float], held: list[list[float]]) -> list[float]:
 
 def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
     """Time per token of the arm's levels and by load, by that of an engine without a drafter that
-    has the same weights, step by step in turns; medians over batches. By load of the best level
+    has the same weights, step by step in turns; medians over rounds. By load of the best level
     (``beside_best``) with the error of its mean."""
-    num_warm, num_rounds, num_tokens = ROUNDS[num_rows]
     loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
-    levels = loaded.drafter.levels(arm.depth)
-    asked = requests(TINY_MODEL, 100, num_tokens)
-    # A prompt's pages are held twice while it is handed over.
-    longest = 2 * max(len(request.prompt_ids) for request in asked) + num_tokens
-    num_pages = -(-longest // PAGE_SIZE) + 3
-    names = [*map(str, range(len(levels))), BY_LOAD, NONE]
-    timed = {name: Timed(name, loaded, arm.depth, num_rows, num_pages) for name in names}
-    batches = cycle(asked)
-    for i in range(num_warm + num_rounds):
-        together([*timed.values()], list(islice(batches, num_rows)), counts=i >= num_warm)
-    rates = {name: one.rates for name, one in timed.items()}
+    asked, levels = requests(TINY_MODEL, 100, MAX_TOKENS), loaded.drafter.levels(arm.depth)
+    rates = measure(loaded, arm.depth, asked, num_rows, NUM_WARM, ROUNDS[num_rows])
 
     def by(name: str, other: str) -> list[float]:
-        """Time per token of one by the other's, batch by batch."""
+        """Time per token of one by the other's, round by round."""
         return [b / a for a, b in zip(rates[name], rates[other], strict=True)]
 
-    held = names[: len(levels)]
+    held = [*map(str, range(len(levels)))]
     of_best = beside_best(rates[BY_LOAD], [rates[name] for name in held])
     return {
         "of_none": statistics.median(by(BY_LOAD, NONE)),

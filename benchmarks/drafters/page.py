@@ -13,9 +13,9 @@ ROWS = (1, 8, 32)
 CHAIN = 3
 """Drafts of MTP's chain, which others are held against."""
 TIMED = (
-    "Time per token, by that of an engine without a drafter, and by load of the best level held "
-    "(which every second batch tells of the others; median of batches, and the error of their "
-    "mean); of MTP: that ratio by MTP's own with 3 drafts:"
+    "Time per token with so many answers at any time, by that of an engine without a drafter, and "
+    "by load of the best level held (which every second round tells of the others; median of "
+    "rounds, and the error of their mean); of MTP: that ratio by MTP's own with 3 drafts:"
 )
 TIMES_PLOT = "![time per token](drafters_speeds.png)"
 
