@@ -1,4 +1,4 @@
-"""Tokens per second by batch size with drafts held at each level, and with as many as pay.
+"""Tokens per second by number of rows with drafts held at each level, and with as many as pay.
 
     python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--wrong] [--plot FILE.png] [--json]
         [--set speculation.drafter=ngram ..]
@@ -9,9 +9,8 @@ has the fewest tokens does the next step, so that the machine's other work hits 
 turns of one arm differ by 10 to 25 %); "none" is an engine without any draft layer, for comparison.
 What "by_load" spends on looking at other lengths while it serves is in its figure; what it measures
 while idle before is not, nor are every arm's first rounds, in which programs are met for the first
-time. Prefill does not count. With --change all
-drafts are wrong at first and right later, and the steps are counted until the length is what it is
-where they were right all the time.
+time. Prefill does not count. With --change all drafts are wrong at first and right later, and the
+steps are counted until the length is what it is where they were right all the time.
 """
 
 import argparse
@@ -44,8 +43,8 @@ from runtime.lockstep import LocalPlanner
 
 NUM_PROMPTS, MAX_DEPTH = 100, 3
 """The depth unless speculation.num_tokens is set."""
-ROUND = 100
-"""Tokens of a row."""
+ROUND_TOKENS = 100
+"""Of a round, a row."""
 PAGE_SIZE = 64
 BY_LOAD, NONE = "by_load", "none"
 
@@ -89,6 +88,8 @@ class Arm:
             page_size=PAGE_SIZE,
             measures=True,
         )
+        for cache in self.bench.all_caches():  # trials read it: of NaN, their rows are all alike
+            cache[0].zero_()
         while self.bench.decode.has_work():  # what is measured while idle
             self.bench.decode.step()
 
@@ -122,7 +123,7 @@ def measure(
     arms = {name: Arm(name, loaded, depth, asked, num_rows) for name in names}
     rounds = range(num_warm + num_rounds)
     for i in bar.track(rounds, description=f"{num_rows} rows") if bar else rounds:
-        together([*arms.values()], (i + 1) * num_rows * ROUND, counts=i >= num_warm)
+        together([*arms.values()], (i + 1) * num_rows * ROUND_TOKENS, counts=i >= num_warm)
     for arm in arms.values():
         arm.end()
     return {name: arm.rates for name, arm in arms.items()}
@@ -145,7 +146,7 @@ def cycled(asked: list[Request], num_rows: int) -> Iterator[Request]:
         num = one.sampling.max_tokens
         if i < num_rows:
             num = -(-num * (i + 1) // num_rows)
-        yield replace(one, sampling=replace(one.sampling, max_tokens=num))
+        yield replace(one, request_id=f"r{i}", sampling=replace(one.sampling, max_tokens=num))
 
 
 def of_best(rates: dict[str, list[float]]) -> float:
@@ -225,10 +226,10 @@ def save_plot(path: Path, results: dict[int, dict[str, list[float]]], levels: Le
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
-    parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=4, help="that count [10]")
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds before these [10]")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..", help="rows")
+    parser.add_argument("--rounds", type=int, default=10, help="that count [10]")
+    parser.add_argument("--warm-up", type=int, default=10, help="rounds before these [10]")
+    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer [300]")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
     parser.add_argument("--change", action="store_true", help="wrong at first, right later")

@@ -83,9 +83,8 @@ class Bench:
         self.num_torch_threads = torch.get_num_threads()
         self.pool = PagePool(self.num_pages, self.page_size)
         self.caches = self.loaded.allocate(self.num_pages, self.page_size)
-        if not self.measures:  # steps of trials read it, whose rows would all be alike
-            for cache in self.all_caches():
-                cache[0] = POISON
+        for cache in self.all_caches():
+            cache[0] = POISON
         spec, config = RankSpec("both", COLOCATED, 1), self._config()
         parts = RankParts(
             spec, config, self.loaded, self.pool, self.caches, EngineLoop("never started")

@@ -145,8 +145,8 @@ class Rows:
 
     def _make_up(self, i: int, pool: PagePool) -> None:
         """One row of trials; their tokens are far apart, as their experts shall be. It reads pages
-        that are others': rows that share one have it in the fastest cache, and steps seem to take
-        half of their time. None of these has a place that a step writes."""
+        that are others': where rows share one it lies in the fastest cache, and steps without
+        drafts seem to take two thirds of their time. None of these has a place that is written."""
         num_known, width = self._loaded.max_model_len // 2, self._no_pages_1P.shape[1]
         prompt_ids = (0,) * (min(MADE_UP, num_known) - 1)
         request = _request(prompt_ids, i * self._loaded.config.vocab_size // len(self._num_pages))
