@@ -67,7 +67,7 @@ class SizeCosts:
     def time(self, level: int, step_s: float) -> None:
         """Rows, contexts and the machine change all levels alike, so steps at the one in use tell
         nothing new: only a look does, beside the steps right before and behind it."""
-        if not (known := self.step_s[level]) or self.num_tries[level] < NUM_TRIES:
+        if not (known := self.step_s[level]) or self.num_tries[level] <= NUM_TRIES:
             self.step_s[level] = min(step_s, known or step_s)
             return
         if self.runs[-1][0] != level or len(self.runs[-1][1]) == LOOK_STEPS:

@@ -236,6 +236,24 @@ def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
     assert server.run([3] * 8, 2000)[-100:].count(3) >= 95
 
 
+def test_what_was_measured_while_idle_is_no_look() -> None:
+    """Its last trial stands right before steps that take less, for contexts are short at first: the
+    level would seem to take as much longer."""
+    costs, cost_s = Costs.unknown(chains(3)), (1.0, 1.2, 1.5, 2.4)
+
+    def run(level: int, factor: float) -> None:
+        tried = (0,) * costs.rungs.num_told[level]
+        record(costs, [Report(StepKey(8, level, 0), cost_s[level] * factor, tried, tried)])
+
+    while (untried := costs.untried([8])) is not None:
+        run(untried[1], 2.0)
+    for _ in range(FREE_EVERY):
+        level = by_load(costs, 8, (0, 0, 0, 8))
+        assert level == 2, "the best of those tried"
+        run(level, 1.0)
+    assert costs.of_size(8).step_s == [2 * one_s for one_s in cost_s]
+
+
 def test_work_comes_before_what_is_not_measured_yet() -> None:
     planner = local_planner(measures=True)
     assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
