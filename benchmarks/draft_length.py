@@ -6,7 +6,9 @@
 
 All arms answer the same held-out prompts, as many at any time as there are rows, and the one that
 has the fewest tokens does the next step, so that the machine's other work hits them alike (whole
-turns of one arm differ by 10 to 25 %); "none" is an engine without any draft layer, for comparison.
+turns of one arm differ by 10 to 25 %). After each round they change engines, or the one whose
+memory lies best would win where levels are alike (by 2 to 5 %); "none" is an engine without any
+draft layer, for comparison.
 What "by_load" spends on looking at other lengths while it serves is in its figure; what it measures
 while idle before is not, nor are every arm's first rounds, in which programs are met for the first
 time. Prefill does not count. With --change all drafts are wrong at first and right later, and the
@@ -17,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from operator import attrgetter, truediv
@@ -30,10 +32,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
-from benchmarks.driven.engines import Bench, Held, load
+from benchmarks.driven.engines import Bench, Held, load, planner_of
 from core.config import load as load_config
 from core.levels import Level, Levels
 from core.request import Request
+from decode_node.planning.step_plan import Proposal, StepPlan
 from decode_node.planning.step_planner import StepPlanner
 from model.drafters.base import Drafter, Drafts, Own, View
 from model.drafters.none import NoDrafter
@@ -43,7 +46,7 @@ from runtime.lockstep import LocalPlanner
 
 NUM_PROMPTS, MAX_DEPTH = 100, 3
 """The depth unless speculation.num_tokens is set."""
-ROUND_TOKENS = 100
+ROUND_TOKENS = 50
 """Of a round, a row."""
 PAGE_SIZE = 64
 BY_LOAD, NONE = "by_load", "none"
@@ -65,24 +68,19 @@ class Wrong:
         return drafts._replace(tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
 
 
-class Arm:
-    """One way to choose the length, over requests without end; what it has learned lasts."""
+class Engine:
+    """Serves requests without end."""
 
     def __init__(
-        self, name: str, loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int
+        self, loaded: LoadedModel, num_drafts: int, asked: list[Request], num_rows: int
     ) -> None:
-        if name == NONE:
-            loaded = replace(loaded, drafter=NoDrafter())
-        self.rates: list[float] = []
-        self.num_tokens, self.spent_s = 0, 0.0
         self._asked, self._num_rows = cycled(asked, num_rows), num_rows
         # A prompt's pages are held twice while it is handed over.
         most = 2 * max(len(one.prompt_ids) for one in asked) + asked[0].sampling.max_tokens
         self.bench = Bench(
             loaded,
-            num_drafts=0 if name == NONE else depth,
+            num_drafts=num_drafts,
             draft_length=BY_LOAD,
-            length=Held(int(name)) if name.isdecimal() else None,
             max_rows=num_rows,
             num_pages=1 + num_rows * (-(-most // PAGE_SIZE) + 3),
             page_size=PAGE_SIZE,
@@ -90,23 +88,61 @@ class Arm:
         )
         for cache in self.bench.all_caches():  # trials read it: of NaN, their rows are all alike
             cache[0].zero_()
-        while self.bench.decode.has_work():  # what is measured while idle
-            self.bench.decode.step()
 
-    def step(self) -> None:
-        """With requests in all rows."""
+    @property
+    def planner(self) -> LocalPlanner[Proposal, StepPlan]:
+        planner = self.bench.decode._planner
+        assert isinstance(planner, LocalPlanner)
+        return planner
+
+    def step(self) -> tuple[int, float]:
+        """With requests in all rows. Its tokens and seconds."""
         while len(self.bench.decode.scheduler.sequences) < self._num_rows:
             self.bench.start(next(self._asked))
         self.bench.frames.clear()
         began_at = time.perf_counter()
         self.bench.decode.step()
-        self.spent_s += time.perf_counter() - began_at
-        self.num_tokens += sum(len(update.token_ids) for update in self.bench.updates())
+        spent_s = time.perf_counter() - began_at
+        return sum(len(update.token_ids) for update in self.bench.updates()), spent_s
 
     def end(self) -> None:
         for identity in [*self.bench.decode.scheduler.sequences]:
             self.bench.decode.drop(identity)
         self.bench.check_empty()
+
+
+class Arm:
+    """One way to choose the length, in one engine after the other; what it has learned lasts."""
+
+    def __init__(self, decide: StepPlanner, engine: Engine) -> None:
+        self.decide, self.rates = decide, list[float]()
+        self.num_tokens, self.spent_s = 0, 0.0
+        self._is_new = False
+        self.sit(engine)
+
+    def sit(self, engine: Engine) -> None:
+        self.engine, engine.planner._decide, self._is_new = engine, self._plan, True
+
+    def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
+        """What the engine reports first is of a step of another arm's."""
+        if self._is_new:
+            proposals = [replace(one, report=None) for one in proposals]
+        self._is_new = False
+        return self.decide(proposals)
+
+    def step(self) -> None:
+        num, spent_s = self.engine.step()
+        self.num_tokens, self.spent_s = self.num_tokens + num, self.spent_s + spent_s
+
+
+def by_load_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
+    """With what it measures while idle."""
+    engine = Engine(loaded, depth, asked, num_rows)
+    decide = engine.planner._decide
+    assert isinstance(decide, StepPlanner)
+    while engine.bench.decode.has_work():
+        engine.bench.decode.step()
+    return Arm(decide, engine)
 
 
 def measure(
@@ -119,13 +155,21 @@ def measure(
     bar: Progress | None = None,
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm in each round."""
-    names = [*map(str, range(len(loaded.drafter.levels(depth)))), BY_LOAD, NONE]
-    arms = {name: Arm(name, loaded, depth, asked, num_rows) for name in names}
+    arms = {}
+    for n in range(len(loaded.drafter.levels(depth))):
+        decide = planner_of(loaded, depth, Held(n))
+        arms[str(n)] = Arm(decide, Engine(loaded, depth, asked, num_rows))
+    arms[BY_LOAD] = by_load_arm(loaded, depth, asked, num_rows)
+    moving = [*arms.values()]
+    arms[NONE] = by_load_arm(replace(loaded, drafter=NoDrafter()), 0, asked, num_rows)
     rounds = range(num_warm + num_rounds)
     for i in bar.track(rounds, description=f"{num_rows} rows") if bar else rounds:
         together([*arms.values()], (i + 1) * num_rows * ROUND_TOKENS, counts=i >= num_warm)
+        engines = [arm.engine for arm in moving]
+        for arm, engine in zip(moving, engines[1:] + engines[:1], strict=True):
+            arm.sit(engine)
     for arm in arms.values():
-        arm.end()
+        arm.engine.end()
     return {name: arm.rates for name, arm in arms.items()}
 
 
@@ -166,19 +210,16 @@ def changed(
 ) -> tuple[int, int, int]:
     """The levels in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
-    arm = Arm(BY_LOAD, loaded, depth, asked, num_rows)
-    planner = arm.bench.decode._planner
-    assert isinstance(planner, LocalPlanner)
-    decide = planner._decide
-    assert isinstance(decide, StepPlanner)
+    arm = by_load_arm(loaded, depth, asked, num_rows)
+    costs = arm.decide._costs
     wrong.shift_1.fill_(1)
     lengths = []
     for step in range(NUM_BEFORE + NUM_AFTER):
         if step == NUM_BEFORE:
             wrong.shift_1.fill_(0)
         arm.step()
-        lengths.append(decide._costs.of_size(num_rows).current)
-    costs, after = decide._costs, statistics.mode(lengths[-200:])
+        lengths.append(costs.of_size(num_rows).current)
+    after = statistics.mode(lengths[-200:])
     times = zip(costs.expected_tokens(), costs.of_size(num_rows).step_s, strict=True)
     worth = [by_depth[-1] / step_s for by_depth, step_s in times]
     good = [n >= ALIKE * max(worth) for n in worth]
@@ -227,8 +268,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..", help="rows")
-    parser.add_argument("--rounds", type=int, default=10, help="that count [10]")
-    parser.add_argument("--warm-up", type=int, default=10, help="rounds before these [10]")
+    parser.add_argument("--rounds", type=int, default=20, help="that count [20]")
+    parser.add_argument("--warm-up", type=int, default=20, help="rounds before these [20]")
     parser.add_argument("--max-tokens", type=int, default=300, help="of an answer [300]")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="every draft is another token")
