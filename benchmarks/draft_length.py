@@ -32,10 +32,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
-from benchmarks.driven.engines import Bench, Held, load, planner_of
+from benchmarks.driven.engines import Bench, Held, load
 from core.config import load as load_config
 from core.levels import Level, Levels
 from core.request import Request
+from decode_node.planning.lengths import Costs, DraftLength, by_load
 from decode_node.planning.step_plan import Proposal, StepPlan
 from decode_node.planning.step_planner import StepPlanner
 from model.drafters.base import Drafter, Drafts, Own, View
@@ -88,12 +89,21 @@ class Engine:
         )
         for cache in self.bench.all_caches():  # trials read it: of NaN, their rows are all alike
             cache[0].zero_()
-
-    @property
-    def planner(self) -> LocalPlanner[Proposal, StepPlan]:
         planner = self.bench.decode._planner
-        assert isinstance(planner, LocalPlanner)
-        return planner
+        assert isinstance(planner, LocalPlanner) and isinstance(planner._decide, StepPlanner)
+        self.decide, self._is_new = planner._decide, False
+        planner._decide = self._plan
+
+    def choose(self, length: DraftLength, costs: Costs) -> None:
+        """That way from now on. The table of programs remains the engine's."""
+        self.decide._length, self.decide._costs, self._is_new = length, costs, True
+
+    def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
+        """What is reported first of a new way is of a step of another's."""
+        if self._is_new:
+            proposals = [replace(one, report=None) for one in proposals]
+        self._is_new = False
+        return self.decide(proposals)
 
     def step(self) -> tuple[int, float]:
         """With requests in all rows. Its tokens and seconds."""
@@ -114,21 +124,15 @@ class Engine:
 class Arm:
     """One way to choose the length, in one engine after the other; what it has learned lasts."""
 
-    def __init__(self, decide: StepPlanner, engine: Engine) -> None:
-        self.decide, self.rates = decide, list[float]()
+    def __init__(self, length: DraftLength, engine: Engine) -> None:
+        self._length, self.costs = length, engine.decide._costs
+        self.rates: list[float] = []
         self.num_tokens, self.spent_s = 0, 0.0
-        self._is_new = False
         self.sit(engine)
 
     def sit(self, engine: Engine) -> None:
-        self.engine, engine.planner._decide, self._is_new = engine, self._plan, True
-
-    def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
-        """What the engine reports first is of a step of another arm's."""
-        if self._is_new:
-            proposals = [replace(one, report=None) for one in proposals]
-        self._is_new = False
-        return self.decide(proposals)
+        self.engine = engine
+        engine.choose(self._length, self.costs)
 
     def step(self) -> None:
         num, spent_s = self.engine.step()
@@ -138,11 +142,9 @@ class Arm:
 def by_load_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
     """With what it measures while idle."""
     engine = Engine(loaded, depth, asked, num_rows)
-    decide = engine.planner._decide
-    assert isinstance(decide, StepPlanner)
     while engine.bench.decode.has_work():
         engine.bench.decode.step()
-    return Arm(decide, engine)
+    return Arm(by_load, engine)
 
 
 def measure(
@@ -155,10 +157,10 @@ def measure(
     bar: Progress | None = None,
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm in each round."""
-    arms = {}
-    for n in range(len(loaded.drafter.levels(depth))):
-        decide = planner_of(loaded, depth, Held(n))
-        arms[str(n)] = Arm(decide, Engine(loaded, depth, asked, num_rows))
+    arms = {
+        str(n): Arm(Held(n), Engine(loaded, depth, asked, num_rows))
+        for n in range(len(loaded.drafter.levels(depth)))
+    }
     arms[BY_LOAD] = by_load_arm(loaded, depth, asked, num_rows)
     moving = [*arms.values()]
     arms[NONE] = by_load_arm(replace(loaded, drafter=NoDrafter()), 0, asked, num_rows)
@@ -211,15 +213,14 @@ def changed(
     """The levels in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
     arm = by_load_arm(loaded, depth, asked, num_rows)
-    costs = arm.decide._costs
     wrong.shift_1.fill_(1)
     lengths = []
     for step in range(NUM_BEFORE + NUM_AFTER):
         if step == NUM_BEFORE:
             wrong.shift_1.fill_(0)
         arm.step()
-        lengths.append(costs.of_size(num_rows).current)
-    after = statistics.mode(lengths[-200:])
+        lengths.append(arm.costs.of_size(num_rows).current)
+    costs, after = arm.costs, statistics.mode(lengths[-200:])
     times = zip(costs.expected_tokens(), costs.of_size(num_rows).step_s, strict=True)
     worth = [by_depth[-1] / step_s for by_depth, step_s in times]
     good = [n >= ALIKE * max(worth) for n in worth]
