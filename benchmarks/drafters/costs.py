@@ -22,7 +22,7 @@ from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
 
-NUM_WARM, ROUNDS, MAX_TOKENS = 20, {1: 180, 8: 48, 32: 24}, 300
+NUM_WARM, ROUNDS, MAX_TOKENS = 30, {1: 168, 8: 42, 32: 42}, 300
 """Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and
 tokens of an answer."""
 

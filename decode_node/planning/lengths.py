@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import mul
-from statistics import median
+from statistics import median_low
 
 from core.levels import Levels, usable
 from decode_node.planning.rungs import Rungs
@@ -29,8 +29,9 @@ at all of them lose at most this share of the time: one that seems as good is lo
 of three that takes four times as long for no more every 6,000 steps."""
 NUM_NEW, FREE_EVERY, NUM_SEEN = 256, 16, 5
 """In so many steps of a size the first NUM_SEEN looks at each level are free, for what was measured
-while idle was of other texts; one only if it loses anyway, or while none is in use. The median of
-the last NUM_SEEN times is believed."""
+while idle was of other texts; one only if it loses anyway, or while none is in use. The lower
+median of the last NUM_SEEN times is believed, that from before the first look among them: one that
+other work hit, of two steps while none is in use, would else be the last for a long time."""
 BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 6, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself. All looks are so short then."""
@@ -50,8 +51,8 @@ class SizeCosts:
     planned, how many of all while serving, and the level in use. What was ``chosen``, it or one to
     look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at it, 0
     if there was none, ``surprise`` a level that brought so much more than expected that it is
-    looked at again, if there is one. ``seen[level]`` are the times that the last looks told,
-    ``runs`` those of the last steps."""
+    looked at again, if there is one. ``seen[level]`` are the times that the last looks told, behind
+    what was known before, ``runs`` those of the last steps."""
 
     step_s: list[float]
     num_tries: list[int]
@@ -75,9 +76,9 @@ class SizeCosts:
         self.runs[-1][1].append(step_s)
         (used, before), (other, times), (then, behind) = self.runs
         if used == then != other and len(behind) == LOOK_STEPS:
-            factor = _undisturbed(times) / _undisturbed(before + behind)
-            self.seen[other].append(self.step_s[used] * factor)
-            self.step_s[other] = median(self.seen[other])
+            told = [self.step_s[used] * _undisturbed(times) / _undisturbed(before + behind)]
+            self.seen[other].extend(told if self.seen[other] else [self.step_s[other], *told])
+            self.step_s[other] = median_low(self.seen[other])
 
 
 def _undisturbed(times: Sequence[float]) -> float:

@@ -233,7 +233,22 @@ def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
     size = decide._costs.of_size(8)
     size.current, size.step_s = 0, [n * 100 for n in size.step_s]
     size.step_s[0] /= 100
-    assert server.run([3] * 8, 2000)[-100:].count(3) >= 95
+    assert server.run([3] * 8, 2000)[-100:].count(3) >= 90, "but for two looks"
+
+
+def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
+    """Else each level would seem to lose even if all its drafts passed, and be looked at once in
+    thousands of steps."""
+    server = Server(local_planner(measures=True), 0.0, 1.0, 0.05)
+    server.idle()
+    quiet = server.step_s
+    server.step_s = lambda rows, n, step: quiet(rows, n, step) * (10 if n else 1)  # type: ignore[method-assign]
+    looked = server.run([3] * 8, 4 * FREE_EVERY)
+    assert {*looked[4:]} == {0, 1, 2, 3}
+    server.step_s = quiet  # type: ignore[method-assign]
+    assert max(server.run([3] * 8, 300)[-100:]) < 3
+    server.a = 0.9
+    assert server.run([3] * 8, 300)[-50:].count(server.best(8, 3)) >= 40
 
 
 def test_what_was_measured_while_idle_is_no_look() -> None:
@@ -251,7 +266,8 @@ def test_what_was_measured_while_idle_is_no_look() -> None:
         level = by_load(costs, 8, (0, 0, 0, 8))
         assert level == 2, "the best of those tried"
         run(level, 1.0)
-    assert costs.of_size(8).step_s == [2 * one_s for one_s in cost_s]
+    size = costs.of_size(8)
+    assert size.step_s == [2 * one_s for one_s in cost_s] and not any(size.seen)
 
 
 def test_work_comes_before_what_is_not_measured_yet() -> None:
