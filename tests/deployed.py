@@ -21,6 +21,9 @@ class Deployed:
     gateway: Manifest
     service: Manifest
     config_map: Manifest
+    """The gateway's."""
+    others: dict[str, dict[str, str]]
+    """What the other ConfigMaps hold, by their names."""
     policies: tuple[Manifest, ...]
     budgets: tuple[Manifest, ...]
 
@@ -68,15 +71,17 @@ class Deployed:
         return load_text(text, [value for option, _, value in options if option == "set"])
 
 
-def deployed(folder: str) -> Deployed:
-    """What ``kubectl apply -k deploy/FOLDER`` makes."""
+def deployed(folder: str, *components: str) -> Deployed:
+    """What ``kubectl apply -k deploy/FOLDER`` makes, with these components in it."""
     by_kind = defaultdict[str, list[Manifest]](list)
-    for manifest in render(DEPLOY / folder):
+    for manifest in render(DEPLOY / folder, *(DEPLOY / "components" / one for one in components)):
         by_kind[manifest["kind"]].append(manifest)
-    ones = [by_kind.pop(kind) for kind in ("RayCluster", "Deployment", "Service", "ConfigMap")]
+    ones = [by_kind.pop(kind) for kind in ("RayCluster", "Deployment", "Service")]
+    config_map, *others = by_kind.pop("ConfigMap")
+    told = {one["metadata"]["name"]: one["data"] for one in others}
     many = [tuple(by_kind.pop(kind)) for kind in ("NetworkPolicy", "PodDisruptionBudget")]
-    assert all(len(found) == 1 for found in ones) and not by_kind
-    return Deployed(*(one for [one] in ones), *many)
+    assert all(len(found) == 1 for found in ones) and by_kind.keys() <= {"PersistentVolumeClaim"}
+    return Deployed(*(one for [one] in ones), config_map, told, *many)
 
 
 def load_text(text: str, sets: list[str]) -> TandemConfig:

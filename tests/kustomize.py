@@ -28,9 +28,11 @@ FIELDS = {
 }
 
 
-def render(folder: Path) -> list[Manifest]:
-    """Every manifest of a kustomization, as it is applied."""
+def render(folder: Path, *components: Path) -> list[Manifest]:
+    """Every manifest of a kustomization, as it is applied, with these components in it."""
     manifests = _build(folder, [])
+    for component in components:
+        _build(component, manifests)
     names = {m["metadata"]["name"]: _hashed_name(m) for m in manifests if m.pop(GENERATED, False)}
     for manifest in manifests:
         if manifest["kind"] == "ConfigMap":

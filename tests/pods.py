@@ -29,9 +29,11 @@ mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/resolv.conf /etc/resolv.conf
 mount -t tmpfs none /mnt && cp {home}/etc/* /mnt/ 2>/dev/null
+mkdir /mnt/claim && mount --bind {home}/claim /mnt/claim
 exec "$@"
 """
-"""What every container has to itself. Its configMap lies in /mnt: /etc is the machine's."""
+"""What every container has to itself. Its configMap lies in /mnt, for /etc is the machine's; what
+its pod has a claim on lies there too, and outlasts it."""
 
 
 @dataclass
@@ -76,6 +78,11 @@ class Pod:
         found = {p for process in self.processes for p in descendants(process.pid)}
         return [pid for pid in sorted(found) if part.encode() in command_of(pid)]
 
+    def end(self) -> None:
+        """Kill all in it. Its address and what it claims remain."""
+        _end(self.processes)
+        self.processes.clear()
+
     def log(self) -> str:
         return (self.home / "log").read_text()
 
@@ -93,7 +100,8 @@ def pods(names: Sequence[str], hosts: dict[str, str]) -> Iterator[dict[str, Pod]
             _ip("-n {0} link set bridge up", switch)
             for i, name in enumerate(names):
                 made[name] = Pod(f"{switch}-{i}", str(NETWORK + 1 + i), Path(folder, name), switch)
-                (made[name].home / "etc").mkdir(parents=True)
+                for part in ("etc", "claim"):
+                    (made[name].home / part).mkdir(parents=True)
                 _connect(made[name], switch, f"pod{i}")
             lines = [f"{made[pod].address} {host}\n" for host, pod in hosts.items()]
             Path(folder, "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
@@ -149,17 +157,25 @@ def gateway_command(it: Deployed) -> tuple[list[str], dict[str, str], str]:
     [config] = [m["mountPath"] for m in mounts(it.gateway_pod) if m["name"] == "config"]
     args = [arg.replace(f"{config}/", "/mnt/") for arg in box["args"]]
     command = ["gateway.sh" if word == "tandem-gateway" else word for word in box["command"]]
-    return [*command, *args], environment(box), str(int(size))
+    return [*command, *args], environment(it, it.gateway_pod), str(int(size))
 
 
-def environment(box: Manifest, labels: dict[str, str] | None = None) -> dict[str, str]:
-    """Of a container of Ray or a gateway, in a pod of these labels; what Secrets hold is TOKEN."""
-    told: dict[str, str] = {}
+def environment(
+    it: Deployed, pod: Manifest, labels: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Of the container in a pod of these labels; what Secrets hold is TOKEN."""
+    box, told = container(pod), dict[str, str]()
+    for source in box.get("envFrom", []):
+        told |= it.others.get(source["configMapRef"]["name"], {})
+    claims = [name for name, one in volumes(pod).items() if "persistentVolumeClaim" in one]
+    paths = [m["mountPath"] for m in mounts(pod) if m["name"] in claims]
     for one in box["env"]:
         path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         value = one.get("value", TOKEN)
         if path:
             value = (labels or {}).get(path.removeprefix("metadata.labels['")[:-2], "")
+        for claimed in paths:
+            value = re.sub(f"^{claimed}/", "/mnt/claim/", value)
         told[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], value)
     # The operator gives the first two to pods of Ray, and with a group's pods its name.
     given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}

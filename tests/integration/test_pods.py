@@ -47,11 +47,11 @@ def begin_gateway(pod: Pod, it: Deployed) -> "subprocess.Popen[str]":
 
 def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> None:
     """``replica``: of several pods, as the operator labels them."""
-    box = container(group["template"]["spec"])
     labels = {"ray.io/group": group.get("groupName", "headgroup")}
     if replica:
         labels["ray.io/worker-group-replica-name"] = replica
-    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=environment(box, labels))
+    env = environment(it, group["template"]["spec"], labels)
+    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=env)
 
 
 def generated(client: Pod) -> str:
@@ -133,6 +133,37 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
             kind for name in machines if there[name] is not going for kind in ranks_in(there[name])
         ]
         assert sorted(held) == ["decode", "prefill"]
+
+
+def test_a_head_comes_back_to_what_ran() -> None:
+    """What is written without it is whole, no rank ends, and what needs it goes on with it."""
+    it = deployed("base", "gcs-ft")
+    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
+    with pods(["head", "gateway", "client", *machines], hosts) as there:
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
+        for name, group in machines.items():
+            begin_ray(there[name], it, it.groups[group])
+        begin_gateway(there["gateway"], it)
+        expected, _ = there["client"].run(LONG).communicate(timeout=120)
+        assert expected, there["client"].log()
+        before = [there[name].pids("ray::") for name in machines]
+
+        running = there["client"].run(LONG)
+        wait_until(lambda: told(there["client"], "tandem_num_requests_running") == 1)
+        there["head"].end()
+        text, _ = running.communicate(timeout=120)
+        assert (running.returncode, text) == (0, expected), there["client"].log()
+        begun, _ = there["client"].run(LONG).communicate(timeout=120)
+        assert begun == expected, there["client"].log()
+        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
+        assert [there[name].pids("ray::") for name in machines] == before
+
+        [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
+        os.kill(going.init(), signal.SIGTERM)
+        going.processes[-1].wait(75)
+        wait_until(lambda: told(there["client"], "tandem_serving") == 1)
+        assert there["client"].run(LONG).communicate(timeout=120)[0] == expected
 
 
 SIZES = """
