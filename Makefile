@@ -2,6 +2,7 @@
 # make gang   the same with gangs of two ranks, which share the experts
 # make test   lint, types and the whole CPU test suite
 # make mutants   known mistakes, each alone, which a test has to notice (minutes)
+# make image-test   the image, built and begun as the pods of deploy/ (root, Debian's podman and more)
 # make soak   the slow tests, which make test leaves out, and kernels with other versions of Triton
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py router_ties.py staging.py)
 
-.PHONY: torch-for-cpu demo gang test mutants tritons soak lint proto checkpoint clean
+.PHONY: torch-for-cpu demo gang test image-test mutants tritons soak lint proto checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -54,12 +55,16 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint deploy/Containerfile
 
 # Files in the order of their names: those that start clusters come first and share the time.
 test: lint
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
 	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); kernels=$$?; \
 	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
+
+image-test: $(READY)
+	$(PY) -m tests.image
 
 mutants: $(READY)
 	$(PY) -m tests.mutants
@@ -73,6 +78,7 @@ tritons: $(READY)
 	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
 soak: tritons
+	$(VENV)/bin/pip install -q -e '.[soak]'
 	$(PY) -m pytest -m slow -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(PY) -m pytest -m slow tests/unit/test_gpu_engine.py
 

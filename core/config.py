@@ -1,5 +1,6 @@
 """What a Tandem cluster can be told: one frozen tree, read from YAML and ``--set a.b=c``."""
 
+import json
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -257,11 +258,27 @@ def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfi
     tree = {} if path is None else read_yaml(path)
     for item in sets or []:
         overlay(tree, item)
+    return checked(tree)
+
+
+def checked(tree: Any) -> TandemConfig:
+    """Raises ``ValueError`` naming each wrong key or value and what would be right."""
     try:
         return TandemConfig.model_validate(tree)
     except ValidationError as error:
         fields = {name: field.description or "" for name, field in leaves()}
         raise ValueError(explain(error, fields)) from error
+
+
+def received(config_json: str) -> TandemConfig:
+    """What another process of ours has found right. Raises ``ValueError`` if that is another's."""
+    try:
+        return checked(json.loads(config_json))
+    except ValueError as error:
+        raise ValueError(
+            f"config of another release of Tandem: {error}; in a Ray all are of one release: stop "
+            "what runs with `tandem stop`, or serve the other one in a Ray of its own"
+        ) from error
 
 
 def leaves() -> Iterator[tuple[str, FieldInfo]]:

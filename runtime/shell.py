@@ -12,7 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from core.config import TandemConfig
+from core.config import TandemConfig, received
 from core.errors import EpochEnded, RankLost, StepFailed
 from core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
 from core.pace import on_start
@@ -164,7 +164,7 @@ class RankShell:
 
     async def _load(self) -> None:
         try:
-            config = TandemConfig.model_validate_json(self._state.config_json)
+            config = received(self._state.config_json)
             self._memory = await self.load(self._spec, config)
             if self._spec.num_ranks == 1:
                 await self._join(None)

@@ -1,65 +1,85 @@
-"""Pods without Kubernetes: namespaces of their own for processes, mounts and network, one bridge.
-In each what a pod of deploy/ is given, and Ray as KubeRay's operator begins it. Needs root."""
+"""Pods without Kubernetes: a network of its own for each, on one bridge, and in it containers; by
+default namespaces over this tree, or (tests/image) the image in podman's. Needs root."""
 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from benchmarks.driven.procs import ROOT, command_of, descendants, parents, wait_gone
 from core.user_cache import user_cache
-from tests.deployed import Deployed, amount, container, mounts, ray_resources, volumes
-from tests.kustomize import Manifest
 
 NETWORK = IPv4Address("10.77.0.0")
 CAN_RUN = os.geteuid() == 0 and shutil.which("ip") is not None
-TOKEN = "b8d3" * 16
 NO_DNS = "nameserver 127.0.0.1\n"
 """Refuses at once: a name that is not in hosts would cost a minute elsewhere."""
-ENTER = """
-mount -t tmpfs -o size={shm} none /dev/shm
-mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
-mount --bind {folder}/hosts /etc/hosts
-mount --bind {folder}/resolv.conf /etc/resolv.conf
-mount -t tmpfs none /mnt && cp {home}/etc/* /mnt/ 2>/dev/null
-mkdir /mnt/claim && mount --bind {home}/claim /mnt/claim
-exec "$@"
-"""
-"""What every container has to itself. Its configMap lies in /mnt, for /etc is the machine's; what
-its pod has a claim on lies there too, and outlasts it."""
+CONFIG, CLAIM = "etc", "claim"
+"""Folders of a pod: what its configMap holds, and what lies on its claim."""
+Running = subprocess.Popen[str]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A container as a manifest has it. ``mounts`` tells which folder of its pod lies where."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    shm: str = "64m"
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+
+class Form(Protocol):
+    """What a container is made of."""
+
+    def command(self, pod: "Pod", box: Box) -> list[str]: ...
+
+    def environ(self, pod: "Pod", box: Box) -> dict[str, str] | None:
+        """Of that command here; None: as this process has it."""
+        ...
+
+    def init(self, process: Running) -> int:
+        """The pid here of its process 1."""
+        ...
+
+    def pids(self, process: Running) -> Iterable[int]: ...
+
+    def end(self, processes: Sequence[Running]) -> None: ...
 
 
 @dataclass
 class Pod:
-    """A network of its own, in which containers are begun one after the other."""
+    """A network of its own, in which containers are begun."""
 
     name: str
     address: str
     home: Path
     switch: str
     """The namespace of the bridge that it hangs on."""
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    form: Form
+    processes: list[Running] = field(default_factory=list)
 
     def run(
-        self, command: Sequence[str], *, shm: str = "64m", env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Begin a container, its command as process 1; stdout is a pipe, stderr a file."""
-        enter = ENTER.format(shm=shm, home=self.home, folder=self.home.parent)
-        isolate = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-        path = f"{Path(sys.executable).parent}:{ROOT / 'deploy'}:{os.environ['PATH']}"
-        own = {"HOME": str(self.home), "XDG_CACHE_HOME": str(user_cache())}
-        own |= {"PATH": path, "PYTHONPATH": str(ROOT)}
+        self, command: Sequence[str], *, shm: str = "64m", env: Mapping[str, str] | None = None
+    ) -> Running:
+        """Begin a container that no manifest tells of."""
+        return self.begin(Box(command, env or {}, shm))
+
+    def begin(self, box: Box) -> Running:
+        """Its command is process 1; stdout is a pipe, stderr a file."""
         with open(self.home / "log", "a") as log:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *isolate, "bash", "-c", enter, "-", *command],
-                env=own | {"RAY_USAGE_STATS_ENABLED": "0"} | (env or {}),
+                self.form.command(self, box),
+                env=self.form.environ(self, box),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -70,47 +90,124 @@ class Pod:
 
     def init(self) -> int:
         """The pid here of process 1 of its latest container."""
-        [init] = [pid for pid, parent in parents().items() if parent == self.processes[-1].pid]
-        return init
+        return self.form.init(self.processes[-1])
+
+    def terminate(self) -> None:
+        """As a kubelet ends it."""
+        os.kill(self.init(), signal.SIGTERM)
 
     def pids(self, part: str) -> list[int]:
         """Of the processes in it whose command has ``part`` in it; words end in NUL."""
-        found = {p for process in self.processes for p in descendants(process.pid)}
+        found = {pid for process in self.processes for pid in self.form.pids(process)}
         return [pid for pid in sorted(found) if part.encode() in command_of(pid)]
 
-    def end(self) -> None:
-        """Kill all in it. Its address and what it claims remain."""
-        _end(self.processes)
+    def end(self, heir: "Pod | None" = None) -> None:
+        """Kill all in it. What lies on its claim remains: its own, or ``heir``'s."""
+        self.form.end(self.processes)
         self.processes.clear()
+        if heir is not None:
+            (heir.home / CLAIM).rmdir()
+            (self.home / CLAIM).rename(heir.home / CLAIM)
 
     def log(self) -> str:
         return (self.home / "log").read_text()
 
 
+_ENTER = """
+mount -t tmpfs -o size={shm} none /dev/shm
+mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/resolv.conf /etc/resolv.conf
+mount -t tmpfs none /mnt
+for name in etc claim; do mkdir /mnt/$name && mount --bind {home}/$name /mnt/$name; done
+exec "$@"
+"""
+"""What every container has to itself. The folders of its pod lie in /mnt: /etc is the machine's."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Namespaces of their own for processes and mounts, over this machine's files and this tree,
+    or where folders of ``other`` have the same names, those. Its user is root, its root is written
+    to, and no limit holds."""
+
+    other: Path | None = None
+
+    def command(self, pod: Pod, box: Box) -> list[str]:
+        there = self.other.iterdir() if self.other else ()
+        laid = [f"mount --bind {folder} {ROOT / folder.name}\n" for folder in there]
+        enter = _ENTER.format(shm=box.shm, home=pod.home, folder=pod.home.parent)
+        isolate = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        words = [self._moved(box, word) for word in box.command]
+        script = "".join([*laid, enter])
+        return ["ip", "netns", "exec", pod.name, *isolate, "bash", "-c", script, "-", *words]
+
+    def environ(self, pod: Pod, box: Box) -> dict[str, str]:
+        path = (Path(sys.executable).parent, pod.home.parent, os.environ["PATH"])
+        own = {"HOME": str(pod.home), "XDG_CACHE_HOME": str(user_cache())}
+        own |= {"PATH": ":".join(map(str, path)), "PYTHONPATH": str(ROOT)}
+        told = {name: self._moved(box, value) for name, value in box.env.items()}
+        return own | {"RAY_USAGE_STATS_ENABLED": "0"} | told
+
+    def init(self, process: Running) -> int:
+        [init] = [pid for pid, parent in parents().items() if parent == process.pid]
+        return init
+
+    def pids(self, process: Running) -> Iterable[int]:
+        return descendants(process.pid)
+
+    def end(self, processes: Sequence[Running]) -> None:
+        trees = {pid for process in processes for pid in descendants(process.pid)}
+        for process in processes:
+            process.kill()
+            process.wait()
+        wait_gone(trees)
+
+    def _moved(self, box: Box, text: str) -> str:
+        for path, name in box.mounts.items():
+            if name in (CONFIG, CLAIM):
+                text = re.sub(rf"(^|=){path}/", rf"\1/mnt/{name}/", text)
+        return text
+
+
 @contextmanager
-def pods(names: Sequence[str], hosts: dict[str, str]) -> Iterator[dict[str, Pod]]:
+def pods(
+    names: Sequence[str], hosts: Mapping[str, str], form: Form | None = None
+) -> Iterator[dict[str, Pod]]:
     """A pod for each name; ``hosts`` tells which pod a host name of the cluster's DNS leads to."""
     made: dict[str, Pod] = {}
-    switch = f"pods{os.getpid()}"
-    with TemporaryDirectory(prefix="pods", ignore_cleanup_errors=True) as folder:
+    switch, form = f"pods{os.getpid()}", form or Tree()
+    with TemporaryDirectory(prefix="pods", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "tandem-gateway").symlink_to(ROOT / "deploy" / "gateway.sh")
+        (folder / "resolv.conf").write_text(NO_DNS)
         try:
             _ip("netns add {0}", switch)
             _ip("-n {0} link add bridge type bridge", switch)
             _ip("-n {0} addr add {1}/24 dev bridge", switch, NETWORK + 254)
             _ip("-n {0} link set bridge up", switch)
-            for i, name in enumerate(names):
-                made[name] = Pod(f"{switch}-{i}", str(NETWORK + 1 + i), Path(folder, name), switch)
-                for part in ("etc", "claim"):
-                    (made[name].home / part).mkdir(parents=True)
-                _connect(made[name], switch, f"pod{i}")
-            lines = [f"{made[pod].address} {host}\n" for host, pod in hosts.items()]
-            Path(folder, "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
-            Path(folder, "resolv.conf").write_text(NO_DNS)
+            for i, one in enumerate(names):
+                address = str(NETWORK + 1 + i)
+                made[one] = Pod(f"{switch}-{i}", address, folder / one, switch, form)
+                for part in (CONFIG, CLAIM):
+                    (made[one].home / part).mkdir(parents=True)
+                _connect(made[one], switch, f"pod{i}")
+            lead(made, hosts)
             yield made
         finally:
-            _end([process for pod in made.values() for process in pod.processes])
+            for pod in made.values():
+                pod.end()
             for namespace in (*(pod.name for pod in made.values()), switch):
                 subprocess.run(["ip", "netns", "del", namespace], check=False)
+
+
+def lead(there: Mapping[str, Pod], hosts: Mapping[str, str]) -> None:
+    """Which pod a host name leads to from now on, all of them."""
+    lines = [f"{there[pod].address} {host}\n" for host, pod in hosts.items()]
+    # In place: it is mounted in every pod.
+    path = next(iter(there.values())).home.parent / "hosts"
+    path.write_text("".join(["127.0.0.1 localhost\n", *lines]))
 
 
 def _connect(pod: Pod, switch: str, port: str) -> None:
@@ -125,60 +222,3 @@ def _connect(pod: Pod, switch: str, port: str) -> None:
 
 def _ip(command: str, *values: object) -> None:
     subprocess.run(["ip", *command.format(*values).split()], check=True)
-
-
-def _end(processes: list[subprocess.Popen[str]]) -> None:
-    trees = {pid for process in processes for pid in descendants(process.pid)}
-    for process in processes:
-        process.kill()
-        process.wait()
-    wait_gone(trees)
-
-
-def ray_command(it: Deployed, group: Manifest) -> list[str]:
-    """As the operator writes it: what the group says, and what it reads off the pod's limits."""
-    name = it.cluster["metadata"]["name"]
-    is_head = group is it.cluster["spec"]["headGroupSpec"]
-    address = f"{name}-head-svc:6379"
-    own = {f"num-{kind.lower()}s": str(n) for kind, n in ray_resources(group).items()}
-    options = own | {"metrics-export-port": "8080"} | group["rayStartParams"]
-    options |= {"dashboard-host": "0.0.0.0"} if is_head else {"address": address}
-    words = " ".join(f"--{key}={value}" for key, value in options.items())
-    start = f"ulimit -n 65536; ray start {'--head ' if is_head else ''}{words} --block"
-    wait = f"until ray health-check --address {address} &> /dev/null; do sleep 1; done; "
-    return ["bash", "-c", "--", start if is_head else wait + start]
-
-
-def gateway_command(it: Deployed) -> tuple[list[str], dict[str, str], str]:
-    """The command, the environment and the bytes of /dev/shm of the gateway's container."""
-    box = container(it.gateway_pod)
-    [mount] = [m for m in mounts(it.gateway_pod) if m["mountPath"] == "/dev/shm"]
-    size = amount(volumes(it.gateway_pod)[mount["name"]]["emptyDir"]["sizeLimit"])
-    [config] = [m["mountPath"] for m in mounts(it.gateway_pod) if m["name"] == "config"]
-    args = [arg.replace(f"{config}/", "/mnt/") for arg in box["args"]]
-    command = ["gateway.sh" if word == "tandem-gateway" else word for word in box["command"]]
-    return [*command, *args], environment(it, it.gateway_pod), str(int(size))
-
-
-def environment(
-    it: Deployed, pod: Manifest, labels: dict[str, str] | None = None
-) -> dict[str, str]:
-    """Of the container in a pod of these labels; what Secrets hold is TOKEN."""
-    box, told = container(pod), dict[str, str]()
-    for source in box.get("envFrom", []):
-        told |= it.others.get(source["configMapRef"]["name"], {})
-    claims = [name for name, one in volumes(pod).items() if "persistentVolumeClaim" in one]
-    paths = [m["mountPath"] for m in mounts(pod) if m["name"] in claims]
-    for one in box["env"]:
-        path = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-        value = one.get("value", TOKEN)
-        if path:
-            value = (labels or {}).get(path.removeprefix("metadata.labels['")[:-2], "")
-        for claimed in paths:
-            value = re.sub(f"^{claimed}/", "/mnt/claim/", value)
-        told[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], value)
-    # The operator gives the first two to pods of Ray, and with a group's pods its name.
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-    if labels:
-        given["RAY_NODE_TYPE_NAME"] = labels["ray.io/group"]
-    return given | told

@@ -28,7 +28,7 @@ MOST_PLANNED = 17_000
 HOUSES = {
     "cluster": 3_490,
     "colocated_node": 70,
-    "core": 1_066,
+    "core": 1_077,
     "decode_node": 1_610,
     "kv_transfer": 1_505,
     "model": 3_140,

@@ -19,7 +19,7 @@ from cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, 
 from cluster.control.next_life import History
 from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
-from core.config import TandemConfig, differences
+from core.config import TandemConfig, differences, received
 from core.errors import TandemError
 from core.membership import READY, Membership
 from core.schema import encode_failure, pack
@@ -65,7 +65,7 @@ class Controller:
         await self.begin()
         try:
             async with self._changing:
-                await self._attach(TandemConfig.model_validate_json(config_json))
+                await self._attach(received(config_json))
                 return pack(self._snapshot)
         except ValueError as error:
             return encode_failure(error)
@@ -192,9 +192,9 @@ class Controller:
 def _read(config_json: str) -> TandemConfig | None:
     """None if it is one of another release."""
     try:
-        return TandemConfig.model_validate_json(config_json)
+        return received(config_json)
     except ValueError as error:
-        log.warning("a rank has a config that cannot be read: %s", error)
+        log.warning("a rank cannot be adopted: %s", error)
         return None
 
 

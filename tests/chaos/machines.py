@@ -82,7 +82,7 @@ class Machines:
                 command = ["ray", "start", "--head", *options, *own]
             elif name in GATEWAYS:
                 command, more = (
-                    ["bash", "-c", 'exec gateway.sh "$@"', "-", *asked],
+                    ["bash", "-c", 'exec tandem-gateway "$@"', "-", *asked],
                     env | {"RAY_ADDRESS": head},
                 )
             elif name == "client":

