@@ -43,6 +43,7 @@ console = Console()
 
 
 def over_two_pods() -> Deployed:
+    """Gangs of two ranks, each in a pod of its own."""
     it = deployed("base")
     it.config_map["data"]["tandem.yaml"] = TWO_PODS
     for group in it.groups.values():
@@ -50,7 +51,7 @@ def over_two_pods() -> Deployed:
     return it
 
 
-FORMS = {"base": lambda: deployed("base"), "a gang of two over two pods": over_two_pods}
+FORMS = {"base": lambda: deployed("base"), "two-pods": over_two_pods}
 
 
 def walk() -> str:
@@ -103,7 +104,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=["readme", *FORMS], help="not all of them")
+    parser.add_argument("--only", choices=["readme", *FORMS], help="this one, not all of them")
     args = parser.parse_args()
     missing = sorted(package for tool, package in PACKAGES.items() if shutil.which(tool) is None)
     if missing:

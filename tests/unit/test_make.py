@@ -26,7 +26,7 @@ exit "$FIRST"
 def test_both_runs_happen_and_are_told(tmp_path: Path, first: int, second: int) -> None:
     """By commands that only say that they were called."""
     (tmp_path / "bin").mkdir()
-    for name in ("python", "ruff", "mypy"):
+    for name in ("python", "ruff", "mypy", "hadolint"):
         (tmp_path / "bin" / name).write_text(PYTHON if name == "python" else "#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / ".ready").touch()
