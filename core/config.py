@@ -1,9 +1,7 @@
 """What a Tandem cluster can be told: one frozen tree, read from YAML and ``--set a.b=c``."""
 
-import json
 import re
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -270,17 +268,6 @@ def checked(tree: Any) -> TandemConfig:
         raise ValueError(explain(error, fields)) from error
 
 
-def received(config_json: str) -> TandemConfig:
-    """What another process of ours has found right. Raises ``ValueError`` if that is another's."""
-    try:
-        return checked(json.loads(config_json))
-    except ValueError as error:
-        raise ValueError(
-            f"config of another release of Tandem: {error}; in a Ray all are of one release: stop "
-            "what runs with `tandem stop`, or serve the other one in a Ray of its own"
-        ) from error
-
-
 def leaves() -> Iterator[tuple[str, FieldInfo]]:
     """Every key that takes a value, dotted, in the order of the tree."""
     for name, field in TandemConfig.model_fields.items():
@@ -290,13 +277,6 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{leaf}", inner
         else:
             yield name, field
-
-
-def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
-    """Each key that gateways of one cluster share but that is not the same, with both values."""
-    keys = [key for key, _ in leaves() if not key.startswith("server.")]
-    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in keys)
-    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
 
 
 def describe() -> str:

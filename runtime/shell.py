@@ -12,7 +12,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from core.config import TandemConfig, received
+from core.config import TandemConfig
+from core.config_shared import received
 from core.errors import EpochEnded, RankLost, StepFailed
 from core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
 from core.pace import on_start

@@ -19,7 +19,8 @@ from cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, 
 from cluster.control.next_life import History
 from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
-from core.config import TandemConfig, differences, received
+from core.config import TandemConfig
+from core.config_shared import differences, received
 from core.errors import TandemError
 from core.membership import READY, Membership
 from core.schema import encode_failure, pack

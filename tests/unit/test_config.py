@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.control.launch import absolute
-from core.config import TINY_MODEL, TandemConfig, describe, leaves, load, received
+from core.config import TINY_MODEL, TandemConfig, describe, leaves, load
+from core.config_shared import received
 
 
 def test_defaults_are_the_documented_ones() -> None:

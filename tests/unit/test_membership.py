@@ -11,7 +11,8 @@ import pytest
 
 from cluster.control.gang import Epochs
 from cluster.control.plan import is_whole, living, plan_gangs
-from core.config import TandemConfig, differences, load
+from core.config import TandemConfig, load
+from core.config_shared import differences
 from core.errors import RankLost
 from core.info import ModelInfo
 from core.membership import Gang, Meeting, Membership, PortAddress, RankInfo, RankSpec, RankState

@@ -1,0 +1,24 @@
+"""One config among processes: what another one sends, and where two are not the same."""
+
+import json
+from operator import attrgetter
+
+from core.config import TandemConfig, checked, leaves
+
+
+def received(config_json: str) -> TandemConfig:
+    """What another process of ours has found right. Raises ``ValueError`` if that is another's."""
+    try:
+        return checked(json.loads(config_json))
+    except ValueError as error:
+        raise ValueError(
+            f"config of another release of Tandem: {error}; in a Ray all are of one release: stop "
+            "what runs with `tandem stop`, or serve the other one in a Ray of its own"
+        ) from error
+
+
+def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
+    """Each key that gateways of one cluster share but that is not the same, with both values."""
+    keys = [key for key, _ in leaves() if not key.startswith("server.")]
+    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in keys)
+    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
