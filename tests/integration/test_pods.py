@@ -4,11 +4,13 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from benchmarks.driven.procs import alive, wait_gone
-from tests.deployed import container, deployed, ranks_per_pod
+from tests.deployed import Deployed, container, deployed, ranks_per_pod
 from tests.kubelet import begin_gateway, begin_ray, generated, hosts_of, ranks_in, told
 from tests.kustomize import Manifest
 from tests.pods import CAN_RUN, Pod, pods
@@ -61,20 +63,27 @@ def test_from_nothing_to_tokens(folder: str) -> None:
         assert not alive(raylet)
 
 
-def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
-    """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
-    it = deployed("base")
-    hosts = hosts_of(it)
-    machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
-    with pods(["head", "gateway", "client", *machines], hosts) as there:
+MACHINES = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
+
+
+@contextmanager
+def and_a_spare(it: Deployed) -> Iterator[tuple[dict[str, Pod], str]]:
+    """A machine more than there are ranks; yields what LONG gives, too."""
+    with pods(["head", "gateway", "client", *MACHINES], hosts_of(it)) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
-        for name, group in machines.items():
+        for name, group in MACHINES.items():
             begin_ray(there[name], it, it.groups[group])
         begin_gateway(there["gateway"], it)
         expected, _ = there["client"].run(LONG).communicate(timeout=120)
         assert expected, there["client"].log()
+        yield there, expected
 
-        [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
+
+def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
+    """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
+    it = deployed("base")
+    with and_a_spare(it) as (there, expected):
+        [going] = [there[name] for name in MACHINES if "decode" in ranks_in(there[name])]
         running = there["client"].run(LONG)
         wait_until(lambda: told(there["head"], "tandem_num_requests_running") == 1)
         going.terminate()
@@ -84,7 +93,7 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
         assert "did not finish draining" not in going.log()
         assert generated(there["client"])
         held = [
-            kind for name in machines if there[name] is not going for kind in ranks_in(there[name])
+            kind for name in MACHINES if there[name] is not going for kind in ranks_in(there[name])
         ]
         assert sorted(held) == ["decode", "prefill"]
 
@@ -92,16 +101,8 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
 def test_a_head_comes_back_to_what_ran() -> None:
     """What is written without it is whole, no rank ends, and what needs it goes on with it."""
     it = deployed("base", "gcs-ft")
-    hosts = hosts_of(it)
-    machines = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
-    with pods(["head", "gateway", "client", *machines], hosts) as there:
-        begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
-        for name, group in machines.items():
-            begin_ray(there[name], it, it.groups[group])
-        begin_gateway(there["gateway"], it)
-        expected, _ = there["client"].run(LONG).communicate(timeout=120)
-        assert expected, there["client"].log()
-        before = [there[name].pids("ray::") for name in machines]
+    with and_a_spare(it) as (there, expected):
+        before = [there[name].pids("ray::") for name in MACHINES]
 
         running = there["client"].run(LONG)
         wait_until(lambda: told(there["client"], "tandem_num_requests_running") == 1)
@@ -111,9 +112,9 @@ def test_a_head_comes_back_to_what_ran() -> None:
         begun, _ = there["client"].run(LONG).communicate(timeout=120)
         assert begun == expected, there["client"].log()
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
-        assert [there[name].pids("ray::") for name in machines] == before
+        assert [there[name].pids("ray::") for name in MACHINES] == before
 
-        [going] = [there[name] for name in machines if "decode" in ranks_in(there[name])]
+        [going] = [there[name] for name in MACHINES if "decode" in ranks_in(there[name])]
         going.terminate()
         going.processes[-1].wait(75)
         wait_until(lambda: told(there["client"], "tandem_serving") == 1)

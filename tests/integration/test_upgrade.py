@@ -14,7 +14,7 @@ from tests.chaos.machines import lines
 from tests.chaos.report import Report, take
 from tests.deployed import Deployed, container, deployed
 from tests.envoy import IS_THERE, begin_envoy
-from tests.kubelet import asking, begin_gateway, begin_ray, generated, hosts_of, start_gateway
+from tests.kubelet import asking, begin_gateway, begin_ray, generated, hosts_of, start_gateway, told
 from tests.pods import CAN_RUN, Pod, Tree, pods
 from tests.sizes import PRODUCT
 from tests.waiting import wait_until
@@ -43,12 +43,13 @@ SEED, NUM_CLIENTS, NUM_MORE = 30, 4, 12
 KEY, OTHER = "parting_s", "another release"
 
 
-def next_release(folder: Path) -> Path:
+def next_release(folder: Path, *changed: str) -> Path:
+    """This one with the changes in these files."""
     for name in PRODUCT:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, changes in CHANGES.items():
+    for name in changed:
         text = (folder / name).read_text()
-        for old, new in changes.items():
+        for old, new in CHANGES[name].items():
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (folder / name).write_text(text)
@@ -84,7 +85,7 @@ ODD = "door-odd", "decode-odd"
 
 
 def test_another_release_comes_in_under_load(tmp_path: Path) -> None:
-    release, it, next_it = next_release(tmp_path / "new"), exact(2), beside(exact(1))
+    release, it, next_it = next_release(tmp_path / "new", *CHANGES), exact(2), beside(exact(1))
     hosts = hosts_of(it, "head-old", "envoy") | hosts_of(next_it, "head-new", "envoy")
     names = [*OLD, *NEW, *ODD, "door-old", "door-new", "envoy", "client"]
     with pods(names, hosts) as there:
@@ -106,10 +107,36 @@ def test_another_release_comes_in_under_load(tmp_path: Path) -> None:
             there["door-old"].terminate()
             assert old.wait(75) == 0
             more_than(num_answers(), num_answers)
-    report, told = Report({}, {}), lines(tmp_path / "answers.jsonl")
-    take(report, asked_ones(SEED), told, lambda: None)
+    report, answers = Report({}, {}), lines(tmp_path / "answers.jsonl")
+    take(report, asked_ones(SEED), answers, lambda: None)
     assert not report.refused and not report.wrong, report.table()
     assert report.num_exact == report.num_requests > NUM_MORE
+
+
+def test_ranks_that_say_other_messages_do_not_meet(tmp_path: Path) -> None:
+    """Of a release with the same keys: its gateway is never ready, its rank gets no requests."""
+    release, it = next_release(tmp_path / "new", "kv_transfer/layout.py"), exact(2)
+    with pods([*OLD, *ODD, "door-old", "client"], hosts_of(it, "head-old", "door-old")) as there:
+        for name in ODD:
+            there[name].form = Tree(release)
+        begin(there, it, OLD)
+        begin_gateway(there["door-old"], it)
+        text = generated(there["client"])
+        odd = start_gateway(there["door-odd"], it)
+        wait_until(lambda: "protocol: 8 here, 9 there" in there["door-odd"].log(), "not said")
+        there["decode-going"].terminate()
+        begin_ray(there["decode-odd"], it, it.groups["decode"])
+        refusal = "decode wants protocol: 9; prefill has protocol: 8"
+        wait_until(lambda: refusal in there["door-old"].log(), "not refused")
+        assert generated(there["client"]) == text
+        assert told(there["client"], "tandem_serving") == 1
+        assert odd.poll() is None and readiness(there["client"], there["door-odd"]) == 503
+
+
+def readiness(client: Pod, gateway: Pod) -> int:
+    ask = ("curl", "--silent", "--output", "/dev/null", "--write-out", "%{http_code}")
+    text, _ = client.run((*ask, f"http://{gateway.address}:9400/readyz")).communicate(timeout=60)
+    return int(text)
 
 
 def more_than(before: int, num_answers: Callable[[], int]) -> None:
