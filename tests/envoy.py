@@ -30,7 +30,7 @@ def begin_envoy(pod: Pod, gateways: Sequence[Pod]) -> None:
     path = pod.home / "envoy.json"
     path.write_text(json.dumps(_config([one.address for one in gateways])))
     command = ("envoy", "--config-path", str(path), "--concurrency", "1", "--log-level", "warn")
-    pod.run((*command, "--disable-hot-restart"), env={"ENVOY_UID": "0"})
+    pod.run((*command, "--disable-hot-restart"))
 
 
 def _config(addresses: Sequence[str]) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from rich.table import Table
 from tests.deployed import Deployed, container, deployed
 from tests.image.build import find_base, size_bytes
 from tests.image.monitor import scraped
-from tests.image.readme import Walk, walked
+from tests.image.readme import Walk
 from tests.image.scene import Scene, scene
-from tests.kubelet import GENERATE
 from tests.pods import CAN_RUN
 
 TAG = "tandem:0.1.0-cpu"
@@ -39,6 +38,8 @@ TWO_PODS = """
 prefill: {group: prefill, dp_size: 2, num_threads: 1}
 decode: {group: decode, dp_size: 2, num_threads: 1}
 """
+ASK = "tandem", "generate", "def fibonacci(n):", "--address=tandem:50051"
+STATUS = "tandem", "status", "--address=tandem:50051"
 console = Console()
 
 
@@ -58,8 +59,7 @@ def walk() -> str:
     """README's own way to a first token, and to a changed config; the text of that token."""
     began = time.monotonic()
     with Walk(lambda text: console.print(f"  {text}", markup=False)) as one:
-        for _ in walked(one, [FIRST_TOKEN]):
-            pass
+        one.through(FIRST_TOKEN)
         *texts, status = one.texts
         assert len(texts) == 2 and texts[0] == texts[1], texts
         ranks = [name for name in ("prefill-0", "decode-0") if name in status]
@@ -67,9 +67,9 @@ def walk() -> str:
         console.print(f"  from README's first command: {time.monotonic() - began:.0f} s")
         report("cpu", one.scene)
         one.change = CHANGE
-        for _ in walked(one, [CHANGES]):
-            pass
-        assert one.scene.in_client(*GENERATE), "nothing after a change"
+        one.through(CHANGES)
+        assert "up to 1 drafts per step" in one.scene.in_client(*STATUS)
+        assert one.scene.in_client(*ASK) == texts[0]
     return texts[0]
 
 
@@ -80,7 +80,7 @@ def apply(name: str, it: Deployed) -> str:
         for gateway in made.gateways:
             made.wait_ready(gateway)
         console.print(f"  ready after {time.monotonic() - made.began_at:.0f} s")
-        text = made.in_client("tandem", "generate", "def fibonacci(n):", "--address=tandem:50051")
+        text = made.in_client(*ASK)
         report(name, made)
         return text
 

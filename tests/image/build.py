@@ -30,7 +30,8 @@ def run(*command: str, quiet: bool = True) -> str:
 def find_base() -> str:
     """The image that deploy/Containerfile goes on from; says what it is."""
     if _is_there(BASE):
-        return run("buildah", "inspect", "--format", '{{index .OCIv1.Config.Labels "is"}}', BASE)
+        told = '{{index .OCIv1.Config.Labels "is"}}'
+        return run("buildah", "inspect", "--format", told, BASE).strip() or BASE
     try:
         run("buildah", "pull", f"docker.io/library/{BASE}")
         return BASE

@@ -3,7 +3,7 @@ else. A command that nobody here knows is an error: so none is left out in silen
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -66,7 +66,11 @@ class Walk:
         assert self._scene is not None, "nothing is applied yet"
         return self._scene
 
-    def do(self, command: str) -> None:
+    def through(self, heading: str) -> None:
+        for command in commands(heading):
+            self._do(command)
+
+    def _do(self, command: str) -> None:
         self.say(command)
         for pattern, act in DOES.items():
             if match := re.fullmatch(pattern, command):
@@ -137,11 +141,3 @@ DOES: dict[str, Callable[..., None]] = {
     r"kubectl port-forward service/tandem 50051 &": Walk.forward,
     r"tandem (generate .*|status .*)": Walk.ask,
 }
-
-
-def walked(walk: Walk, headings: Sequence[str]) -> Iterator[str]:
-    """Do all of them; yields each when it is done."""
-    for heading in headings:
-        for command in commands(heading):
-            walk.do(command)
-            yield command
