@@ -7,12 +7,19 @@ from collections.abc import Callable
 import torch
 
 Work = Callable[[], object]
+MUCH_BYTES = 192 << 20
+"""Some times the last cache of a GPU."""
 
 
 class Device:
     def __init__(self, is_rehearsal: bool) -> None:
         self.is_rehearsal = is_rehearsal
         self.kind = torch.device("cpu" if is_rehearsal else "cuda")
+        shape = (2, 2) if is_rehearsal else (MUCH_BYTES >> 14, 1 << 12)
+        self._much, self._sums = (
+            torch.zeros(shape, device=self.kind),
+            torch.zeros(shape[1], device=self.kind),
+        )
 
     @property
     def name(self) -> str:
@@ -38,6 +45,30 @@ class Device:
         torch.cuda.synchronize()
         spans = zip(marks, marks[1:], strict=False)
         return statistics.median(began.elapsed_time(ended) for began, ended in spans) / 1e3
+
+    def cold_s(self, work: Work, num_calls: int = 20) -> float:
+        """Seconds of one call inside a graph, behind others that leave nothing of what it reads in
+        the last cache: no launch of the host, no input at hand."""
+        if self.is_rehearsal:
+            return self.time_s(work)
+        for _ in range(2):
+            work()
+        alone, both = (
+            self._graph([self._read_much], num_calls),
+            self._graph([self._read_much, work], num_calls),
+        )
+        return (self.time_s(both.replay, 9) - self.time_s(alone.replay, 9)) / num_calls
+
+    def _read_much(self) -> None:
+        torch.sum(self._much, 0, out=self._sums)
+
+    def _graph(self, works: list[Work], num_calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self.settle()
+        with torch.cuda.graph(graph):
+            for work in works * num_calls:
+                work()
+        return graph
 
     def host_s(self, work: Work, num_times: int = 20) -> float:
         """Median seconds of the host, which does not wait for the device."""

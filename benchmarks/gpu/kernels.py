@@ -60,7 +60,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 def _tell(
     device: Device, say: Say, what: str, run: Callable[[], object], work: Work, wrong: float
 ) -> None:
-    took, floor = device.time_s(run), work.floor_s(rates())
+    took, floor = device.cold_s(run), work.floor_s(rates())
     is_right = wrong <= MOST_WRONG
     say(what, is_right=is_right, error=wrong, us=1e6 * took, of_floor=floor / took)
 
@@ -85,10 +85,11 @@ def _attention(
     up_k = draw(device, heads, c.kv_lora_rank, c.qk_nope_head_dim, scale=c.kv_lora_rank**-0.5)
     up_v = draw(device, heads, c.v_head_dim, c.kv_lora_rank, scale=c.kv_lora_rank**-0.5)
     angle = torch.rand(num_rows * num_q, c.qk_rope_head_dim // 2, device=device.kind)
+    cos, sin = angle.cos(), angle.sin()
 
     def attend(kernels: Kernels, rows: slice, kind: torch.dtype) -> Tensor:
         flat = slice(rows.start * num_q, rows.stop * num_q)
-        angles, where = (angle[flat].cos(), angle[flat].sin()), (cache.to(kind), table[rows])
+        angles, where = (cos[flat], sin[flat]), (cache.to(kind), table[rows])
         ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
         how = Attention(*angles, True, *where, c.softmax_scale)
         return kernels.mla_attend(q[flat].to(kind), *ups, how, lens[rows])
@@ -124,7 +125,7 @@ def _prompt(
     pairs = num_tokens * (num_tokens + 1) / 2
     work = Work(0, 2 * heads * (c.qk_head_dim + c.v_head_dim) * pairs)
     work += floors.product(kv_b.numel(), num_tokens)
-    torchs = 1e6 * device.time_s(lambda: attend(PLAIN, heads, BF16))
+    torchs = 1e6 * device.cold_s(lambda: attend(PLAIN, heads, BF16))
     what = f"{name}, attention of a prompt of {num_tokens}, torch's {torchs:.0f} us"
     _tell(device, say, what, lambda: attend(kernels, heads, BF16), work, wrong)
 

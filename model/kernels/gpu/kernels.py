@@ -52,8 +52,9 @@ class Triton(Kernels):
 
     def repeated(self, function: Function) -> Repeated:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return Captured(function, self._pool)
+            # One that is held is not given up with its last graph, while outputs of it live on.
+            self._pool = torch.cuda.MemPool()
+        return Captured(function, self._pool.id)
 
     def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """As a branch of the graph that is captured. Without one the host is what takes long."""
