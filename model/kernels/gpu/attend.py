@@ -18,7 +18,9 @@ from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
 from model.kernels.gpu.softmax import seen, weighed
 
-MAX_PARTS = 64
+MAX_PARTS = 128
+MERGED_AT_ONCE = 4096
+"""Values of parts in a program that merges."""
 FEWEST_SLOTS = tl.constexpr(64)
 """Of a part that has any: what a part writes is as much as so many slots, or more."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -36,10 +38,14 @@ def attend(
     is_exact = q_XHC.dtype == torch.float32
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
-    wanted = max(1, 2 * num_processors // (num_seqs * num_blocks))
+    at_once = num_processors * (1 if block_m == 64 else 2)
+    wanted = max(1, at_once // (num_seqs * num_blocks))
     num_parts = min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
-    part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
+    # What only one part makes is whole.
+    kind = q_XHC.dtype if num_parts == 1 else torch.float32
+    part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=kind)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
+    block_s = 16 if is_exact else 64 if block_m == 64 else 32
     _attend[(num_blocks, num_seqs, num_parts)](
         *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, lens, bits),
         *(part, lse, how.scale),
@@ -52,25 +58,26 @@ def attend(
         IS_INTERLEAVED=how.is_interleaved,
         IS_TREE=how.bits_BQ is not None,
         BLOCK_M=block_m,
-        BLOCK_S=16 if is_exact else 32,
+        BLOCK_S=block_s,
         BLOCK_C=triton.next_power_of_2(width),
         BLOCK_R=max(16, triton.next_power_of_2(num_pe)),
         num_warps=4 if block_m == 16 else 8,
-        num_stages=3,
+        num_stages=2 if block_s == 64 else 3,
     )
-    return merged(part, lse, q_XHC.dtype)
+    return part[:, :, 0] if num_parts == 1 else merged(part, lse, q_XHC.dtype)
 
 
 def merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
     """Parts of the context by their log-sum-exp: [X, H, C]."""
     num_rows, num_heads, num_parts, width = part_XHPC.shape
     out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
-    block_c = min(128, triton.next_power_of_2(width))
+    block_p, block_c = triton.next_power_of_2(num_parts), triton.next_power_of_2(width)
+    block_c = min(block_c, max(128, MERGED_AT_ONCE // block_p))
     _merge[(num_rows * num_heads, triton.cdiv(width, block_c))](
         *(part_XHPC, lse_XHP, out_XHC),
         C=width,
         NUM_PARTS=num_parts,
-        BLOCK_P=triton.next_power_of_2(num_parts),
+        BLOCK_P=block_p,
         BLOCK_C=block_c,
     )
     return out_XHC
@@ -111,15 +118,16 @@ def _attend(
     pair_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pair_M = pair_M < num_q * NUM_HEADS
     head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
-    len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
+    len_M = tl.load(lens + row_M, mask=is_pair_M, other=0).to(tl.int32)
     bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
-    longest = tl.max(len_M, 0) + (64 if IS_TREE else 0)
+    # Of the 64 slots that bits may tell of some may have no page.
+    longest = tl.minimum(tl.max(len_M, 0) + (64 if IS_TREE else 0), table_row * PAGE_SIZE)
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
     end = tl.minimum(first + num_slots, longest)
 
-    c_C, r_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    c_C, r_R, s_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     is_c, is_r, is_m = (c_C < C)[None, :], (r_R < R)[None, :], is_pair_M[:, None]
     at_M = row_M * q_row + head_M * q_head
     q_MC = tl.load(q + at_M[:, None] + c_C[None, :], mask=is_m & is_c, other=0.0)
@@ -130,13 +138,13 @@ def _attend(
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     out_MC = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    page = _page(table + seq * table_row, first, end, s_S, PAGE_SIZE, BLOCK_S)
     for start in range(first, end, BLOCK_S):
-        slot_S = start + tl.arange(0, BLOCK_S)
+        slot_S = start + s_S
         is_slot_S = slot_S < end
-        if IS_TREE:  # of the 64 slots that bits may tell of some may have no page
-            is_slot_S = is_slot_S & (slot_S < table_row * PAGE_SIZE)
-        page_S = tl.load(table + seq * table_row + slot_S // PAGE_SIZE, mask=is_slot_S, other=0)
-        at_S = cache + (page_S * PAGE_SIZE + slot_S % PAGE_SIZE).to(tl.int64) * (C + R)
+        at_S = cache + _place(page, start, s_S, PAGE_SIZE, BLOCK_S) * (C + R)
+        # Pages are known a tile ahead, or loads of latents would wait for those of pages.
+        page = _page(table + seq * table_row, start + BLOCK_S, end, s_S, PAGE_SIZE, BLOCK_S)
         k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_slot_S[:, None] & is_c, other=0.0)
         k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
         score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
@@ -151,7 +159,27 @@ def _attend(
     lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
     tl.store(lse + at_M, lse_M, mask=is_pair_M)
     where_MC = part + at_M.to(tl.int64)[:, None] * C + c_C[None, :]
-    tl.store(where_MC, out_MC / safe_M[:, None], mask=is_m & is_c & is_seen_M[:, None])
+    is_told_MC = is_m & is_c & (is_seen_M[:, None] | (NUM_PARTS == 1))
+    tl.store(where_MC, (out_MC / safe_M[:, None]).to(part.dtype.element_ty), mask=is_told_MC)
+
+
+@triton.jit
+def _page(table, start, end, s_S, PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Of a tile that lies in one page that page, else those of its slots."""
+    if PAGE_SIZE % BLOCK_S == 0:
+        page = tl.load(table + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        page = tl.load(table + (start + s_S) // PAGE_SIZE, mask=start + s_S < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def _place(page, start, s_S, PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Where the slots of a tile lie, in slots."""
+    if PAGE_SIZE % BLOCK_S == 0:
+        return page * PAGE_SIZE + start % PAGE_SIZE + s_S
+    else:
+        return page * PAGE_SIZE + (start + s_S) % PAGE_SIZE
 
 
 @triton.jit
