@@ -32,7 +32,7 @@ HOUSES = {
     "decode_node": 1_610,
     "kv_transfer": 1_505,
     "model": 3_140,
-    "model/kernels": 1_915,
+    "model/kernels": 2_205,
     "prefill_node": 503,
     "runtime": 967,
     "tandem": 15,

@@ -11,7 +11,7 @@ from core.request import SamplingParams
 from model.kernels.base import PLAIN
 from model.sampling.adjust import no_rules
 from model.sampling.sampler import SamplingRows
-from tests.kernels import IS_INTERPRETED, native_only, ours
+from tests.kernels import IS_INTERPRETED, gpu_only, native_only, ours
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -91,6 +91,40 @@ def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) ->
         left = ours().filtered_log_probs(logits[2:], sampled)
         told = PLAIN.filtered_log_probs(logits[2:], sampled)
         torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 20])
+def test_equals_lie_on_an_edge_that_is_in_several_splits(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Of those the first are kept, whatever split they are in."""
+    if IS_INTERPRETED:
+        from model.kernels.gpu import sample
+
+        monkeypatch.setattr(sample, "TILE", 8)
+    logits = torch.zeros(4, 1, num_tokens)
+    logits[:, :, [1, -1]] = 0.5
+    logits[-1, :, 3:6] = -torch.inf
+    asked = (num_tokens // 2 + 1, 1.0), (0, 0.47), (num_tokens - 2, 0.62), (num_tokens - 1, 0.999)
+    settings = [SamplingParams(temperature=1.0, top_k=k, top_p=p, seed=1) for k, p in asked]
+    rows = SamplingRows.of(settings, torch.device("cpu"))
+    left, told = (one.filtered_log_probs(logits, rows) for one in (ours(), PLAIN))
+    torch.testing.assert_close(left, told, rtol=1e-5, atol=1e-5)
+
+
+@gpu_only
+def test_the_largest_is_a_number_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of equals, in whatever split."""
+    from model.kernels.gpu import sample
+
+    monkeypatch.setattr(sample, "TILE", 8)
+    logits, nan, low = torch.zeros(2, 4, 20), torch.nan, -torch.inf
+    logits[0, 0, [9, 17]], logits[0, 1, 3:], logits[0, 2], logits[0, 3] = 2.0, nan, low, nan
+    logits[1, 0, :9], logits[1, 1], logits[1, 1, 19], logits[1, 2, 0] = nan, nan, low, -0.0
+    logits[1, 3] = torch.arange(20)
+    assert sample.largest(logits).tolist() == [[9, 0, 0, 0], [9, 19, 0, 19]]
+    assert sample.largest(logits[1]).tolist() == [9, 19, 0, 19]
+    assert sample.largest(torch.zeros(3, 1)).tolist() == [0, 0, 0]
 
 
 @native_only

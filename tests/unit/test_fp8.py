@@ -13,8 +13,9 @@ from tests.kernels import IS_INTERPRETED, TYPES
 if not IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
+from model.kernels.gpu import tiles  # noqa: E402
+from model.kernels.gpu.fp8 import quantised  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
-from model.kernels.gpu.products import quantised  # noqa: E402
 
 WRONG = {torch.float32: 2e-5, torch.float16: 2e-3}
 NUM_SLOTS, DIM, WIDTH = 3, 200, 160
@@ -99,9 +100,23 @@ def test_dense_products(num_rows: int, kernels: Kernels, dtype: torch.dtype) -> 
     check(got, mlp(x, w1, w2, 0, kernels), most_wrong(kernels, dtype))
 
 
+@pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 520), (17, 1000), (70, 640)])
+def test_sums_in_parts(
+    num_rows: int, width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long width where outputs are few; the last part is shorter."""
+    monkeypatch.setattr(tiles, "SHORTEST_PART", BLOCK)
+    w, x = blocks(1, 40, width, 1), drawn(num_rows, width, torch.float16)
+    one = Blocks(w.values[0], w.scales[0])
+    got = kernels.linear(x, one, 40)
+    check(got, read(x, kernels) @ dense(w, 1, 0).T, WRONG[torch.float16])
+    assert torch.equal(kernels.linear(x, one, 40), got)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
-@pytest.mark.parametrize("per_token", [2, 20])
+@pytest.mark.parametrize("per_token", [2, 20, 60])
 def test_experts(per_token: int, kernels: Kernels, dtype: torch.dtype) -> None:
     """One without pairs, some that are elsewhere; few rows of each and more than a tile."""
     num_slots, num_tokens = NUM_SLOTS + 1, 5

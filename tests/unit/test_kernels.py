@@ -407,13 +407,62 @@ def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
     assert ours().experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
 
 
+@gpu_only
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [16, 200])
+def test_many_pairs_of_experts(width: int, dtype: torch.dtype) -> None:
+    """More than a tile of an expert and none of another, in any order, whatever lies in rows that
+    nobody reads; also where all pairs are of one."""
+    num_tokens, num_slots, dim, num = 31, 4, 72, 300
+    x = draw(num_tokens + 1, dim, dtype=dtype)
+    x[num_tokens] = float("nan")
+    gate_up = draw(num_slots, 2 * width, dim, seed=1, dtype=dtype) * 0.2
+    down = draw(num_slots, dim, width, seed=2, dtype=dtype) * 0.2
+    packed, made = ours().pack_experts(gate_up, down), torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, num_tokens, (num,), generator=made)
+    drawn = torch.tensor([0, 1, 1, 1, 1, 3, num_slots])[torch.randint(0, 7, (num,), generator=made)]
+    for slots, num_ranks in ((drawn, 1), (drawn, 2), (torch.full((num,), 2), 1)):
+        told = torch.where(slots < num_slots, tokens, num_tokens)
+        got, here = ours().experts(x, told, slots, *packed, num_ranks), slots < num_slots
+        gate, up = torch.einsum(
+            "pd,pfd->pf", x[tokens[here]].double(), gate_up[slots[here]].double()
+        ).chunk(2, 1)
+        hidden = torch.nn.functional.silu(gate) * up
+        wanted = torch.einsum("pf,pdf->pd", hidden, down[slots[here]].double())
+        check(got[here], wanted, dtype)
+
+
+@gpu_only
+@pytest.mark.parametrize("most_at_once", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("num_pairs", "num_slots"), [(1, 1), (1023, 5), (1025, 3), (2400, 64), (9000, 7)]
+)
+def test_pairs_are_sorted_by_slot(
+    num_pairs: int, num_slots: int, most_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, without those that are elsewhere; over one chunk and several."""
+    from model.kernels.gpu import pairs
+
+    monkeypatch.setattr(pairs, "MOST_AT_ONCE", most_at_once)
+    made = torch.Generator().manual_seed(num_pairs)
+    drawn = torch.randint(0, num_slots + 1, (num_pairs,), generator=made)
+    for slots in (drawn, torch.full_like(drawn, num_slots - 1), torch.full_like(drawn, num_slots)):
+        order, starts = pairs.by_slot(slots, num_slots)
+        counts = torch.bincount(slots, minlength=num_slots + 1)
+        assert starts.tolist() == (counts.cumsum(0) - counts).tolist()
+        num_here = int(starts[-1])
+        assert torch.equal(order[:num_here].long(), slots.sort(stable=True).indices[:num_here])
+
+
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 4])
-def test_routing(sigmoid: bool, num_groups: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "dim"), [(50, 24), (7, 600), (150, 40)])
+def test_routing(sigmoid: bool, num_groups: int, num_tokens: int, dim: int) -> None:
     how = Routing((16, num_groups, 2, 3), sigmoid, sigmoid, sigmoid, -float("inf"), 2.5)
     if num_groups == 1:
         how = how._replace(sizes=(16, 1, 1, 3))
-    x, weight, bias = draw(50, 24), draw(16, 24, seed=1), draw(16, seed=2) * 0.1
+    x, weight = draw(num_tokens, dim), draw(16, dim, seed=1) * (24 / dim) ** 0.5
+    bias = draw(16, seed=2) * 0.1
     ids, weights = ours().route(x, ours().pack(weight), bias if sigmoid else None, how)
     told = PLAIN.route(x.double(), weight.double(), bias if sigmoid else None, how)
     assert torch.equal(ids, told[0])

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import BLOCK, Blocks, Weights
+from model.kernels.base import Blocks, Weights
+from model.kernels.gpu import tiles
+from model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot
 from model.kernels.gpu.pairs import own, pairs_at, pairs_of
 
 FEW_PROGRAMS = 512
 """Too few to keep a device busy: outputs are cut finer."""
-QUANTUM = tl.constexpr(BLOCK)
-"""Of FP8; tiles divide it."""
 
 
 def experts(
@@ -31,18 +31,16 @@ def experts(
     num_ranks: int = 1,
 ) -> Tensor:
     """See Kernels.experts: [P, D], undefined where the slot is S."""
-    (gate_up, scales1), (down, scales2) = _parts(w1), _parts(w2)
+    (gate_up, scales1), (down, scales2) = values_of(w1), values_of(w2)
     num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
     width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
     pairs = pairs_of(slots_P, num_slots)
     told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
     how = {"BY_PAIR": pairs.by_pair, "LOOKED_THROUGH": pairs.looked_through}
-    per_slot = triton.cdiv(num_pairs, num_slots * num_ranks)
-    is_exact = dtype == torch.float32
-    block_m = 16 if per_slot <= 16 or is_exact else 32 if per_slot <= 32 else 64
+    each = triton.cdiv(num_pairs, num_slots * num_ranks), x_ND, gate_up
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
-    block_f, block_k = 32, 32 if is_exact else 128
-    _gate_up[(pairs.num_programs, triton.cdiv(width, block_f))](
+    tile = tiles.of_experts(*each, 32 if each[0] <= 16 else 64, num_matrices=2)
+    _gate_up[(pairs.num_programs, triton.cdiv(width, tile.block_n))](
         *(x_ND, gate_up, scales1, slots_P if tokens_P is None else tokens_P, *told),
         *(hidden_PF, x_ND.stride(0), num_pairs // len(x_ND)),
         D=dim,
@@ -50,28 +48,23 @@ def experts(
         HAS_TOKENS=tokens_P is not None,
         HAS_BLOCKS=isinstance(w1, Blocks),
         **how,
-        BLOCK_M=block_m,
-        BLOCK_F=block_f,
-        BLOCK_K=block_k,
-        num_stages=3,
+        **tile.options("BLOCK_M", "BLOCK_F", "BLOCK_K"),
     )
     out_PD = torch.empty(num_pairs, dim, dtype=dtype, device=device)
-    block_d = 64 if pairs.num_programs * dim >= 64 * FEW_PROGRAMS else 32
-    _down[(pairs.num_programs, triton.cdiv(dim, block_d))](
+    is_busy = pairs.num_programs * dim >= 64 * FEW_PROGRAMS
+    tile = tiles.of_experts(*each, 64 if is_busy else 32)
+    _down[(pairs.num_programs, triton.cdiv(dim, tile.block_n))](
         *(hidden_PF, down, scales2, *told, out_PD),
         D=dim,
         F=width,
         HAS_BLOCKS=isinstance(w2, Blocks),
         **how,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-        BLOCK_K=block_k,
-        num_stages=3,
+        **tile.options("BLOCK_M", "BLOCK_D", "BLOCK_K"),
     )
     return out_PD
 
 
-def _parts(weights: Weights) -> tuple[Tensor, Tensor]:
+def values_of(weights: Weights) -> tuple[Tensor, Tensor]:
     """Values and scales; where there are none, the latter are never read."""
     return weights if isinstance(weights, Blocks) else (weights, weights)
 
@@ -80,7 +73,7 @@ def silu_mul(gate_up_NF: Tensor) -> Tensor:
     """silu(gate) * up of rows [gate, up]: [N, F]."""
     num_rows, width = len(gate_up_NF), gate_up_NF.shape[1] // 2
     out_NF = torch.empty(num_rows, width, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
-    _silu_mul[(num_rows, triton.cdiv(width, 1024))](gate_up_NF, out_NF, F=width, BLOCK_F=1024)
+    _silu_mul[(num_rows, triton.cdiv(width, 1024))](*(gate_up_NF, out_NF), F=width, BLOCK_F=1024)
     return out_NF
 
 
@@ -96,12 +89,6 @@ def combine(out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tens
         BLOCK_D=1024,
     )
     return y_TD
-
-
-@triton.jit
-def scaled_dot(x_MK, w_NK, scale):
-    """Times one block of FP8, whose factor is that of the sum (DeepSeek-V3 report, 3.3.2)."""
-    return tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)), input_precision="ieee") * scale
 
 
 @triton.jit
@@ -136,6 +123,7 @@ def _gate_up(
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
     NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM
     scale = scales + (slot * 2 * NUM_F + tl.program_id(1) * BLOCK_F // QUANTUM) * NUM_D
+    scale_up = scale + NUM_F * NUM_D
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
@@ -147,15 +135,19 @@ def _gate_up(
         row_MK = x + token_M.to(tl.int64)[:, None] * x_row + k_K[None, :]
         gate_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
         up_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+        if HAS_BLOCKS:
+            factor, factor_up = factor_at(scale, 0, D), factor_at(scale_up, 0, D)
         for k in range(0, D, BLOCK_K):
             is_k = (k + k_K < D)[None, :]
             x_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
             gate_FK = tl.load(gate + k, mask=is_f & is_k, other=0.0)
             up_FK = tl.load(gate + F * D + k, mask=is_f & is_k, other=0.0)
             if HAS_BLOCKS:
-                at = scale + k // QUANTUM
-                gate_MF += scaled_dot(x_MK, gate_FK, tl.load(at))
-                up_MF += scaled_dot(x_MK, up_FK, tl.load(at + NUM_F * NUM_D))
+                now, now_up = factor, factor_up
+                factor = factor_at(scale, k + BLOCK_K, D)
+                factor_up = factor_at(scale_up, k + BLOCK_K, D)
+                gate_MF += mixed_dot(x_MK, gate_FK) * now
+                up_MF += mixed_dot(x_MK, up_FK) * now_up
             else:
                 gate_MF = tl.dot(x_MK, tl.trans(gate_FK), gate_MF, input_precision="ieee")
                 up_MF = tl.dot(x_MK, tl.trans(up_FK), up_MF, input_precision="ieee")
@@ -197,12 +189,16 @@ def _down(
         pair_M = pairs_at(told, slot, place_M, end, LOOKED_THROUGH)
         row_MK = hidden + pair_M.to(tl.int64)[:, None] * F + k_K[None, :]
         out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if HAS_BLOCKS:
+            factor = factor_at(scale, 0, F)
         for k in range(0, F, BLOCK_K):
             is_k = (k + k_K < F)[None, :]
             h_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
             w_DK = tl.load(row_DK + k, mask=(d_D < D)[:, None] & is_k, other=0.0)
             if HAS_BLOCKS:
-                out_MD += scaled_dot(h_MK, w_DK, tl.load(scale + k // QUANTUM))
+                now = factor
+                factor = factor_at(scale, k + BLOCK_K, F)
+                out_MD += mixed_dot(h_MK, w_DK) * now
             else:
                 out_MD = tl.dot(h_MK, tl.trans(w_DK), out_MD, input_precision="ieee")
         where_MD = out + pair_M.to(tl.int64)[:, None] * D + d_D[None, :]

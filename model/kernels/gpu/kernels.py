@@ -21,8 +21,7 @@ from model.kernels.gpu.moves import Places
 from model.kernels.repeated import Function, Repeated
 
 MANY_PAIRS = 32
-"""From so many pairs an expert on, a grouped product is bound by arithmetic, which CUTLASS does
-better."""
+"""From so many pairs an expert on, they are sorted, and tiles of rows are what programs compute."""
 
 
 class Triton(Kernels):
@@ -38,6 +37,7 @@ class Triton(Kernels):
     mla_prefill = staticmethod(prefill.attend)
     combine = staticmethod(combine)
     compile_s = staticmethod(compiling.seconds)
+    likeliest = staticmethod(sample.largest)
     drawn = staticmethod(sample.draw)
     filtered_log_probs = staticmethod(sample.filtered_log_probs)
 
@@ -126,13 +126,12 @@ class Triton(Kernels):
             return F.linear(silu_mul(F.linear(x_ND, w1[0])), w2[0])
         if not len(slots_P):
             return x_ND.new_empty(0, x_ND.shape[1])
+        given = x_ND, tokens_P, slots_P, w1, w2
         if is_fp8 and self._quantises:
-            how = self._by_powers, self._num_processors
-            return products.experts(x_ND, tokens_P, slots_P, w1, w2, *how)
-        is_many = not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1) * num_ranks
-        if is_many and dtype == torch.bfloat16:
-            return super().experts(x_ND, tokens_P, slots_P, w1, w2)
-        return experts(x_ND, tokens_P, slots_P, w1, w2, num_ranks)
+            return products.experts(*given, self._num_processors, num_ranks, self._by_powers)
+        if not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1) * num_ranks:
+            return products.experts(*given, self._num_processors, num_ranks)
+        return experts(*given, num_ranks)
 
     def _product(self, x_XK: Tensor, w: Blocks, num_parts: int, dtype: torch.dtype) -> Tensor:
         """With one matrix of FP8: [X, M]."""
@@ -142,5 +141,7 @@ class Triton(Kernels):
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
     ) -> tuple[Tensor, Tensor]:
+        if len(x_TD) <= route.FEW_TOKENS:
+            return route.choose(route.logits(x_TD, packed), bias_E, how)
         logits_TE = self.linear(x_TD, packed, len(packed), in_fp32=True)
-        return route.choose(logits_TE, bias_E, how)
+        return route.choose(logits_TE[None], bias_E, how)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 PAIRS = 1024
 MOST_LOOKED_THROUGH = 64
+MOST_AT_ONCE = 8 * PAIRS
+"""Which every slot goes over; more are counted in chunks, and then put where they belong."""
+RANKED = 128
+"""Pairs that are compared with each other."""
 
 
 class Pairs(NamedTuple):
@@ -40,7 +44,15 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     which are elsewhere, are left out."""
     order_P = torch.empty_like(slots_P, dtype=torch.int32)
     starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
-    _by_slot[(num_slots + 1,)](slots_P, order_P, starts_S, len(slots_P), num_slots, BLOCK=PAIRS)
+    given = order_P, starts_S, len(slots_P), num_slots
+    if len(slots_P) <= MOST_AT_ONCE:
+        _by_slot[(num_slots + 1,)](slots_P, *given, BLOCK=PAIRS)
+        return order_P, starts_S
+    num_chunks, num_counts = triton.cdiv(len(slots_P), PAIRS), triton.next_power_of_2(num_slots + 1)
+    counts_CS = order_P.new_empty(num_chunks, num_counts)
+    how = {"SLOTS": num_counts, "CHUNK": PAIRS}
+    _count[(num_chunks,)](slots_P, counts_CS, len(slots_P), num_slots, **how)
+    _place[(num_chunks,)](slots_P, counts_CS, *given, **how, AT_ONCE=16, BLOCK=RANKED, num_warps=8)
     return order_P, starts_S
 
 
@@ -62,6 +74,49 @@ def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
             place_P = place + tl.cumsum(is_mine_P, 0) - 1
             tl.store(order + place_P, start + p_P, mask=is_mine_P > 0)
             place += tl.sum(is_mine_P, 0)
+
+
+@triton.jit
+def _count(slots, counts, num_pairs, num_slots, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    p_P = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    slot_P = tl.load(slots + p_P, mask=p_P < num_pairs, other=num_slots).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * SLOTS + tl.arange(0, SLOTS), tl.histogram(slot_P, SLOTS))
+
+
+@triton.jit
+def _place(
+    slots,
+    counts,
+    order,
+    starts,
+    num_pairs,
+    num_slots,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A chunk's pairs behind those of the chunks before it, and in their order."""
+    chunk, s_S, i_P = tl.program_id(0), tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    num_S = tl.zeros([SLOTS], tl.int32)
+    next_S = tl.zeros([SLOTS], tl.int32)
+    for first in range(0, tl.num_programs(0), AT_ONCE):
+        c_C = first + tl.arange(0, AT_ONCE)
+        is_c = (c_C < tl.num_programs(0))[:, None]
+        num_CS = tl.load(counts + c_C[:, None] * SLOTS + s_S[None, :], mask=is_c, other=0)
+        num_S += tl.sum(num_CS, 0)
+        next_S += tl.sum(tl.where((c_C < chunk)[:, None], num_CS, 0), 0)
+    start_S = tl.cumsum(num_S, 0) - num_S
+    next_S += start_S
+    if chunk == 0:
+        tl.store(starts + s_S, start_S, mask=s_S <= num_slots)
+    for first in range(chunk * CHUNK, min((chunk + 1) * CHUNK, num_pairs), BLOCK):
+        p_P = first + i_P
+        slot_P = tl.load(slots + p_P, mask=p_P < num_pairs, other=num_slots).to(tl.int32)
+        is_before_PP = (slot_P[:, None] == slot_P[None, :]) & (i_P[:, None] > i_P[None, :])
+        place_P = tl.gather(next_S, slot_P, 0) + tl.sum(is_before_PP.to(tl.int32), 1)
+        tl.store(order + place_P, p_P, mask=slot_P < num_slots)
+        next_S += tl.histogram(slot_P, SLOTS)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
-"""A gate's choice from its logits (spec §4).
+"""A gate's logits, and its choice from them (spec §4).
 
-Shape legend: T tokens, E experts, G groups, N experts of a group, K experts chosen.
+Shape legend: T tokens, D hidden, S parts of it, E experts, G groups, N experts of a group, K chosen
+experts.
 """
 
 import torch
@@ -10,16 +11,39 @@ from torch import Tensor
 
 from model.kernels.base import Routing
 
+FEW_TOKENS = 64
+"""Up to so many a gate is too small a product for one that is not split along D."""
+FEWEST_VALUES = 256
 
-def choose(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
-    """Expert ids [T, K] int64, best first and lowest id among equals, and weights fp32."""
+
+def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """What each part of D adds to the logits of few tokens: [S, T, E] fp32."""
+    (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
+    width = FEWEST_VALUES * (1 if dim < 16 * FEWEST_VALUES else 2)
+    num_parts, block_t = triton.cdiv(dim, width), 16 if num_tokens <= 16 else 32
+    out_STE = torch.empty(num_parts, num_tokens, num_experts, device=x_TD.device)
+    _logits[(triton.cdiv(num_experts, 16), triton.cdiv(num_tokens, block_t), num_parts)](
+        *(x_TD, weight_ED, out_STE, num_tokens, x_TD.stride(0)),
+        E=num_experts,
+        D=dim,
+        WIDTH=width,
+        BLOCK_T=block_t,
+        BLOCK_K=32 if x_TD.dtype == torch.float32 else FEWEST_VALUES,
+    )
+    return out_STE
+
+
+def choose(logits_STE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+    """Of the sums of logits: expert ids [T, K] int64, best first and lowest id among equals, and
+    weights fp32."""
     num_experts, num_groups, num_kept, num_chosen = how.sizes
-    num_tokens, per_group = len(logits_TE), num_experts // num_groups
-    ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_TE.device)
+    (num_parts, num_tokens, _), per_group = logits_STE.shape, num_experts // num_groups
+    ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_STE.device)
     weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     _choose[(num_tokens,)](
-        *(logits_TE, logits_TE if bias_E is None else bias_E, ids_TK, weights_TK),
-        *(how.filler, how.factor),
+        *(logits_STE, logits_STE if bias_E is None else bias_E, ids_TK, weights_TK),
+        *(how.filler, how.factor, num_tokens),
+        NUM_PARTS=num_parts,
         E=num_experts,
         G=num_groups,
         NUM_KEPT=num_kept,
@@ -31,8 +55,36 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tens
         BLOCK_G=triton.next_power_of_2(num_groups),
         BLOCK_N=triton.next_power_of_2(per_group),
         BLOCK_K=triton.next_power_of_2(num_chosen),
+        num_warps=1,
     )
     return ids_TK, weights_TK
+
+
+@triton.jit
+def _logits(
+    x,
+    w,
+    out,
+    num_tokens,
+    x_row,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    e_E, part = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(2)
+    t_T, k_K = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    is_t, is_e = (t_T < num_tokens)[:, None], (e_E < E)[:, None]
+    sum_TE = tl.zeros([BLOCK_T, 16], tl.float32)
+    for i in range(0, WIDTH, BLOCK_K):
+        at_K = part * WIDTH + i + k_K
+        is_k = (at_K < D)[None, :]
+        x_TK = tl.load(x + t_T[:, None] * x_row + at_K[None, :], mask=is_t & is_k, other=0.0)
+        w_EK = tl.load(w + e_E[:, None] * D + at_K[None, :], mask=is_e & is_k, other=0.0)
+        sum_TE = tl.dot(x_TK, tl.trans(w_EK), sum_TE, input_precision="ieee")
+    to_TE = out + (part * num_tokens + t_T[:, None]) * E + e_E[None, :]
+    tl.store(to_TE, sum_TE, mask=is_t & (e_E < E)[None, :])
 
 
 @triton.jit
@@ -43,6 +95,8 @@ def _choose(
     weights,
     filler,
     factor,
+    num_tokens,
+    NUM_PARTS: tl.constexpr,
     E: tl.constexpr,
     G: tl.constexpr,
     NUM_KEPT: tl.constexpr,
@@ -63,6 +117,9 @@ def _choose(
     id_GN = g_G[:, None] * N + n_N[None, :]
     is_GN = (g_G < G)[:, None] & (n_N < N)[None, :]
     logit_GN = tl.load(logits + token * E + id_GN, mask=is_GN, other=low)
+    for part in tl.static_range(1, NUM_PARTS):
+        more = logits + (part * num_tokens + token) * E
+        logit_GN += tl.load(more + id_GN, mask=is_GN, other=0.0)
     if SIGMOID:
         score_GN = tl.sigmoid(logit_GN)
     else:

@@ -1,54 +1,98 @@
-"""Tokens drawn from adjusted logits, or what they are drawn from, one program a row
-(model/sampling/sampler.py: what is drawn).
+"""Tokens drawn from adjusted logits, or what they are drawn from (model/sampling/sampler.py: what
+is drawn). Rows are split over programs, whose launches follow one another; who is kept, edges.py
+tells, without sorting.
 
-Nothing is sorted: the least logit that top-k and top-p leave is found by halving, on bits that have
-the order of the numbers. Sums of probabilities differ from torch's in their last bits, so that a
-token on the very edge of top-p may fall to the other side.
+Sums are in a fixed order, the same whatever else there is. They differ from torch's in their last
+bits, so that a token on the very edge of top-p may fall to the other side.
+
+Shape legend: see edges.py.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.kernels.gpu.edges import DIGIT, kept, narrow, of_splits, ordered, tile
 from model.sampling.sampler import SamplingRows
 
-TILE = 4096
+TILE = 2048
+NUM_WARPS = 8
 
 
 def draw(adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
     """Token ids [B, Q] int64, the lowest among equals."""
-    num_rows, num_places, num_tokens = adjusted_BQV.shape
-    logits_BQV, index_BQ = adjusted_BQV.float().contiguous(), output_index_BQ.contiguous()
-    tokens_BQ = torch.empty_like(index_BQ)
-    _draw[(num_rows * num_places,)](
-        *(logits_BQV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
-        *(rows.seed_B, index_BQ, tokens_BQ, num_places, num_tokens),
-        BLOCK=min(TILE, triton.next_power_of_2(num_tokens)),
-        num_warps=8,
-    )
-    return tokens_BQ
+    launch = _Launch(adjusted_BQV)
+    how, left = launch.narrowed(rows, draws=True)
+    best_XS = torch.empty_like(left[0])
+    launch(_score, how, left, rows.seed_B, output_index_BQ.contiguous(), best_XS)
+    return launch.merged(best_XS)
 
 
 def filtered_log_probs(logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
     """log p [B, Q, V] of what is left, fp32."""
-    num_rows, num_places, num_tokens = logits_BQV.shape
-    logits_BQV = logits_BQV.float().contiguous()
-    out_BQV = torch.empty_like(logits_BQV)
-    _filter[(num_rows * num_places,)](
-        *(logits_BQV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B),
-        *(out_BQV, num_places, num_tokens),
-        BLOCK=min(TILE // 2, triton.next_power_of_2(num_tokens)),
-        num_warps=8,
-    )
+    launch = _Launch(logits_BQV)
+    how, left = launch.narrowed(rows, draws=False)
+    total_XS = torch.empty_like(left[0], dtype=torch.float32)
+    out_BQV = logits_BQV.new_empty(logits_BQV.shape, dtype=torch.float32)
+    launch(_weigh, how, left, total_XS)
+    launch(_filter, how, left, total_XS, out_BQV)
     return out_BQV
 
 
+def largest(adjusted_XV: Tensor) -> Tensor:
+    """Ids [X] int64 of the largest logits, the lowest among equals, and of NaN where there is no
+    number; X any axes."""
+    launch = _Launch(adjusted_XV.reshape(1, -1, adjusted_XV.shape[-1]))
+    return launch.merged(launch.tops(None)).view(adjusted_XV.shape[:-1])
+
+
+class _Launch:
+    """Of kernels that have a program for each split of each row of logits. Splits depend on the
+    size of the vocabulary alone."""
+
+    def __init__(self, logits_BQV: Tensor) -> None:
+        num_rows, num_places, num_tokens = logits_BQV.shape
+        logits_BQV = logits_BQV.float()
+        if logits_BQV.stride(2) != 1:
+            logits_BQV = logits_BQV.contiguous()
+        self._logits: tuple[Any, ...] = logits_BQV, *logits_BQV.stride()[:2], num_places, num_tokens
+        self._shape = num_rows * num_places, triton.cdiv(num_tokens, TILE)
+        self._splits = triton.next_power_of_2(self._shape[1])
+
+    def __call__(self, kernel: Any, *args: Any, **more: Any) -> None:
+        sizes = {"BLOCK": TILE, "SPLITS": self._splits, "num_warps": NUM_WARPS}
+        kernel[self._shape](self._logits, *args, **sizes, **more)
+
+    def tops(self, temperature_B: Tensor | None) -> Tensor:
+        """The largest of each split [X, S]."""
+        top_XS = self._logits[0].new_empty(self._shape, dtype=torch.uint64)
+        self(_scan, temperature_B, top_XS)
+        return top_XS
+
+    def narrowed(self, rows: SamplingRows, draws: bool) -> tuple[tuple[Tensor, ...], ...]:
+        """``how`` and ``left``, when edges are found."""
+        how = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B
+        slots, new = (4, *self._shape), self._logits[0].new_empty
+        left = self.tops(how[0]), new(*slots, 2, DIGIT.value), new(*slots[:2], 4)
+        for step in range(16):
+            self(narrow, how, left, step, DRAWS=draws)
+        return how, left
+
+    def merged(self, best_XS: Tensor) -> Tensor:
+        """The tokens [B, Q] of what is best of all splits."""
+        num_places = self._logits[3]
+        token_BQ = best_XS.new_empty(len(best_XS) // num_places, num_places, dtype=torch.int64)
+        _merge[self._shape[0], 1](best_XS, token_BQ, self._shape[1], self._splits, num_warps=1)
+        return token_BQ
+
+
 @triton.jit
-def _ordered(x):
-    """uint32 in the order of floats; both zeros are one."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+def _packed(key_V, at_V):
+    """uint64 in the order of keys, and the lowest token is the largest among equals."""
+    return (key_V.to(tl.uint64) << 32) | (0xFFFFFFFF ^ at_V.to(tl.uint32)).to(tl.uint64)
 
 
 @triton.jit
@@ -73,153 +117,46 @@ def _gumbel(key, token):
 
 
 @triton.jit
-def _tile(row, first, BLOCK: tl.constexpr):
-    """Places, logits by temperature, and their keys, 0 where there is none."""
-    logits, num_tokens, temperature = row
-    at_V = first + tl.arange(0, BLOCK)
-    is_one_V = at_V < num_tokens
-    x_V = tl.load(logits + at_V, mask=is_one_V, other=float("-inf")) / temperature
-    return at_V, x_V, tl.where(is_one_V, _ordered(x_V), 0)
+def _scan(logits, temperatures, tops, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    at_V, x_V = tile(logits, temperatures, BLOCK)
+    to = tops + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(to, tl.max(_packed(ordered(x_V), at_V), 0))
 
 
 @triton.jit
-def _edge(row, norm, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key from which on up there are ``wanted`` tokens, or so much probability."""
-    edge = tl.full([], 0, tl.uint32)
-    for i in range(32):
-        tried = edge | (tl.full([], 1, tl.uint32) << (31 - i))
-        there = 0.0
-        for first in range(0, row[1], BLOCK):
-            _, x_V, key_V = _tile(row, first, BLOCK)
-            weight_V = tl.exp(x_V - norm) if BY_MASS else tl.full([BLOCK], 1.0, tl.float32)
-            there += tl.sum(tl.where(key_V >= tried, weight_V, 0.0), 0)
-        edge = tl.where(there >= wanted, tried, edge)
-    return edge
-
-
-@triton.jit
-def _around(row, norm, edge, BLOCK: tl.constexpr):
-    """Tokens above a key, what they weigh, and what one on it weighs."""
-    num_above, above, on_it = 0.0, 0.0, 0.0
-    for first in range(0, row[1], BLOCK):
-        _, x_V, key_V = _tile(row, first, BLOCK)
-        p_V = tl.exp(x_V - norm)
-        num_above += tl.sum((key_V > edge).to(tl.float32), 0)
-        above += tl.sum(tl.where(key_V > edge, p_V, 0.0), 0)
-        on_it = tl.maximum(on_it, tl.max(tl.where(key_V == edge, p_V, 0.0), 0))
-    return num_above, above, on_it
-
-
-@triton.jit
-def _kept(row, norm, top_k, top_p, BLOCK: tl.constexpr):
-    """The key above which all is kept, and how many of those that lie on it, the first ones."""
-    k = tl.where((top_k > 0) & (top_k < row[1]), top_k, row[1]).to(tl.float32)
-    edge = _edge(row, norm, k, False, BLOCK)
-    num_above, above, on_it = _around(row, norm, edge, BLOCK)
-    num_on_it = k - num_above
-    if top_p < 1:
-        wanted = top_p * (above + on_it * num_on_it)
-        edge_p = _edge(row, norm, wanted, True, BLOCK)
-        if edge_p > edge:
-            edge, num_on_it = edge_p, k
-            num_above, above, on_it = _around(row, norm, edge, BLOCK)
-        num_wanted = tl.ceil((wanted - above) / tl.maximum(on_it, 1e-30))
-        num_on_it = tl.minimum(num_on_it, tl.maximum(num_wanted, 1.0))
-    return edge, num_on_it
-
-
-@triton.jit
-def _largest(row, BLOCK: tl.constexpr):
-    """The largest logit by temperature, and its token."""
-    largest, token = float("-inf"), tl.full([], 0, tl.int32)
-    for first in range(0, row[1], BLOCK):
-        _, x_V, _ = _tile(row, first, BLOCK)
-        here = tl.max(x_V, 0)
-        token = tl.where(here > largest, first + tl.argmax(x_V, 0), token)
-        largest = tl.maximum(largest, here)
-    return largest, token
-
-
-@triton.jit
-def _filters(row, largest, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    """What tells who is kept: the norm, the edge, how many of those on it, the least probability,
-    and the largest logit."""
-    total = 0.0
-    for first in range(0, row[1], BLOCK):
-        _, x_V, _ = _tile(row, first, BLOCK)
-        total += tl.sum(tl.exp(x_V - largest), 0)
-    norm = largest + tl.log(total)
-    edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
-    if ((top_k > 0) & (top_k < row[1])) | (top_p < 1):
-        edge, num_on_it = _kept(row, norm, top_k, top_p, BLOCK)
-    return norm, edge, num_on_it, min_p * tl.exp(largest - norm), largest
-
-
-@triton.jit
-def _kept_of(row, first, filters, num_met, BLOCK: tl.constexpr):
-    """Of a tile: places, what is kept of it below the largest logit, -inf of what is not, and how
-    many on the edge were met by now."""
-    norm, edge, num_on_it, least_p, largest = filters
-    at_V, x_V, key_V = _tile(row, first, BLOCK)
-    is_on_V = (key_V == edge).to(tl.int32)
-    num_before_V = num_met + tl.cumsum(is_on_V, 0) - is_on_V
-    is_kept_V = (key_V > edge) | ((is_on_V > 0) & (num_before_V < num_on_it))
-    is_kept_V &= (tl.exp(x_V - norm) >= least_p) | (x_V == largest)
-    kept_V = tl.where(is_kept_V, x_V - largest, float("-inf"))
-    return at_V, kept_V, num_met + tl.sum(is_on_V, 0)
-
-
-@triton.jit
-def _draw(
-    logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    indices,
-    tokens,
-    num_places,
-    num_tokens,
-    BLOCK: tl.constexpr,
-):
+def _score(logits, how, left, seeds, indices, bests, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
-    b = place // num_places
-    temperature = tl.load(temperatures + b)
-    is_sampled = temperature > 0
-    row = logits + place * num_tokens, num_tokens, tl.where(is_sampled, temperature, 1.0)
-    largest, token = _largest(row, BLOCK)
-    if is_sampled:
-        told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
-        filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
-        key = _key(tl.load(seeds + b), tl.load(indices + place))
-        best, num_met = float("-inf"), tl.full([], 0, tl.int32)
-        for first in range(0, num_tokens, BLOCK):
-            at_V, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
+    b = place // logits[3]
+    # The token with the largest logit, if no other has a score.
+    best = tl.max(of_splits(left[0], 0, SPLITS), 0) & 0xFFFFFFFF
+    if tl.load(how[0] + b) > 0:
+        at_V, kept_V = kept(logits, how, left, BLOCK, SPLITS)
+        if tl.max(kept_V, 0) > float("-inf"):
+            key = _key(tl.load(seeds + b), tl.load(indices + place))
             score_V = kept_V + _gumbel(key, at_V.to(tl.uint32))
-            here = tl.max(score_V, 0)
-            token = tl.where(here > best, first + tl.argmax(score_V, 0), token)
-            best = tl.maximum(best, here)
-    tl.store(tokens + place, token.to(tl.int64))
+            packed_V = _packed(ordered(score_V), at_V)
+            best_here = tl.max(tl.where(score_V > float("-inf"), packed_V, 0), 0)
+            best = tl.maximum(best, best_here)
+    tl.store(bests + place * tl.num_programs(1) + tl.program_id(1), best)
 
 
 @triton.jit
-def _filter(
-    logits, temperatures, top_ks, top_ps, min_ps, out, num_places, num_tokens, BLOCK: tl.constexpr
-):
-    place = tl.program_id(0).to(tl.int64)
-    b = place // num_places
-    temperature = tl.load(temperatures + b)
-    row = logits + place * num_tokens, num_tokens, tl.where(temperature > 0, temperature, 1.0)
-    largest, _best = _largest(row, BLOCK)
-    told = tl.load(top_ks + b), tl.load(top_ps + b), tl.load(min_ps + b)
-    filters = _filters(row, largest, told[0], told[1], told[2], BLOCK)
-    total, num_met = 0.0, tl.full([], 0, tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        _, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
-        total += tl.sum(tl.exp(kept_V), 0)
-    num_met = tl.full([], 0, tl.int32)
-    for first in range(0, num_tokens, BLOCK):
-        at_V, kept_V, num_met = _kept_of(row, first, filters, num_met, BLOCK)
-        where_V = out + place * num_tokens + at_V
-        tl.store(where_V, kept_V - tl.log(total), mask=at_V < num_tokens)
+def _merge(bests, tokens, num_splits, SPLITS: tl.constexpr):
+    place, s_S = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    best_S = tl.load(bests + place * num_splits + s_S, mask=s_S < num_splits, other=0)
+    tl.store(tokens + place, 0xFFFFFFFF ^ (tl.max(best_S, 0) & 0xFFFFFFFF).to(tl.int64))
+
+
+@triton.jit
+def _weigh(logits, how, left, totals, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    _, kept_V = kept(logits, how, left, BLOCK, SPLITS)
+    to = totals + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(to, tl.sum(tl.exp(kept_V), 0))
+
+
+@triton.jit
+def _filter(logits, how, left, totals, out, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    at_V, kept_V = kept(logits, how, left, BLOCK, SPLITS)
+    total = tl.sum(of_splits(totals, 0.0, SPLITS), 0)
+    to_V = out + tl.program_id(0).to(tl.int64) * logits[4] + at_V
+    tl.store(to_V, kept_V - tl.log(total), mask=at_V < logits[4])

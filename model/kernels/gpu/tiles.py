@@ -1,0 +1,88 @@
+"""How products are cut into tiles, and how much a program loads ahead: settings, each of which is
+right or wrong by what a device measures.
+
+Memory gives all it has if tens of KB are under way to every processor, so tiles of few bytes take
+more stages; what is read in all is less with larger tiles.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.kernels.base import BLOCK
+
+SHORTEST_PART = 1024
+"""Of a width that is summed in parts, which takes a launch more."""
+FEWEST_STAGES, MOST_STAGES = 3, 8
+
+
+class Tile(NamedTuple):
+    """Rows by outputs by values that a program multiplies at once; sums are of ``num_parts``."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_parts: int = 1
+
+    def options(self, *names: str) -> dict[str, int]:
+        """Of a launch, where a kernel calls its blocks by these ``names``."""
+        given = zip(names, self[:3], strict=True)
+        return {**dict(given), "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+EXACT = Tile(16, 32, 32, 4, 3)
+"""For fp32, which nothing multiplies fast."""
+
+
+def of_product(
+    rows: tuple[int, int],
+    shape: tuple[int, int, int],
+    x_w: tuple[Tensor, Tensor],
+    busy: int,
+    is_cut: bool,
+) -> Tile:
+    """Of so many ``rows`` of each matrix and so many matrices, of this ``shape``: halves, outputs
+    of each, width, which may be cut if it ``is_cut``. ``busy`` processors want programs."""
+    x, w = x_w
+    if x.dtype == torch.float32:
+        return EXACT
+    block_m = _block_m(rows[0])
+    if w.element_size() > 1:
+        return _with_stages(block_m, 128, 64, x_w)
+    num_halves, num_out, width = shape
+    num_tiles = rows[1] * -(-rows[0] // block_m)
+    most_parts = max(1, width // SHORTEST_PART) if is_cut else 1
+    for block_n in (128, 64, 32, 16) if block_m >= 64 else (64, 32, 16):
+        num_programs = max(1, num_tiles * num_halves * -(-num_out // block_n))
+        if num_programs * most_parts >= busy:
+            break
+    num_groups = -(-width // BLOCK)
+    part = -(-num_groups // max(1, min(most_parts, -(-2 * busy // num_programs))))
+    return _with_stages(block_m, block_n, BLOCK, x_w)._replace(num_parts=-(-num_groups // part))
+
+
+def of_experts(num_pairs: int, x: Tensor, w: Tensor, block_n: int, num_matrices: int = 1) -> Tile:
+    """Of so many pairs of an expert, by as many outputs of each of its matrices."""
+    if x.dtype == torch.float32:
+        return EXACT
+    return _with_stages(min(64, _block_m(num_pairs)), block_n, BLOCK, (x, w), num_matrices)
+
+
+def _block_m(num_rows: int) -> int:
+    return next((m for m in (16, 32, 64) if num_rows <= m), 128)
+
+
+def _with_stages(
+    block_m: int, block_n: int, block_k: int, x_w: tuple[Tensor, Tensor], num_matrices: int = 1
+) -> Tile:
+    """As many as leave room for several programs on a processor."""
+    x, w = x_w
+    rows = block_m * x.element_size() + num_matrices * block_n * w.element_size()
+    room = (64 if block_m <= 32 else 108) * 1024
+    num_stages = min(MOST_STAGES, max(FEWEST_STAGES, room // (rows * block_k)))
+    is_large = block_m * block_n * num_matrices * w.element_size() >= 128 * 128
+    num_warps = 8 if is_large else 4
+    return Tile(block_m, block_n, block_k, num_warps, num_stages)
