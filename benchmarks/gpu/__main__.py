@@ -28,6 +28,7 @@ from benchmarks.gpu.say import OUT, Say, lines, results_file
 SECTIONS = {
     "ceilings": 30,
     "exact": 150,
+    "drafters": 150,
     "kernels": 120,
     "steps": 200,
     "costs": 60,

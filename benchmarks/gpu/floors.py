@@ -30,9 +30,9 @@ class Work:
 ITEM_BYTES = 2
 
 
-def product(num_weights: float, num_tokens: float) -> Work:
+def product(num_weights: float, num_tokens: float, item_bytes: int = ITEM_BYTES) -> Work:
     """Weights are read once; activations are small beside them, or stay on the chip."""
-    return Work(ITEM_BYTES * num_weights, 2 * num_weights * num_tokens)
+    return Work(item_bytes * num_weights, 2 * num_weights * num_tokens)
 
 
 def attention(config: ModelConfig, num_rows: int, num_q: int, context: int) -> Work:
@@ -43,20 +43,29 @@ def attention(config: ModelConfig, num_rows: int, num_q: int, context: int) -> W
     return Work(ITEM_BYTES * entries * config.latent_dim, flops)
 
 
-def layer(config: ModelConfig, is_moe: bool, num_tokens: int, num_experts_hit: int) -> Work:
-    """Products of one layer; ``num_experts_hit`` routed experts are read."""
+def layer(
+    config: ModelConfig,
+    is_moe: bool,
+    num_tokens: int,
+    num_experts_hit: int,
+    item_bytes: int = ITEM_BYTES,
+) -> Work:
+    """Products of one layer; ``num_experts_hit`` routed experts are read. ``item_bytes`` are those
+    of weights, but for the absorbed ones and the gate's."""
     c, dim = config, config.hidden_size
     q_dim = c.num_attention_heads * c.qk_head_dim
     q_rank = c.q_lora_rank
     weights = dim * c.latent_dim + c.num_attention_heads * c.v_head_dim * dim
-    weights += c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     weights += dim * q_dim if q_rank is None else dim * q_rank + q_rank * q_dim
+    absorbed = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank
+    work = product(absorbed, num_tokens)
     if not is_moe:
-        return product(weights + 3 * dim * c.intermediate_size, num_tokens)
+        return work + product(weights + 3 * dim * c.intermediate_size, num_tokens, item_bytes)
     expert = 3 * dim * c.moe_intermediate_size
-    work = product(weights + c.n_shared_experts * expert + dim * c.n_routed_experts, num_tokens)
+    work += product(weights + c.n_shared_experts * expert, num_tokens, item_bytes)
+    work += product(dim * c.n_routed_experts, num_tokens)
     chosen = 2 * expert * num_tokens * c.num_experts_per_tok
-    return work + Work(ITEM_BYTES * expert * num_experts_hit, chosen)
+    return work + Work(item_bytes * expert * num_experts_hit, chosen)
 
 
 def decode_step(
@@ -66,6 +75,7 @@ def decode_step(
     context: int,
     hit_by_drafts: Sequence[int],
     hit_by_layers: Sequence[int],
+    item_bytes: int = ITEM_BYTES,
 ) -> Work:
     """Verification of n + 1 tokens a row, and n passes of the MTP layer over one; before the first
     one the cache entries of so many tokens. Experts hit are those of each pass and MoE layer."""
@@ -73,13 +83,13 @@ def decode_step(
     work = product(c.vocab_size * c.hidden_size, num_tokens)
     for i in range(c.num_hidden_layers):
         is_moe = c.is_moe_layer(i)
-        work += layer(c, is_moe, num_tokens, next(hits) if is_moe else 0)
+        work += layer(c, is_moe, num_tokens, next(hits) if is_moe else 0, item_bytes)
         work += attention(c, num_rows, num_drafts + 1, context)
     assert next(hits, None) is None, "one number for each MoE layer"
     for i, num_hit in enumerate(hit_by_drafts):
-        work += layer(c, True, num_rows, num_hit)
+        work += layer(c, True, num_rows, num_hit, item_bytes)
         work += attention(c, num_rows, 1, context)
-        work += product(2 * c.hidden_size**2, num_tokens if i == 0 else num_rows)
+        work += product(2 * c.hidden_size**2, num_tokens if i == 0 else num_rows, item_bytes)
         work += product(c.vocab_size * c.hidden_size, num_rows)
     return work
 

@@ -60,9 +60,14 @@ SHAPES["small"] = SHAPES["v2-lite"] | {
 
 
 def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, with_mtp: bool, in_fp8: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    with_mtp: bool,
+    in_fp8: bool = False,
+    quantises: bool = False,
 ) -> LoadedModel:
-    """A rank that decodes; one ``in_fp8`` prefills, with rows in FP8 too."""
+    """Weights may be ``in_fp8``, and products with them of rows in FP8 too, as prefill has them."""
     config = ModelConfig.from_dict(SHAPES[name])
     dispatch = Dispatch(config.n_routed_experts)
     with torch.device("meta"):
@@ -75,7 +80,7 @@ def random_model(
         if in_fp8:
             keep_blocks(part, lambda name: "lm_head" not in name)
         _fill(part, device, dtype, generator)
-    chosen = create_kernels("auto", config, device, quantises=in_fp8)
+    chosen = create_kernels("auto", config, device, quantises=quantises)
     drafter: Drafter = NoDrafter()
     if with_mtp:
         drafter = MtpDrafter(network, layer.eval())

@@ -17,7 +17,7 @@ from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from core.identity import Identity
 from decode_node.planning.states import Need, Running, Size
-from decode_node.planning.step_plan import MAKE, StepKey, StepPlan
+from decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, StepKey, StepPlan
 from decode_node.program.programs import Prepared, Programs
 from decode_node.program.rows import Rows
 from kv_transfer.pages import PagePool
@@ -29,23 +29,53 @@ ROOM = 1024
 """Tokens that a row may emit while it is timed."""
 MOST_TOKENS = 32 * 32768
 NUM_DRAFTS = 3
+DRAWN_AT = 1024
+MODELS = (("v2-lite", False), ("v3-slice", False), ("v3-slice", True))
+"""Names, and whether weights are FP8."""
 
 
 def run(device: Device, say: Say) -> None:
-    names = ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]
-    for name in names:
-        loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=True)
+    models = [("small", False)] if device.is_rehearsal else MODELS
+    for name, in_fp8 in models:
+        told = f"{name}{', FP8' * in_fp8}"
+        loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=True, in_fp8=in_fp8)
         for num_rows in (1, 2) if device.is_rehearsal else (1, 8, 32, 64, 128):
             for context in (100,) if device.is_rehearsal else (1024, 4096, 32768):
                 if num_rows * context <= MOST_TOKENS:
                     with torch.inference_mode():
-                        _at(device, say, name, loaded, num_rows, context)
+                        _at(device, say, told, loaded, num_rows, context, 1 if in_fp8 else 2)
+            if num_rows in (1, 32):
+                with torch.inference_mode():
+                    _drawn(device, say, told, loaded, num_rows, DRAWN_AT)
         del loaded
         device.free()
 
 
-def _at(
+def _drawn(
     device: Device, say: Say, name: str, loaded: LoadedModel, num_rows: int, context: int
+) -> None:
+    """Steps that draw, by those that take the likeliest."""
+    for n in (0, NUM_DRAFTS):
+        drafting, times = loaded if n else replace(loaded, drafter=NoDrafter()), []
+        for sampling in ({}, {"temperature": 1.0, "top_p": 0.95}):
+            batch = Steps(drafting, num_rows, context, n, **sampling)
+            batch.step()
+            batch.capture()
+            times.append(device.time_s(batch.step))
+            del batch
+            device.free()
+        what = f"{name}, {num_rows} rows of {context}, n = {n}, top-p 0.95"
+        say(what, ms=1e3 * times[1], of_greedy=times[1] / times[0])
+
+
+def _at(
+    device: Device,
+    say: Say,
+    name: str,
+    loaded: LoadedModel,
+    num_rows: int,
+    context: int,
+    item_bytes: int,
 ) -> None:
     for n in (0, NUM_DRAFTS):
         drafting = loaded if n else replace(loaded, drafter=NoDrafter())
@@ -57,7 +87,8 @@ def _at(
         host_eager = device.host_s(batch.step, 5)
         batch.capture()
         captured, host = device.time_s(batch.step), device.host_s(batch.step)
-        work = floors.decode_step(loaded.config, num_rows, n, context, by_drafts, by_layers)
+        hits = by_drafts, by_layers
+        work = floors.decode_step(loaded.config, num_rows, n, context, *hits, item_bytes)
         floor = work.floor_s(rates())
         say(
             f"{name}, {num_rows} rows of {context}, n = {n}",
@@ -76,14 +107,21 @@ def _at(
 class Steps:
     """Rows of equal contexts on pages of their own, whose latents are random."""
 
-    def __init__(self, loaded: LoadedModel, num_rows: int, context: int, num_drafts: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_rows: int,
+        context: int,
+        num_drafts: int,
+        **sampling: float,
+    ) -> None:
         per_row = -(-(context + ROOM) // PAGE_SIZE)
         pool = PagePool(1 + num_rows * per_row, PAGE_SIZE)
         self.caches = loaded.allocate(pool.num_pages, PAGE_SIZE)
         for cache in (one for group in self.caches.values() for one in group):
             cache.normal_()
         self.rows = Rows(loaded, num_rows, num_drafts, pool, per_row)
-        request = greedy("r", (5,) * context, ROOM, ignore_eos=True)
+        request = greedy("r", (5,) * context, ROOM, ignore_eos=True, **sampling)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
             places = i, pages, Need(Size(context, 0, ROOM), per_row, ROOM), 1
@@ -94,7 +132,8 @@ class Steps:
         levels = loaded.drafter.levels(num_drafts)
         self._programs = Programs(loaded, self.caches, self.rows, levels)
         catch_up = loaded.drafter.catch_up(num_drafts)
-        key = StepKey(num_rows, num_drafts, catch_up.amount(num_drafts, catch_up.start))
+        amount = catch_up.amount(num_drafts, catch_up.start)
+        key = StepKey(num_rows, num_drafts, amount, SAMPLED if sampling else PLAIN)
         self._plan = StepPlan(key)
         self._index = self.rows.index(list(range(num_rows)), num_rows)
 
