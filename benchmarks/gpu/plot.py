@@ -16,35 +16,45 @@ Curves = dict[str, dict[int, float]]
 def save_plot(path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = {"steps": ("steps", "rows"), "prefill": ("prompts read at once", "tokens")}
-    for axes, (section, (title, unit)) in zip(
-        figure.subplots(1, 2, sharey=True), panels.items(), strict=True
+    steps, prompts = curves("steps"), curves("prefill")
+    panels = [(shape, "rows", "steps", lines) for shape, lines in steps.items()]
+    panels.append(("prompts read at once", "tokens", "prefill", prompts.get("", {})))
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    for axes, (title, unit, section, found) in zip(
+        figure.subplots(1, len(panels), sharey=True), panels, strict=True
     ):
-        found = curves(section)
-        for name, line in found.items():
-            style = "--" if name.endswith("n = 3") else "-"
-            axes.plot(sorted(line), [line[x] for x in sorted(line)], style, marker="o", label=name)
+        for i, (name, line) in enumerate(found.items()):
+            style = {"ls": "--" if name.endswith("n = 3") else "-"}
+            if section == "steps":
+                style["color"] = f"C{i // 2}"
+            axes.plot(
+                sorted(line), [line[x] for x in sorted(line)], marker="o", label=name, **style
+            )
         axes.plot(*zip(*GOALS[section], strict=True), "k_", markersize=18, label="goal")
         axes.set(title=title, xlabel=unit, xscale="log", ylim=(0, 1))
         ticks = sorted({x for line in found.values() for x in line})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.legend(fontsize="small")
+        axes.minorticks_off()
+        axes.legend(fontsize="small", loc="lower left")
     figure.axes[0].set_ylabel("floor / measured time")
     figure.savefig(path, dpi=120)
 
 
-def curves(section: str) -> Curves:
-    """By shape, context and number of drafts: the share of the floor's rate by rows or tokens."""
-    found: Curves = defaultdict(dict)
+def curves(section: str) -> dict[str, Curves]:
+    """The share of the floor's rate by rows or tokens: of steps by shape, then by context and
+    number of drafts; of prompts by shape."""
+    found: dict[str, Curves] = defaultdict(lambda: defaultdict(dict))
     pattern = {"steps": STEP, "prefill": PROMPT}[section]
     for line in lines():
         told = pattern.fullmatch(line["what"]) if line["section"] == section else None
         if told is None:
             continue
-        name = told["shape"]
-        if section == "steps":
-            name += f", {told['context']}, n = {told['n']}"
         is_long = section == "prefill" and int(told["x"]) >= 4096
-        found[name][int(told["x"])] = line["of_matrix_rate" if is_long else "of_floor"]
+        is_step = section == "steps"
+        shape, name = (
+            (told["shape"], f"{told['context']}, n = {told['n']}")
+            if is_step
+            else ("", told["shape"])
+        )
+        found[shape][name][int(told["x"])] = line["of_matrix_rate" if is_long else "of_floor"]
     return found
