@@ -60,7 +60,7 @@ lint: $(READY)
 # Files in the order of their names: those that start clusters come first and share the time. What
 # they leave of it, while they wait, is what kernels are interpreted in.
 test: lint
-	@log=$$(mktemp); TRITON_INTERPRET=1 nice -n 19 $(PY) -m pytest -n 1 $(INTERPRETED) >$$log 2>&1 & \
+	@log=$$(mktemp); TRITON_INTERPRET=1 nice -n 19 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED) >$$log 2>&1 & \
 	beside=$$!; trap "kill $$beside; exit 130" INT TERM; \
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
 	wait $$beside; kernels=$$?; cat $$log; rm $$log; \
