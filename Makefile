@@ -57,13 +57,10 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/hadolint deploy/Containerfile
 
-# Files in the order of their names: those that start clusters come first and share the time. What
-# they leave of it, while they wait, is what kernels are interpreted in.
+# Files in the order of their names: those that start clusters come first and share the time.
 test: lint
-	@log=$$(mktemp); TRITON_INTERPRET=1 nice -n 19 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED) >$$log 2>&1 & \
-	beside=$$!; trap "kill $$beside; exit 130" INT TERM; \
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
-	wait $$beside; kernels=$$?; cat $$log; rm $$log; \
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); kernels=$$?; \
 	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
 
 image-test: $(READY)
