@@ -116,10 +116,12 @@ def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch
     assert told.seconds() == 5 + compiling.LONGEST_S
 
 
-@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize(("page_size", "is_tree"), [(64, False), (64, True), (16, False)])
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
-def test_attention(compiled: list[str], num_heads: int, num_q: int, is_tree: bool) -> None:
-    num_rows, cache, angles = 8 * num_q, zeros(4, 64, 576), zeros(8 * num_q, 32).float()
+def test_attention(
+    compiled: list[str], num_heads: int, num_q: int, page_size: int, is_tree: bool
+) -> None:
+    num_rows, cache, angles = 8 * num_q, zeros(4, page_size, 576), zeros(8 * num_q, 32).float()
     q, up_k, up_v = (
         zeros(num_rows, num_heads, 192),
         zeros(num_heads, 512, 128),

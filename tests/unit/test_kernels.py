@@ -199,11 +199,12 @@ class Pages:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_q", [1, 2, 4])
-@pytest.mark.parametrize("is_interleaved", [True, False])
+@pytest.mark.parametrize(("is_interleaved", "page_size"), [(True, 16), (False, 16), (True, 64)])
 def test_latent_attention_reads_pages_in_place(
-    is_interleaved: bool, num_q: int, dtype: torch.dtype
+    is_interleaved: bool, page_size: int, num_q: int, dtype: torch.dtype
 ) -> None:
-    told = replace(Pages.make(6, num_q, dtype), is_interleaved=is_interleaved)
+    """Of less than a tile of slots, of one, and of several."""
+    told = replace(Pages.make(6, num_q, dtype, page_size), is_interleaved=is_interleaved)
     got = told.attend()
     assert got.isfinite().all()
     # Queries in latent space and what was attended to are rounded on their way.

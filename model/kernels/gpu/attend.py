@@ -45,7 +45,8 @@ def attend(
     kind = q_XHC.dtype if num_parts == 1 else torch.float32
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=kind)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
-    block_s = 16 if is_exact else 64 if block_m == 64 else 32
+    page_size = how.cache.shape[1]
+    block_s = 16 if is_exact else 64 if block_m == 64 and page_size % 64 == 0 else 32
     _attend[(num_blocks, num_seqs, num_parts)](
         *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, lens, bits),
         *(part, lse, how.scale),
@@ -53,7 +54,7 @@ def attend(
         NUM_HEADS=num_heads,
         C=width,
         R=num_pe,
-        PAGE_SIZE=how.cache.shape[1],
+        PAGE_SIZE=page_size,
         NUM_PARTS=num_parts,
         IS_INTERLEAVED=how.is_interleaved,
         IS_TREE=how.bits_BQ is not None,
@@ -138,13 +139,15 @@ def _attend(
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     out_MC = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    page = _page(table + seq * table_row, first, end, s_S, PAGE_SIZE, BLOCK_S)
+    IS_WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_S == 0
+    pages = table + seq * table_row
+    page = _page(pages, first, end, IS_WHOLE, PAGE_SIZE)
     for start in range(first, end, BLOCK_S):
         slot_S = start + s_S
         is_slot_S = slot_S < end
-        at_S = cache + _place(page, start, s_S, PAGE_SIZE, BLOCK_S) * (C + R)
+        at_S = cache + _place(pages, page, start, s_S, end, IS_WHOLE, PAGE_SIZE) * (C + R)
         # Pages are known a tile ahead, or loads of latents would wait for those of pages.
-        page = _page(table + seq * table_row, start + BLOCK_S, end, s_S, PAGE_SIZE, BLOCK_S)
+        page = _page(pages, start + BLOCK_S, end, IS_WHOLE, PAGE_SIZE)
         k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_slot_S[:, None] & is_c, other=0.0)
         k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
         score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
@@ -164,22 +167,23 @@ def _attend(
 
 
 @triton.jit
-def _page(table, start, end, s_S, PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Of a tile that lies in one page that page, else those of its slots."""
-    if PAGE_SIZE % BLOCK_S == 0:
-        page = tl.load(table + start // PAGE_SIZE, mask=start < end, other=0)
-    else:
-        page = tl.load(table + (start + s_S) // PAGE_SIZE, mask=start + s_S < end, other=0)
-    return page.to(tl.int64)
+def _page(table, start, end, IS_WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Of a tile whose slots lie in one page: which one."""
+    page = tl.full([], 0, tl.int64)
+    if IS_WHOLE:
+        page = tl.load(table + start // PAGE_SIZE, mask=start < end, other=0).to(tl.int64)
+    return page
 
 
 @triton.jit
-def _place(page, start, s_S, PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+def _place(table, page, start, s_S, end, IS_WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Where the slots of a tile lie, in slots."""
-    if PAGE_SIZE % BLOCK_S == 0:
+    if IS_WHOLE:
         return page * PAGE_SIZE + start % PAGE_SIZE + s_S
     else:
-        return page * PAGE_SIZE + (start + s_S) % PAGE_SIZE
+        slot_S = start + s_S
+        page_S = tl.load(table + slot_S // PAGE_SIZE, mask=slot_S < end, other=0)
+        return page_S.to(tl.int64) * PAGE_SIZE + slot_S % PAGE_SIZE
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from model.kernels.base import Routing
 FEW_TOKENS = 64
 """Up to so many a gate is too small a product for one that is not split along D."""
 FEWEST_VALUES = 256
+"""Of D in a part: one load of each program, or two where D is long."""
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
