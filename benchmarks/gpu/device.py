@@ -16,10 +16,8 @@ class Device:
         self.is_rehearsal = is_rehearsal
         self.kind = torch.device("cpu" if is_rehearsal else "cuda")
         shape = (2, 2) if is_rehearsal else (MUCH_BYTES >> 14, 1 << 12)
-        self._much, self._sums = (
-            torch.zeros(shape, device=self.kind),
-            torch.zeros(shape[1], device=self.kind),
-        )
+        self._much = torch.zeros(shape, device=self.kind)
+        self._sums = torch.zeros(shape[1], device=self.kind)
 
     @property
     def name(self) -> str:
@@ -53,10 +51,8 @@ class Device:
             return self.time_s(work)
         for _ in range(2):
             work()
-        alone, both = (
-            self._graph([self._read_much], num_calls),
-            self._graph([self._read_much, work], num_calls),
-        )
+        alone = self._graph([self._read_much], num_calls)
+        both = self._graph([self._read_much, work], num_calls)
         return (self.time_s(both.replay, 9) - self.time_s(alone.replay, 9)) / num_calls
 
     def _read_much(self) -> None:

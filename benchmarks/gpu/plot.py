@@ -50,11 +50,8 @@ def curves(section: str) -> dict[str, Curves]:
         if told is None:
             continue
         is_long = section == "prefill" and int(told["x"]) >= 4096
-        is_step = section == "steps"
-        shape, name = (
-            (told["shape"], f"{told['context']}, n = {told['n']}")
-            if is_step
-            else ("", told["shape"])
-        )
+        shape, name = "", told["shape"]
+        if section == "steps":
+            shape, name = name, f"{told['context']}, n = {told['n']}"
         found[shape][name][int(told["x"])] = line["of_matrix_rate" if is_long else "of_floor"]
     return found
