@@ -84,5 +84,4 @@ def _with_stages(
     room = (64 if block_m <= 32 else 108) * 1024
     num_stages = min(MOST_STAGES, max(FEWEST_STAGES, room // (rows * block_k)))
     is_large = block_m * block_n * num_matrices * w.element_size() >= 128 * 128
-    num_warps = 8 if is_large else 4
-    return Tile(block_m, block_n, block_k, num_warps, num_stages)
+    return Tile(block_m, block_n, block_k, 8 if is_large else 4, num_stages)
