@@ -3,8 +3,9 @@
     python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
 
 What was measured is kept in docs/drafters.json, cell by cell, so that a run that was interrupted
-goes on; --redo measures some again (lengths, bytes, parts, speeds, lossy, repeated). MEDUSA-2's
-checkpoint is made first, by python -m training.medusa2 --out DIR. Hours on two cores.
+goes on; --redo measures some again (lengths, bytes, parts, speeds, lossy, repeated; "speeds 8" at
+that number of rows alone). MEDUSA-2's checkpoint is made first, by python -m training.medusa2
+--out DIR. Hours on two cores.
 """
 
 import argparse
@@ -79,9 +80,8 @@ def main() -> None:
             told = kept["arms"].setdefault(arm.name, {})
             told["minutes"] = arm.minutes
             for name, made in cells(arm, args).items():
-                if name.split()[0] in args.skip or (
-                    name in told and name.split()[0] not in args.redo
-                ):
+                called = {name, name.split()[0]}
+                if called & {*args.skip} or (name in told and not called & {*args.redo}):
                     continue
                 bar.console.print(f"{arm.name}: {name}")
                 told[name] = made()

@@ -130,10 +130,12 @@ def plot_lengths(found: dict[str, Any]) -> None:
 
 
 def plot_speeds(found: dict[str, Any]) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(color=list(colormaps["tab20"](range(20))))
     for name, arm in found.items():
         nums = [num for num in ROWS if f"speeds {num}" in arm]
         if nums:
