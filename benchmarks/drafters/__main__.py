@@ -3,15 +3,16 @@
     python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
 
 What was measured is kept in docs/drafters.json, cell by cell, so that a run that was interrupted
-goes on; --redo measures some again (lengths, bytes, parts, speeds, lossy, repeated; "speeds 8" at
-that number of rows alone). MEDUSA-2's checkpoint is made first, by python -m training.medusa2
---out DIR. Hours on two cores.
+goes on; --redo measures some again (lengths, bytes, parts, speeds, beside, lossy, repeated;
+"speeds 8" at that number of rows alone). MEDUSA-2's checkpoint is made first, by
+python -m training.medusa2 --out DIR. Hours on two cores.
 """
 
 import argparse
 import json
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,18 @@ LOSSY = "MTP", "EAGLE-3", "Medusa tree"
 
 
 def cells(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    num = args.num_prompts, args.max_tokens
+    num, num_threads, mtp = (args.num_prompts, args.max_tokens), args.num_threads, arms()[0]
     made: dict[str, Callable[[], Any]] = {
         "bytes": lambda: costs.bytes_of(arm.loaded()),
-        "lengths": lambda: quality.lengths(arm, *num),
+        "lengths": partial(quality.lengths, arm, *num),
     }
     for rows in ROWS:
-        made[f"parts {rows}"] = lambda rows=rows: costs.parts(
-            arm.loaded(3), 3, rows, args.num_threads
-        )  # type: ignore[misc]
-        made[f"speeds {rows}"] = lambda rows=rows: costs.speeds(arm, rows, args.num_threads)  # type: ignore[misc]
+        made[f"parts {rows}"] = partial(costs.parts, arm, rows, num_threads)
+        made[f"speeds {rows}"] = partial(costs.speeds, arm, rows, num_threads)
+        if arm.is_chain and arm.name != mtp.name:
+            made[f"beside {rows}"] = partial(costs.beside, arm, mtp, rows, num_threads)
     if arm.name in LOSSY:
-        made["lossy"] = lambda: quality.lossy(arm, *num)
+        made["lossy"] = partial(quality.lossy, arm, *num)
     return made
 
 

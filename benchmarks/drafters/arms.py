@@ -10,6 +10,8 @@ from model.loaded import LoadedModel
 
 FOLDER = TINY_MODEL.parent
 MTP, NONE = "MTP", "none"
+CHAIN = 3
+"""Drafts of a chain that is held against MTP's."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Arm:
         if self.nodes is not None and depth is None:
             asks.append(f"speculation.num_nodes={self.nodes}")
         return load(self.path, "model.kernels=native", "model.dtype=bfloat16", *asks, *more)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it drafts chains of CHAIN."""
+        return self.nodes is None and self.depth >= CHAIN
 
     @property
     def minutes(self) -> float | None:

@@ -3,15 +3,17 @@
 import statistics
 import time
 from collections import defaultdict
+from operator import truediv
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.accepted_length import requests
-from benchmarks.draft_length import BY_LOAD, NONE, measure
-from benchmarks.drafters.arms import Arm
-from benchmarks.driven.engines import Bench, greedy
+from benchmarks.draft_length import BY_LOAD, NONE, ROUND_TOKENS, Engine, measure, together
+from benchmarks.draft_length import Arm as Turned
+from benchmarks.drafters.arms import CHAIN, Arm
+from benchmarks.driven.engines import Bench, Held, greedy
 from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from core.levels import chains
@@ -68,10 +70,9 @@ def held(loaded: LoadedModel) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def parts(
-    loaded: LoadedModel, depth: int, num_rows: int, num_threads: int, rounds: int = 60
-) -> dict[str, float]:
-    """v and c: the time to verify ``depth`` drafts, and to make them, by that of a plain step."""
+def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[str, float]:
+    """v and c: the time to verify CHAIN drafts, and to make them, by that of a plain step."""
+    loaded, depth = arm.loaded(CHAIN), CHAIN
     bench = Bench(
         loaded, num_drafts=depth, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64
     )
@@ -135,4 +136,25 @@ def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
         "nodes": [level.num_nodes for level in levels],
         "by_load_of_best": statistics.median(of_best),
         "error": statistics.stdev(of_best) / len(of_best) ** 0.5,
+    }
+
+
+def beside(arm: Arm, other: Arm, num_rows: int, num_threads: int) -> dict[str, float]:
+    """Time per token of a chain of CHAIN drafts by another drafter's, both in one run, in turns:
+    the median of rounds, and the error of their mean."""
+    asked = requests(TINY_MODEL, 100, MAX_TOKENS)
+
+    def turned(one: Arm) -> Turned:
+        loaded = one.loaded(None, f"decode.num_threads={num_threads}")
+        return Turned(Held(CHAIN), Engine(loaded, one.depth, asked, num_rows))
+
+    both = [turned(one) for one in (other, arm)]
+    for i in range(NUM_WARM + ROUNDS[num_rows]):
+        together(both, (i + 1) * num_rows * ROUND_TOKENS, counts=i >= NUM_WARM)
+    for one in both:
+        one.engine.end()
+    ratios = [*map(truediv, *(one.rates for one in both))]
+    return {
+        "time": statistics.median(ratios),
+        "error": statistics.stdev(ratios) / len(ratios) ** 0.5,
     }
