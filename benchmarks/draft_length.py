@@ -8,8 +8,8 @@ All arms answer the same held-out prompts, as many at any time as there are rows
 has the fewest tokens does the next step, so that the machine's other work hits them alike (whole
 turns of one arm differ by 10 to 25 %). After each round engines are dealt anew, or the one whose
 memory lies best would win where levels are alike (by 2 to 5 %); to hand them on in turn is not
-enough, for who follows a level that drafts finds other contexts than who does not (by 4 %). "none"
-is an engine without any draft layer, for comparison.
+enough, for who follows a level that drafts finds other contexts than who does not (1.5 to 4 %).
+"none" is an engine without any draft layer, for comparison.
 What "by_load" spends on looking at other lengths while it serves is in its figure; what it measures
 while idle before is not, nor are every arm's first rounds, in which programs are met for the first
 time. Prefill does not count. With --change all drafts are wrong at first and right later, and the

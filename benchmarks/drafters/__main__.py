@@ -20,14 +20,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.drafters import costs, quality
-from benchmarks.drafters.arms import Arm, arms, is_there
+from benchmarks.drafters.arms import MTP, Arm, arms, is_there
 from benchmarks.drafters.page import KEPT, ROWS, write
 
 LOSSY = "MTP", "EAGLE-3", "Medusa tree"
 
 
 def cells(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    num, num_threads, mtp = (args.num_prompts, args.max_tokens), args.num_threads, arms()[0]
+    num, num_threads = (args.num_prompts, args.max_tokens), args.num_threads
+    mtp = next(one for one in arms() if one.name == MTP)
     made: dict[str, Callable[[], Any]] = {
         "bytes": lambda: costs.bytes_of(arm.loaded()),
         "lengths": partial(quality.lengths, arm, *num),
@@ -35,7 +36,7 @@ def cells(arm: Arm, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     for rows in ROWS:
         made[f"parts {rows}"] = partial(costs.parts, arm, rows, num_threads)
         made[f"speeds {rows}"] = partial(costs.speeds, arm, rows, num_threads)
-        if arm.is_chain and arm.name != mtp.name:
+        if arm.is_chain and arm.name != MTP:
             made[f"beside {rows}"] = partial(costs.beside, arm, mtp, rows, num_threads)
     if arm.name in LOSSY:
         made["lossy"] = partial(quality.lossy, arm, *num)

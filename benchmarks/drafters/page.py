@@ -73,7 +73,7 @@ def speeds(found: dict[str, Any], num: int) -> str:
                 name,
                 number(one["of_none"]),
                 number(mtp and one["of_none"] / mtp[CHAIN]),
-                chain and with_error(chain["time"], chain["error"]) or "",
+                with_error(chain["time"], chain["error"]) if chain else "",
                 ", ".join(f"{nodes}: {number(ratio)}" for nodes, ratio in held),
                 with_error(one["by_load_of_best"], one["error"]),
             ]
