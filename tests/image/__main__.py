@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.deployed import Deployed, container, deployed
-from tests.image.build import find_base, size_bytes
+from tests.image import cuda
+from tests.image.build import PYPI, answers, find_base, size_bytes
 from tests.image.monitor import scraped
 from tests.image.readme import Walk
 from tests.image.scene import Scene, scene
@@ -98,23 +99,36 @@ def report(name: str, made: Scene) -> None:
     console.print(table, f"Prometheus reads {len(up)} targets")
 
 
+def resolve() -> None:
+    """The CUDA target's packages: that they go together, which is all that is tried of it here."""
+    if answers(f"{PYPI}/torch/"):
+        console.print(f"the cuda target: {cuda.check()} packages go together, all pinned")
+    else:
+        console.print(f"the cuda target: NOT LOOKED AT, {PYPI} does not answer", style="red")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.image",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", choices=["readme", *FORMS], help="this one, not all of them")
+    parts = ["cuda", "readme", *FORMS]
+    parser.add_argument("--only", choices=parts, help="this one, not all of them")
     args = parser.parse_args()
     missing = sorted(package for tool, package in PACKAGES.items() if shutil.which(tool) is None)
     if missing:
         parser.error(f"needs Debian's packages: apt-get install {' '.join(missing)}")
     if not CAN_RUN:
         parser.error("needs root")
+    if args.only in (None, "cuda"):
+        resolve()
     texts = {}
     if args.only in (None, "readme"):
         console.print(f"the image goes on from: {find_base()}")
         texts["cpu"] = walk()
+    if args.only == "cuda":
+        return
     console.print(f"{TAG}: {size_bytes(TAG) / 1e9:.2f} GB")
     for name, make in FORMS.items():
         if args.only in (None, name):

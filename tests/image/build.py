@@ -1,9 +1,10 @@
 """The image, by the command that a README has, from the registries that this machine has."""
 
+import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.error import URLError
@@ -18,9 +19,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYPI = "https://pypi.org/simple"
 
 
-def run(*command: str, quiet: bool = True) -> str:
+def run(*command: str, quiet: bool = True, environ: Mapping[str, str] = {}) -> str:
     """Its stdout. Raises RuntimeError with what it said."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=quiet, text=True)
+    env = os.environ | environ
+    done = subprocess.run(command, cwd=ROOT, capture_output=quiet, text=True, env=env)
     if done.returncode:
         said = f"{done.stdout}\n{done.stderr}"[-4000:] if quiet else ""
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{said}")
@@ -78,7 +80,7 @@ def _as_pip_here() -> list[str]:
     mounted = [Path(one) for one in asked.get("find-links", "").split() if Path(one).is_dir()]
     if mounted:
         args["PIP_FIND_LINKS"] = " ".join(map(str, mounted))
-    if not _answers(f"{TORCH_CPU_INDEX}/torch/"):
+    if not answers(f"{TORCH_CPU_INDEX}/torch/"):
         args["TORCH_CPU_INDEX"] = index
     if "cert" in asked:
         mounted.append(CERTIFICATES)
@@ -86,7 +88,7 @@ def _as_pip_here() -> list[str]:
     return found + [f"--volume={path}:{path}:ro" for path in mounted]
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     try:
         # time: a registry that does not answer by then is not there
         with urlopen(address, timeout=10):

@@ -65,7 +65,7 @@ def _component() -> list:
 
 def _up(scene: Scene) -> dict[tuple[str, str], float]:
     address = f"http://{ADDRESS}/api/v1/query?query=up"
-    process = scene.there[MONITOR].run(("curl", "--silent", address))
+    process = scene.there[MONITOR].run(("curl", "--silent", "--fail", address))
     text, _ = process.communicate(timeout=60)
     if process.returncode:
         return {}
