@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -133,6 +134,20 @@ headers."""
 def test_a_target_has_the_compilers_that_its_kernels_call(target: str) -> None:
     words = {word for line in stages()[target] if "apt-get" in line for word in line.split()}
     assert RUN_TIME[target] <= words
+
+
+def test_kernels_that_the_cuda_target_compiles_are_kept_where_pods_may_write() -> None:
+    told = [line.split()[1:] for line in stages()["cuda"] if line.startswith("ENV ")]
+    env = dict(word.split("=") for words in told for word in words) | {"HOME": "/home/tandem"}
+    command = sys.executable, "-c", "from triton import knobs; print(knobs.cache.dir)"
+    kept = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    [cluster] = [m for m in render(DEPLOY / "overlays" / "gpu8") if m["kind"] == "RayCluster"]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        [one] = group["template"]["spec"]["containers"]
+        assert one["securityContext"]["readOnlyRootFilesystem"]
+        places = [Path(mount["mountPath"]) for mount in one["volumeMounts"]]
+        for path in (kept.strip(), env["CUDA_CACHE_PATH"]):
+            assert any(Path(path).is_relative_to(place) for place in places), path
 
 
 class Script:
