@@ -65,15 +65,17 @@ class SpeculationConfig(Section):
     measure_at_start: bool = True
     """time steps of every size and length while idle after the start, for by_load to know costs"""
     drafter: str = "auto"
-    """mtp, eagle, eagle3, medusa, ngram, none, auto (mtp or none), or package.module:Class"""
+    """mtp, eagle, eagle3, draft_model, medusa, self, ngram, ngram+X, none, auto, or module:Class"""
     path: Path | None = Field(default=None, strict=False)
-    """of medusa, eagle and eagle3: the folder of the heads"""
+    """of medusa, eagle and eagle3: the folder of the heads; of draft_model: its checkpoint"""
     num_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
     top_k: int = Field(default=4, ge=1, le=MOST_NODES)
     """of trees but medusa's: nodes of a depth that are drafted on from, and tokens after each"""
     choices: Path | None = Field(default=None, strict=False)
     """of trees of medusa: a JSON list of paths; null is choices.json in that folder"""
+    budget: int = Field(default=8, ge=3)
+    """of self: pages of the cache that drafts read, the first one and the newest"""
     drafter_s: float = Field(default=0.02, gt=0, le=60)
     """of a class of one's own: how long a step waits for its drafts"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)

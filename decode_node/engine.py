@@ -186,8 +186,8 @@ class DecodeEngine:
         report, self._report = self._report, None
         refused = tuple(self.programs.refused)
         expects = bool(self.scheduler.sequences or self.scheduler.num_waiting)
-        wishes = wishes_of(sequences, self._levels[-1].depth)
-        return Proposal(*wishes, self._loaded.form, refused, expects, report)
+        told = {"refused": refused, "expects": expects, "report": report}
+        return wishes_of(sequences, self._levels[-1].depth, form=self._loaded.form, **told)
 
     def _launch(self, sequences: list[Running], plan: StepPlan) -> None:
         """If they cannot be prepared they are given up, and the step that was agreed upon is a
@@ -235,7 +235,7 @@ class DecodeEngine:
         self, sequence: Running, row: int, run: tuple[int, ...], step: InFlight
     ) -> SequenceUpdate:
         kept, reason = cut(run, sequence.stops, sequence.num_budget)
-        sequence.record(self._levels[step.key.level], len(run) - 1, len(kept))
+        sequence.record(self._levels[step.plan.key.level], len(run) - 1, len(kept))
         request = sequence.request
         if reason is not None:
             self.scheduler.drop(sequence.identity)

@@ -13,7 +13,7 @@ from core.pace import LOADING, on_start
 from core.placement import Placement
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles
-from model.checkpoint.weights import Checkpoint, load_main, num_mtp
+from model.checkpoint.weights import Checkpoint, load_network, num_mtp
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
 from model.host_memory import keep_freed_memory
@@ -111,19 +111,11 @@ def load_model(
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
     drafter.adopt(kernels)
+    drafter.check(config.kv.page_size, max_model_len)
     kernels.use_threads(section.num_threads)
     on_start.get()(LOADING, 1.0)
     parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
     return LoadedModel(model, *parts, *kind_of, max_model_len, has_mtp, think_ids)
-
-
-def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
-    """The main model alone; see load_weights for what it raises."""
-    with torch.device("meta"):
-        network = DeepseekV3(checkpoint.config, dispatch)
-    network.rope.to(checkpoint.device)
-    load_main(network, checkpoint)
-    return network.eval()
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

@@ -13,8 +13,9 @@ from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenB
 from model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
-HEADS, EAGLE, EAGLE3, MODULES = (
-    TINY_MODEL.parent / f"tiny-v3-{name}" for name in ("medusa", "eagle", "eagle3", "vanilla")
+HEADS, EAGLE, EAGLE3, MODULES, SMALL = (
+    TINY_MODEL.parent / f"tiny-v3-{name}"
+    for name in ("medusa", "eagle", "eagle3", "vanilla", "draft")
 )
 DEEP = "speculation.num_tokens=4"
 DRAFTERS: dict[str, tuple[str, ...]] = {
@@ -36,6 +37,13 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
         *(DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
         "speculation.num_nodes=24",
     ),
+    "draft_model": (DEEP, "speculation.drafter=draft_model", f"speculation.path={SMALL}"),
+    "draft_model tree": (
+        *(DEEP, "speculation.drafter=draft_model", f"speculation.path={SMALL}"),
+        "speculation.num_nodes=16",
+    ),
+    "ngram+mtp": ("speculation.num_tokens=3", "speculation.drafter=ngram+mtp"),
+    "self": (DEEP, "speculation.drafter=self", "speculation.budget=3"),
     "ngram": (DEEP, "speculation.drafter=ngram"),
     "pool": (DEEP, "speculation.drafter=ngram", "speculation.is_public_pool=true"),
     "class": (DEEP, "speculation.drafter=tests.user_drafters:Repeats", "speculation.drafter_s=5"),
@@ -45,7 +53,8 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """What asks for each, of the shipped checkpoint. Classes get time: a busy machine is no failure."""
-HIDDEN = tuple(name for name in DRAFTERS if name.split()[0] not in ("ngram", "pool", "class"))
+_BLIND = "ngram", "pool", "class", "draft_model", "self"
+HIDDEN = tuple(name for name in DRAFTERS if name.split()[0] not in _BLIND)
 """Those that read hidden states, which may not have been shipped."""
 
 

@@ -123,7 +123,7 @@ def cost_s(key: StepKey) -> float:
 
 
 def scripted(report: Callable[..., Report]) -> Callable[..., Report]:
-    return lambda rungs, key, program_s, *rest: report(rungs, key, cost_s(key), *rest)
+    return lambda rungs, plan, program_s, *rest: report(rungs, plan, cost_s(plan.key), *rest)
 
 
 def trace_of(loaded: LoadedModel, name: str) -> list[str]:
@@ -282,7 +282,9 @@ def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) ->
     rows = [
         (limit, range(1, 1 + sum(draw.random() < 0.75 for _ in range(limit)))) for limit in limits
     ]
-    report = None if last is None else report_of(Rungs.of(chains(3)), last, cost_s(last), rows)
+    report = (
+        None if last is None else report_of(Rungs.of(chains(3)), StepPlan(last), cost_s(last), rows)
+    )
     extras = draw.choices((PLAIN, SAMPLED, Extras(has_rules=True)), (6, 3, 1))[0]
     counts, behind = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
     return Proposal(counts, behind, extras, CAPTURED, report=report)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.request import REJECTION, Request, SamplingParams
+from core.request import Request, SamplingParams
 from model.checkpoint.tensors import select
-from model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft
+from model.drafters.base import Drafts, View
+from model.network.tree import Tree, tree_of
+from model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft, rank_drafts
 from model.sampling.acceptance.base import AcceptanceRows, Evidence, Verdict
 from model.sampling.adjust import count_emitted, no_rules, set_rules
 from model.sampling.sampler import SamplingRows, adjusted_places, draw_places
@@ -45,13 +47,15 @@ def evidence(
     limit_B: Tensor,
     q_BNV: Tensor | None = None,
     kind_B: Tensor | None = None,
+    tree: Tree | None = None,
+    num_B: Tensor | None = None,
 ) -> Evidence:
     """Without thinking."""
     return Evidence(
         drafts_BN=drafts_BN,
         q_BNV=q_BNV,
         adjusted_BN1V=adjusted_BN1V,
-        targets_BN1=draw_places(adjusted_BN1V, sampling, num_output_B),
+        targets_BN1=draw_places(adjusted_BN1V, sampling, num_output_B, tree),
         sampling=sampling,
         acceptance=AcceptanceRows(
             kind_B=torch.zeros_like(limit_B) if kind_B is None else kind_B,
@@ -61,12 +65,25 @@ def evidence(
         num_output_B=num_output_B,
         thinking_B=torch.zeros_like(limit_B, dtype=torch.bool),
         think_ids=None,
+        tree=tree,
+        num_B=num_B,
     )
 
 
 def judged_by(known: Evidence, **changes: Tensor) -> Evidence:
     """The same evidence with other fields of AcceptanceRows."""
     return replace(known, acceptance=replace(known.acceptance, **changes))
+
+
+Drafting = Callable[[World, View], Drafts]
+"""Of a drafter in this world."""
+
+
+def chain(num_drafts: int) -> Drafting:
+    def draft(world: World, view: View) -> Drafts:
+        return view.chained(num_drafts, lambda _, last_B1: world.drafter_VV[last_B1.squeeze(1)])
+
+    return draft
 
 
 def one_step(
@@ -77,24 +94,29 @@ def one_step(
     last_B: Tensor,
     num_output_B: Tensor,
     limit_B: Tensor,
-    num_drafts: int,
+    drafting: Drafting,
+    depth: int,
 ) -> Verdict:
-    drafts_BN, qs = torch.zeros(len(last_B), 0, dtype=torch.int64), []
-    for _ in range(num_drafts):
-        before_B = drafts_BN[:, -1] if drafts_BN.shape[1] else last_B
-        logits_BV = world.drafter_VV[before_B]
-        draft_B, q_BV = pick_draft(kinds, kind_B, logits_BV, sampling, num_output_B, drafts_BN)
-        drafts_BN = torch.cat((drafts_BN, draft_B.unsqueeze(1)), 1)
-        qs.append(q_BV)
-    logits_BN1V = world.main_VV[torch.cat((last_B.unsqueeze(1), drafts_BN), 1)]
+    """``depth`` is that of a tree."""
+    many = (kinds, kind_B), (sampling, num_output_B)
+    view = View(
+        *(last_B.unsqueeze(1), num_output_B, last_B, last_B > 0, last_B, None),
+        pick=lambda logits_BV, drafts_BN: pick_draft(*many[0], logits_BV, *many[1], drafts_BN),
+        rank=lambda logits_BQV, *of: rank_drafts(*many[0], logits_BQV, *many[1], *of),
+    )
+    drafts = drafting(world, view)
+    tree = None if drafts.parents_BN is None else tree_of(drafts.parents_BN, depth)
+    logits_BN1V = world.main_VV[torch.cat((last_B.unsqueeze(1), drafts.tokens_BN), 1)]
     known = evidence(
-        drafts_BN,
-        adjusted_places(logits_BN1V, sampling, num_output_B, drafts_BN),
+        drafts.tokens_BN,
+        adjusted_places(logits_BN1V, sampling, num_output_B, drafts.tokens_BN, tree),
         sampling,
         num_output_B=num_output_B,
         limit_B=limit_B,
-        q_BNV=torch.stack([q for q in qs if q is not None], 1) if REJECTION in kinds else None,
+        q_BNV=drafts.q_BNV,
         kind_B=kind_B,
+        tree=tree,
+        num_B=drafts.num_B,
     )
     return judge(kinds, known)
 
@@ -109,8 +131,11 @@ def tell(
     num_tokens: int,
     kind_B: Tensor | None = None,
     temperature_B: Tensor | None = None,
+    drafting: Drafting | None = None,
 ) -> Tensor:
-    """The ``num_tokens`` tokens [B, T] after START, each row with a seed of its own."""
+    """The ``num_tokens`` tokens [B, T] after START, each row with a seed of its own. Drafts are a
+    chain, or trees that are ``num_drafts`` deep."""
+    drafting = drafting or chain(num_drafts)
     seed_B = torch.arange(len(limit_B))
     kind_B = torch.full_like(seed_B, KIND_NUMBERS[kinds[0]]) if kind_B is None else kind_B
     sampling = sampling_rows(s, seed_B)
@@ -124,7 +149,8 @@ def tell(
     last_B, num_output_B = torch.full_like(seed_B, START), torch.ones_like(seed_B)
     while (num_output_B <= num_tokens).any():
         verdict = one_step(
-            world, kinds, kind_B, sampling, last_B, num_output_B, limit_B, num_drafts
+            *(world, kinds, kind_B, sampling, last_B, num_output_B, limit_B),
+            *(drafting, num_drafts),
         )
         start_B1 = (num_output_B - 1).clamp(max=num_tokens).unsqueeze(1)
         told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), verdict.tokens_BE)

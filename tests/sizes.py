@@ -28,11 +28,11 @@ MOST_PLANNED = 17_000
 HOUSES = {
     "cluster": 3_488,
     "colocated_node": 70,
-    "core": 1_078,
-    "decode_node": 1_610,
+    "core": 1_079,
+    "decode_node": 1_629,
     "kv_transfer": 1_505,
-    "model": 3_140,
-    "model/kernels": 2_205,
+    "model": 3_535,
+    "model/kernels": 2_208,
     "prefill_node": 503,
     "runtime": 967,
     "tandem": 15,
@@ -42,7 +42,7 @@ HOUSES = {
 """The most of each, which together are the most there may be now; 12,766 before houses had bounds
 of their own. Whoever builds something of size says how much it adds, and where."""
 MOST_SPINE = 5_200
-MOST_ENTERED = 7_900
+MOST_ENTERED = 7_942
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -118,13 +118,16 @@ def chain_losses(
     return torch.stack(values)
 
 
+NO_MATRIX = "mlp.gate.weight", "lm_head.weight", "embed_tokens.weight"
+
+
 def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list:
-    """Of all parameters that are to be trained: Muon for matrices, AdamW for norms, biases, gates
-    and heads."""
+    """Of all parameters that are to be trained: Muon for matrices, AdamW for norms, biases, gates,
+    embeddings and heads."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, weight in trained.named_parameters():
-        small = weight.dim() == 1 or name.endswith(("mlp.gate.weight", "lm_head.weight"))
+        small = weight.dim() == 1 or name.endswith(NO_MATRIX)
         if weight.requires_grad:
             (others if small else matrices).append(weight)
     adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -248,7 +251,7 @@ def tell(run: Run, folder: Path, **more: object) -> None:
 def add_rates(parser: argparse.ArgumentParser, muon: float, adam: float) -> None:
     """Options of ``draft_optimizers``."""
     parser.add_argument("--muon-lr", type=float, default=muon, help="peak rate of the matrices")
-    text = "peak rate of norms, biases, gates and heads"
+    text = "peak rate of norms, biases, gates, embeddings and heads"
     parser.add_argument("--adam-lr", type=float, default=adam, help=text)
 
 

@@ -53,11 +53,12 @@ def head(name: str, folder: str) -> tuple[str, ...]:
 
 def arms(medusa2: Path | None = None) -> list[Arm]:
     """``medusa2`` is a folder of training.medusa2, which is not shipped."""
-    eagle, hass, eagle3, medusa = (
+    eagle, hass, eagle3, medusa, small = (
         head("eagle", "tiny-v3-eagle"),
         head("eagle", "tiny-v3-hass"),
         head("eagle3", "tiny-v3-eagle3"),
         head("medusa", "tiny-v3-medusa"),
+        head("draft_model", "tiny-v3-draft"),
     )
     made = [
         Arm(MTP, (), 5, made_in="tiny-v3"),
@@ -71,6 +72,10 @@ def arms(medusa2: Path | None = None) -> list[Arm]:
         Arm("Medusa", medusa, 3, made_in="tiny-v3-medusa"),
         Arm("Medusa tree", medusa, 4, 16, made_in="tiny-v3-medusa"),
         Arm("n-gram", ("speculation.drafter=ngram",), 8),
+        Arm("draft model", small, 5, made_in="tiny-v3-draft"),
+        Arm("draft model tree", small, 4, 16, made_in="tiny-v3-draft"),
+        Arm("n-gram + MTP", ("speculation.drafter=ngram+mtp",), 5, made_in="tiny-v3"),
+        Arm("self", ("speculation.drafter=self", "speculation.budget=4"), 4),
     ]
     if medusa2 is not None:
         asks = "speculation.drafter=medusa", f"speculation.path={medusa2 / 'heads'}"

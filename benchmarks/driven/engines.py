@@ -14,7 +14,7 @@ from core.membership import RankSpec
 from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
 from core.stopping import cut, num_budget, stop_ids
 from decode_node.engine import DecodeEngine
-from decode_node.planning.lengths import Costs, DraftLength, most_wanted
+from decode_node.planning.lengths import BatchSize, Costs, DraftLength, most_wanted
 from decode_node.planning.states import Running, Size
 from decode_node.planning.step_plan import Proposal, StepPlan
 from decode_node.planning.step_planner import StepPlanner
@@ -34,9 +34,9 @@ class IdleFirst:
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
 
-    def __call__(self, costs: Costs, num_rows: int, wanted: Items[int]) -> int:
+    def __call__(self, costs: Costs, batch: BatchSize, wanted: Items[int]) -> int:
         self._num_left -= 1
-        return 0 if self._num_left >= 0 else most_wanted(costs, num_rows, wanted)
+        return 0 if self._num_left >= 0 else most_wanted(costs, batch, wanted)
 
 
 class Held:
@@ -45,7 +45,7 @@ class Held:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def __call__(self, costs: Costs, num_rows: int, wanted: Items[int]) -> int:
+    def __call__(self, costs: Costs, batch: BatchSize, wanted: Items[int]) -> int:
         return self._level
 
 

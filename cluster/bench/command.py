@@ -62,7 +62,7 @@ async def _report(address: str, options: BenchOptions) -> None:
         model = await client.model_info()
         with _progress() as progress:
             arms = await Trial(client, model, options, progress).run()
-    ratios = speedups(arms, options.cost_ratio)
+    ratios = speedups(arms, options.cost_ratio, options.draft_operations)
     text = as_json(options, model, arms, ratios)
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")
@@ -74,7 +74,7 @@ async def _report(address: str, options: BenchOptions) -> None:
         print(text, flush=True)
     else:
         console = Console(highlight=False)
-        show(console, model, arms, ratios, options.cost_ratio is not None)
+        show(console, model, arms, ratios, options)
     _tell_failures(arms)
 
 

@@ -39,13 +39,16 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Speedups:
     """Of TPOT: ``model_first`` with a as measured at position 1, ``model_fitted`` with the a
-    that gives the accepted length, ``measured`` over the arm without drafts (and by round)."""
+    that gives the accepted length, ``measured`` over the arm without drafts (and by round). A
+    token takes ``operations`` times those without drafts, and one ``reads``-th of the reads."""
 
     cost_ratio: float | None
     model_first: float | None
     model_fitted: float | None
     measured: float | None
     measured_per_round: tuple[float | None, ...]
+    operations: float | None
+    reads: float | None
 
 
 class Trial:
@@ -101,6 +104,7 @@ class Trial:
             seed=options.seed,
             ignore_eos=options.ignore_eos,
             max_drafts=arm,
+            acceptance=options.acceptance,
             timeout_s=options.timeout_s,
         )
         before = NodeUse.of(await self._client.status())
@@ -143,7 +147,9 @@ def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
     return Arm(max_drafts, tuple(runs), measure(runs, slo), acceptance(records))
 
 
-def speedups(arms: Sequence[Arm], cost_ratio: float | None) -> list[Speedups]:
+def speedups(
+    arms: Sequence[Arm], cost_ratio: float | None, draft_operations: float = 0.0
+) -> list[Speedups]:
     """One for each arm; without a ``cost_ratio`` it is taken from the arm with most drafts."""
     base = next((arm for arm in arms if arm.max_drafts == 0), None)
     most = max(arms, key=lambda arm: arm.acceptance.num_drafts)
@@ -153,17 +159,21 @@ def speedups(arms: Sequence[Arm], cost_ratio: float | None) -> list[Speedups]:
         if step_ms and base_ms:
             num_nodes = num_drafts * most.acceptance.nodes_per_depth
             cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
-    return [_speedups(arm, base, cost_ratio) for arm in arms]
+    return [_speedups(arm, base, cost_ratio, draft_operations) for arm in arms]
 
 
-def _speedups(arm: Arm, base: Arm | None, cost_ratio: float | None) -> Speedups:
+def _speedups(
+    arm: Arm, base: Arm | None, cost_ratio: float | None, draft_operations: float
+) -> Speedups:
     seen = arm.acceptance
+    num_drafts, num_nodes = seen.num_drafts, seen.num_drafts * seen.nodes_per_depth
+    fitted = 0.0 if seen.fitted is None else seen.fitted
+    own = fitted, num_drafts, draft_operations, num_nodes
 
     def model(share: float | None) -> float | None:
         if share is None or cost_ratio is None:
             return None
-        num_nodes = seen.num_drafts * seen.nodes_per_depth
-        return speculation.speedup(share, seen.num_drafts, cost_ratio, num_nodes)
+        return speculation.speedup(share, num_drafts, cost_ratio, num_nodes)
 
     pairs = [] if base is None else list(zip(base.runs, arm.runs, strict=True))
     return Speedups(
@@ -172,6 +182,8 @@ def _speedups(arm: Arm, base: Arm | None, cost_ratio: float | None) -> Speedups:
         model(seen.fitted),
         None if base is None else _tpot_ratio(base.runs, arm.runs),
         tuple(_tpot_ratio([before], [after]) for before, after in pairs),
+        speculation.operations(*own),
+        speculation.expected_length(fitted, num_drafts),
     )
 
 

@@ -62,6 +62,10 @@ class BenchOptions:
         Path | None, _work(metavar="FILE", exists=True, dir_okay=False, help=_TRACE)
     ] = None
     temperature: Annotated[float, _work(help="0 is greedy.")] = 0.0
+    acceptance: Annotated[
+        Literal["strict", "rejection", "rejection_greedy"],
+        _spec(help="When a draft is accepted; rejection tells alpha at any temperature."),
+    ] = "strict"
     seed: Annotated[
         int, _work(min=0, max=2**62, help="A repeat may find the prefix cache warm.")
     ] = 0
@@ -82,6 +86,14 @@ class BenchOptions:
     cost_ratio: Annotated[
         float | None, _spec(min=0, max=100, help="Extra time per draft, in steps, if it is known.")
     ] = None
+    draft_operations: Annotated[
+        float, _spec(min=0, max=100, help="Of a draft, by the model's of a token.")
+    ] = 0.0
+
+    @property
+    def tells_alpha(self) -> bool:
+        """What is accepted is the overlap of what tokens and drafts are drawn from."""
+        return self.temperature == 0 or self.acceptance == "rejection"
 
     slo_ttft_ms: Annotated[
         float | None, _out(min=0, max=_DAY_S * 1e3, help="Goodput counts what keeps it.")

@@ -44,7 +44,7 @@ def show(
     model: ModelInfo,
     arms: Sequence[Arm],
     ratios: Sequence[Speedups],
-    cost_ratio_given: bool,
+    options: BenchOptions,
 ) -> None:
     """Print everything."""
     console.print(f"{model.name}  {model.architecture}  {model.dtype}", markup=False)
@@ -54,8 +54,8 @@ def show(
         console.print(totals(arm.metrics))
     if any(arm.acceptance.num_drafts for arm in arms):
         console.print()
-        console.print(speculation_table(arms, ratios))
-        source = "given" if cost_ratio_given else "measured here"
+        console.print(speculation_table(arms, ratios, options.tells_alpha))
+        source = "measured here" if options.cost_ratio is None else "given"
         if ratios[0].cost_ratio is None:
             source = "unknown: give --cost-ratio or --compare-drafts"
         console.print(
@@ -98,21 +98,25 @@ def _steps(metrics: Metrics) -> str:
     )
 
 
-def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups]) -> Table:
-    """The model beside the measurement, one column per arm."""
+def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups], tells_alpha: bool) -> Table:
+    """The model beside the measurement, one column per arm. Trees tell no alpha."""
     table = _table("speculation", [_drafts(arm) for arm in arms], "")
     seen = [arm.acceptance for arm in arms]
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
     table.add_row("accepted by position", *shares)
+    alphas = [one.alpha if tells_alpha and one.nodes_per_depth == 1 else None for one in seen]
     rows = {
         "drafts a step": [one.nodes_per_step for one in seen],
         "accepted length, tokens/step": [one.accepted_length for one in seen],
         "step, ms": [arm.metrics.step_ms for arm in arms],
         "a at position 1": [one.first for one in seen],
         "a of that accepted length": [one.fitted for one in seen],
+        "alpha = E[sum min(p, q)]": alphas,
         "c, cost of a draft in steps": [ratio.cost_ratio for ratio in ratios],
         "speed-up, model, a at 1": [ratio.model_first for ratio in ratios],
         "speed-up, model, that a": [ratio.model_fitted for ratio in ratios],
+        "operations a token, of none's": [ratio.operations for ratio in ratios],
+        "reads a token, one of so many": [ratio.reads for ratio in ratios],
         "speed-up of TPOT, measured": [ratio.measured for ratio in ratios],
     }
     for label, values in rows.items():

@@ -20,6 +20,16 @@ def speedup(
     return expected_length(acceptance, num_drafts) / (num_paid * cost_ratio + 1)
 
 
+def operations(
+    acceptance: float, num_drafts: int, draft_operations: float, num_nodes: float
+) -> float:
+    """Of a token, over those without drafts: a draft takes ``draft_operations`` of what the model
+    takes for a token, and the model's for each draft and the last token (seeds 003). Reads of
+    weights and cache fall by ``expected_length``."""
+    paid = num_nodes * (draft_operations + 1) + 1
+    return paid / expected_length(acceptance, num_drafts)
+
+
 def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
     """The ``a`` of which ``expected_length`` is ``accepted_length``; None without drafts.
 

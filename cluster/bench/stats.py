@@ -9,6 +9,7 @@ from statistics import fmean, quantiles
 from cluster.bench import speculation
 from cluster.bench.node_use import NodeUse
 from cluster.bench.runner import Record, Run
+from core.answer import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,9 @@ class Acceptance:
     """What became of the drafts; what a stop or ``max_tokens`` cut off is not accepted.
 
     ``accepted_length`` is tokens per step. ``per_position`` is the share of the drafts at each
-    position that was accepted, ``fitted`` the single share that gives the accepted length.
+    position that was accepted, ``fitted`` the single share that gives the accepted length,
+    ``alpha`` that of all drafts behind accepted ones: where tokens are drawn from p and drafts from
+    q, and p/q decides, or both are greedy, that is E[sum min(p, q)].
     ``nodes_per_step`` are all drafts that a step verified, ``nodes_per_depth`` 1 of chains.
     """
 
@@ -95,6 +98,7 @@ class Acceptance:
     accepted_length: float | None
     per_position: tuple[float, ...]
     fitted: float | None
+    alpha: float | None
     nodes_per_step: float | None
     nodes_per_depth: float
 
@@ -160,6 +164,13 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
     )
 
 
+def _num_tried(counts: SpeculationCounts) -> int:
+    """Drafts behind accepted ones."""
+    drafted = counts.drafted_per_position
+    before = [*drafted[:1], *counts.accepted_per_position]
+    return sum(map(min, drafted, before))
+
+
 def acceptance(records: Iterable[Record]) -> Acceptance:
     """Of all good answers."""
     good = [r.finished for r in records if r.finished is not None and r.error is None]
@@ -169,15 +180,16 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
         accepted.update(dict(enumerate(counts.accepted_per_position)))
     num_steps = sum(one.speculation.num_steps for one in good)
     num_nodes = sum(one.speculation.num_nodes for one in good)
-    num_nodes = sum(one.speculation.num_nodes for one in good)
     num_later = sum(one.usage.completion - 1 for one in good)
     length = num_later / num_steps if num_steps else None
+    num_tried = sum(map(_num_tried, (one.speculation for one in good)))
     return Acceptance(
         num_drafts=len(drafted),
         num_steps=num_steps,
         accepted_length=length,
         per_position=tuple(accepted[i] / drafted[i] for i in sorted(drafted)),
         fitted=None if length is None else speculation.fitted_acceptance(length, len(drafted)),
+        alpha=accepted.total() / num_tried if num_tried else None,
         nodes_per_step=num_nodes / num_steps if num_steps else None,
         nodes_per_depth=num_nodes / drafted.total() if num_nodes else 1.0,
     )

@@ -181,9 +181,6 @@ def _check_lists(asked: Unchecked, token: Bounds) -> None:
 def _check_acceptance(kind: str, model: ModelInfo) -> None:
     if kind not in kinds.ACCEPTANCES:
         refuse("speculation.acceptance", kind, f"use one of {', '.join(kinds.ACCEPTANCES)}")
-    if kind in (kinds.REJECTION, kinds.REJECTION_GREEDY) and model.has_trees:
-        remedy = "this server's drafts are trees (speculation.num_nodes); use ACCEPTANCE_STRICT"
-        refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)
     if kind in MAX_DELTA and not model.think_token_ids:
         remedy = f"{model.name} has no think tokens (model.think_tokens); use ACCEPTANCE_STRICT"
         refuse("speculation.acceptance", f"ACCEPTANCE_{kind.upper()}", remedy)

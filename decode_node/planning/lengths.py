@@ -35,6 +35,8 @@ other work hit, of two steps while none is in use, would else be the last for a 
 BLIND_EVERY, BLIND_STEPS, BLIND_SHARE = 6, 2, 0.007
 """Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
 which rises within some steps where a text begins to repeat itself. All looks are so short then."""
+NEAR = 512
+"""Tokens of context up to which attention is little beside the rest of a step."""
 HOLD = 8
 """Steps for which a choice holds after the first NUM_NEW: to think costs 1 % of a small step."""
 GAIN = 1.02
@@ -47,12 +49,12 @@ MEMORY, PRIOR = 400.0, 8.0
 
 @dataclass(slots=True)
 class SizeCosts:
-    """Of one size of batch: the step time of each level, 0 if unknown, how many of its steps were
-    planned, how many of all while serving, and the level in use. What was ``chosen``, it or one to
-    look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look at it, 0
-    if there was none, ``surprise`` a level that brought so much more than expected that it is
-    looked at again, if there is one. ``seen[level]`` are the times that the last looks told, behind
-    what was known before, ``runs`` those of the last steps."""
+    """Of one size of batch and context: the step time of each level, 0 if unknown, how many of its
+    steps were planned, how many of all while serving, and the level in use. What was ``chosen``, it
+    or one to look at, holds for ``num_left`` steps. ``looked[level]`` is the step of the last look
+    at it, 0 if there was none, ``surprise`` a level that brought so much more than expected that it
+    is looked at again, if there is one. ``seen[level]`` are the times that the last looks told,
+    behind what was known before, ``runs`` those of the last steps."""
 
     step_s: list[float]
     num_tries: list[int]
@@ -88,14 +90,14 @@ def _undisturbed(times: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Costs:
-    """What steps cost, by size of batch, and what drafts bring: ``shares[r]`` of the rows that came
+    """What steps cost, by size, and what drafts bring: ``shares[r]`` of the rows that came
     to where rung r begins went on, as ``tried[r]`` of them told."""
 
     levels: Levels
     rungs: Rungs
     tried: list[float]
     shares: list[float]
-    sizes: dict[int, SizeCosts] = field(default_factory=dict)
+    sizes: dict[tuple[int, int], SizeCosts] = field(default_factory=dict)
 
     @classmethod
     def unknown(cls, levels: Levels) -> "Costs":
@@ -103,12 +105,20 @@ class Costs:
         num = len(rungs.bounds)
         return cls(levels, rungs, [PRIOR] * num, [1.0] * num)
 
-    def of_size(self, num_rows: int) -> SizeCosts:
-        """Row buckets that differ by less than a factor of two share what is known."""
-        if (bits := num_rows.bit_length()) not in self.sizes:
+    def of_size(self, num_rows: int, num_context: int = 0) -> SizeCosts:
+        """Row buckets that differ by less than a factor of two share what is known, and so do
+        contexts, all up to NEAR. A new one begins with what is known of the nearest."""
+        size = num_rows.bit_length(), (num_context // NEAR).bit_length()
+        if size not in self.sizes:
             num, seen = len(self.levels), [deque[float](maxlen=NUM_SEEN) for _ in self.levels]
-            self.sizes[bits] = SizeCosts([0.0] * num, [0] * num, [0] * num, seen, num - 1)
-        return self.sizes[bits]
+            alike = [other for other in self.sizes if other[0] == size[0]]
+            costs = SizeCosts([0.0] * num, [0] * num, [0] * num, seen, num - 1)
+            if alike:
+                near = self.sizes[min(alike, key=lambda other: abs(other[1] - size[1]))]
+                costs.step_s, costs.num_tries = [*near.step_s], [*near.num_tries]
+                costs.current = near.current
+            self.sizes[size] = costs
+        return self.sizes[size]
 
     def expected_tokens(self) -> list[list[float]]:
         """Tokens that a row emits, by level and most depth of its path."""
@@ -144,7 +154,8 @@ def record(costs: Costs, reports: Sequence[Report]) -> None:
 
 def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
     """It took as long as on the slowest of these ranks."""
-    size, num_expected, num_accepted = costs.of_size(key.num_rows), 0.0, 0
+    num_context = max(report.num_context for report in reports)
+    size, num_expected, num_accepted = costs.of_size(key.num_rows, num_context), 0.0, 0
     tried, shares, num_known = costs.tried, costs.shares, costs.rungs.num_told[size.current]
     num_tried = map(sum, zip(*(report.tried for report in reports), strict=True))
     went_on = map(sum, zip(*(report.accepted for report in reports), strict=True))
@@ -161,18 +172,20 @@ def _record_step(costs: Costs, key: StepKey, reports: Sequence[Report]) -> None:
         size.time(key.level, max(report.program_s for report in reports))
 
 
-DraftLength = Callable[[Costs, int, Sequence[int]], int]
-"""``(costs, row bucket, number of rows by most depth)`` to the level of the next step."""
+BatchSize = tuple[int, int]
+"""The row bucket, and tokens of context a row."""
+DraftLength = Callable[[Costs, BatchSize, Sequence[int]], int]
+"""``(costs, batch, number of rows by most depth)`` to the level of the next step."""
 
 
-def most_wanted(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
+def most_wanted(costs: Costs, batch: BatchSize, wanted: Sequence[int]) -> int:
     """The highest that any row may use."""
     return usable(costs.levels, max(limit for limit, num in enumerate(wanted) if num))
 
 
-def by_load(costs: Costs, num_rows: int, wanted: Sequence[int]) -> int:
+def by_load(costs: Costs, batch: BatchSize, wanted: Sequence[int]) -> int:
     """The level of most tokens per second for this size of batch, as far as is known."""
-    size, most = costs.of_size(num_rows), most_wanted(costs, num_rows, wanted)
+    size, most = costs.of_size(*batch), most_wanted(costs, batch, wanted)
     if not size.num_left:
         worth = _worth(size, costs.expected_tokens(), wanted)[: most + 1]
         _choose(size, worth, [costs.loses(size, n) for n in range(most + 1)])

@@ -5,6 +5,7 @@ Python.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from core.forms import EAGER
 from core.request import ACCEPTANCES, STRICT
@@ -70,26 +71,29 @@ class StepPlan:
     ranks run made-up ones, to learn what such a step costs; MAKE gets the program ready.
 
     ``number`` is the program's in the table of forms (forms.py), None for eager steps, which
-    are ``is_settled`` if no better form will follow.
+    are ``is_settled`` if no better form will follow. ``num_context`` is the most that a proposal
+    had.
     """
 
     key: StepKey
     use: str = SERVE
     number: int | None = None
     is_settled: bool = True
+    num_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """A step that was read: how long its program ran on this rank, and how many of the rank's rows
     came to each rung and went on (rungs.py). If it is not ``is_usual``, its next one will take less
-    time."""
+    time. ``num_context`` is that of its plan."""
 
     key: StepKey
     program_s: float
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
     is_usual: bool = True
+    num_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class Proposal:
     """``num_rows_by_limit[k]`` of the rank's rows accept at most k drafts a step, and no row is
     further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
     programs can have; those of the keys ``refused`` cannot be made. It ``expects`` work while a
-    prompt is being read. ``report`` is of the step read last, None if it was told already."""
+    prompt is being read. ``report`` is of the step read last, None if it was told already.
+    ``num_context`` tokens are known of a row on average."""
 
     num_rows_by_limit: tuple[int, ...]
     behind: int = 0
@@ -106,14 +111,15 @@ class Proposal:
     refused: tuple[StepKey, ...] = ()
     expects: bool = False
     report: Report | None = None
+    num_context: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(self.num_rows_by_limit)
 
 
-def wishes_of(sequences: Sequence[Running], most_depth: int) -> tuple[tuple[int, ...], int, Extras]:
-    """Of a Proposal, what follows from its rows, which may be none."""
+def wishes_of(sequences: Sequence[Running], most_depth: int, **rest: Any) -> Proposal:
+    """What follows from its rows, which may be none, and the ``rest`` of a Proposal."""
     limits = [sequence.limit for sequence in sequences]
     settings = [one.request.sampling for one in sequences]
     extras = Extras(
@@ -122,11 +128,14 @@ def wishes_of(sequences: Sequence[Running], most_depth: int) -> tuple[tuple[int,
         kinds=kinds_of(one.request.speculation.acceptance for one in sequences),
     )
     behind = max((one.behind for one in sequences), default=0)
-    return tuple(map(limits.count, range(most_depth + 1))), behind, extras
+    num_context = sum(one.num_known for one in sequences) // max(1, len(sequences))
+    wanted = tuple(map(limits.count, range(most_depth + 1)))
+    return Proposal(wanted, behind, extras, num_context=num_context, **rest)
 
 
 def report_of(
-    rungs: Rungs, key: StepKey, program_s: float, rows: Sequence[Came], is_usual: bool = True
+    rungs: Rungs, plan: StepPlan, program_s: float, rows: Sequence[Came], is_usual: bool = True
 ) -> Report:
     """Of a step that brought its ``rows`` so far."""
-    return Report(key, program_s, *rungs.count(key.level, rows), is_usual)
+    told = rungs.count(plan.key.level, rows)
+    return Report(plan.key, program_s, *told, is_usual, plan.num_context)

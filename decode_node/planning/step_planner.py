@@ -2,6 +2,7 @@
 table and the table of forms, which only the planner keeps."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from core.config import TandemConfig
 from core.forms import CAPTURED, EAGER, CatchUp
@@ -52,18 +53,20 @@ class StepPlanner:
         if self._learns:
             lengths.record(self._costs, [one.report for one in proposals if one.report is not None])
         if any(proposal.num_rows for proposal in proposals):
-            return self._forms.plan(self._step(proposals), form)
+            num_context = max(proposal.num_context for proposal in proposals)
+            plan = self._forms.plan(self._step(proposals, num_context), form)
+            return replace(plan, num_context=num_context)
         if form == CAPTURED and self._forms.lacks:
             expects = any(proposal.expects for proposal in proposals)
             return None if expects else self._forms.make()
         key = self._trial(proposals) if self.measures else None
         return None if key is None else self._forms.plan(key, form, TRIAL)
 
-    def _step(self, proposals: Sequence[Proposal]) -> StepKey:
+    def _step(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
         """What suits all ranks, of which some have work."""
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
-        level = self._length(self._costs, num_rows, [*map(sum, columns)])
+        level = self._length(self._costs, (num_rows, num_context), [*map(sum, columns)])
         behind = max(proposal.behind for proposal in proposals)
         amount = self._catch_up.amount(self._levels[level].depth, behind)
         extras = extras_of_all(proposal.extras for proposal in proposals if proposal.num_rows)

@@ -26,7 +26,7 @@ class InFlight:
     tensors are on the host, and complete once the device has ended."""
 
     sequences: tuple[Running, ...]
-    key: StepKey
+    plan: StepPlan
     rungs: Rungs
     verdict: Verdict
     logprobs: LogprobRows | None
@@ -39,7 +39,7 @@ class InFlight:
         program_s, num = wait(self.began, self.ended), len(self.sequences)
         tokens = self.verdict.tokens_BE[:num].tolist()
         accepted = self.verdict.num_accepted_B[:num].tolist()
-        report = report_of(self.rungs, self.key, program_s, self._came(accepted), self.is_usual)
+        report = report_of(self.rungs, self.plan, program_s, self._came(accepted), self.is_usual)
         return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
 
     def _came(self, accepted: list[int]) -> list[Came]:
@@ -97,7 +97,7 @@ class Launcher:
             sequence.behind = self._catch_up.behind(sequence.behind, depth, key.catch_up)
         usual = self._catch_up.amount(depth, self._catch_up.start)
         is_usual, rest = result.is_usual and key.catch_up == usual, (logprobs, began, ended)
-        return InFlight(step.sequences, key, self._rungs, verdict, *rest, is_usual)
+        return InFlight(step.sequences, step.plan, self._rungs, verdict, *rest, is_usual)
 
     def _num_pages(self, sequences: list[Running], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where these cost

@@ -19,7 +19,7 @@ from model.loaded import LoadedModel
 from model.network.batch import Batch, physical_slots
 from model.network.cache import MAIN, Caches
 from model.network.tree import Tree, tree_of
-from model.sampling.acceptance import judge, pick_draft
+from model.sampling.acceptance import judge, pick_draft, rank_drafts
 from model.sampling.acceptance.base import Evidence, Verdict
 from model.sampling.sampler import adjusted_places, draw_places
 from model.sampling.thinking import phase_after
@@ -104,14 +104,14 @@ def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, leve
     """The drafter's part of a step."""
     state = rows.state
     assert rows.rows_B is not None, "rows are selected"
-    kinds, kind_B, num_output_B = key.extras.kinds, rows.acceptance.kind_B, state.num_output_B
+    kinds = key.extras.kinds, rows.acceptance.kind_B
+    sampling = rows.sampling, state.num_output_B
     known = state.last_B1, state.num_known_B, rows.page_table_BP, rows.real_B
     view = View(
         *known,
-        *(rows.rows_B, rows.memory, rows.sampling, num_output_B),
-        pick=lambda logits_BV, drafts_BN: pick_draft(
-            kinds, kind_B, logits_BV, rows.sampling, num_output_B, drafts_BN
-        ),
+        *(rows.rows_B, rows.memory),
+        pick=lambda logits_BV, drafts_BN: pick_draft(*kinds, logits_BV, *sampling, drafts_BN),
+        rank=lambda logits_BQV, *of: rank_drafts(*kinds, logits_BQV, *sampling, *of),
     )
     return drafter.draft(state.drafter, view, level, key.catch_up, caches)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from model.checkpoint.config import Fp8Blocks, ModelConfig
 from model.checkpoint.files import CheckpointFiles, dequantise
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch.base import Dispatch
 from model.network.experts import Experts
 from model.network.layers import Linear
 
@@ -58,12 +60,16 @@ def num_mtp(files: CheckpointFiles, config: ModelConfig) -> int:
     return promised - len(missing)
 
 
-def load_main(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the main model: every tensor but those of MTP layers. Raises as load_weights does."""
+def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
+    """The model alone: every tensor but those of MTP layers. Raises as load_weights does."""
+    with torch.device("meta"):
+        network = DeepseekV3(checkpoint.config, dispatch)
+    network.rope.to(checkpoint.device)
     num_layers = checkpoint.config.num_hidden_layers
     layers = ((name, _LAYER.match(name)) for name in checkpoint.files.names())
     own = (name for name, match in layers if not match or int(match[1]) < num_layers)
     load_weights(network, own, checkpoint)
+    return network.eval()
 
 
 def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole: bool) -> None:

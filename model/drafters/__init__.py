@@ -7,24 +7,30 @@ from importlib import import_module
 from core.config import AUTO, SpeculationConfig
 from model.checkpoint.weights import Checkpoint, num_mtp
 from model.drafters.base import Drafter
+from model.drafters.merged import MergedDrafter
 from model.drafters.none import NoDrafter
 from model.drafters.user import UserDrafter
 from model.network.cache import MTP
 from model.network.deepseek import DeepseekV3
 
-NONE = "none"
+NONE, NGRAM = "none", "ngram"
+MERGED = f"{NGRAM}+"
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
     "medusa": "model.drafters.medusa:MedusaDrafter",
-    "ngram": "model.drafters.ngram:NgramDrafter",
+    NGRAM: "model.drafters.ngram:NgramDrafter",
     "eagle": "model.drafters.eagle:EagleDrafter",
     "eagle3": "model.drafters.eagle:Eagle3Drafter",
+    "draft_model": "model.drafters.draft_model:ModelDrafter",
+    "self": "model.drafters.sparse:SparseDrafter",
 }
+NOT_MERGED = NGRAM, "self"
 TREES = CLASSES | {
     MTP: "model.drafters.mtp_tree:MtpTreeDrafter",
     "eagle": "model.drafters.eagle:EagleTreeDrafter",
     "eagle3": "model.drafters.eagle:Eagle3TreeDrafter",
+    "draft_model": "model.drafters.draft_model:ModelTreeDrafter",
 }
 MODULES = CLASSES | {MTP: "model.drafters.mtp_vanilla:VanillaDrafter"}
 """Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
@@ -42,6 +48,8 @@ def create_drafter(
     """
     num_layers = num_mtp(checkpoint.files, checkpoint.config)
     name = asked.drafter if asked.num_tokens else NONE
+    if name.startswith(MERGED):
+        return _merged(asked, checkpoint, network)
     if name == AUTO:
         name = MTP if num_layers else NONE
     if name == NONE:
@@ -60,6 +68,24 @@ def create_drafter(
             "speculation.num_tokens; leave it null"
         )
     return drafter
+
+
+def _merged(asked: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3) -> MergedDrafter:
+    """Chains of n-grams and of one other."""
+    other = asked.drafter.removeprefix(MERGED)
+    may = ", ".join(f"{MERGED}{name}" for name in CLASSES if name not in NOT_MERGED)
+    if other in NOT_MERGED or other not in CLASSES:
+        raise ValueError(f"speculation.drafter: {asked.drafter!r} cannot be merged; use {may}")
+    if asked.num_nodes is not None:
+        raise ValueError(
+            f"speculation.num_nodes={asked.num_nodes}: {asked.drafter} drafts two chains of "
+            "speculation.num_tokens; leave it null"
+        )
+    ngram, drafter = (
+        create_drafter(asked.model_copy(update={"drafter": name}), checkpoint, network)
+        for name in (NGRAM, other)
+    )
+    return MergedDrafter(ngram, drafter)
 
 
 def _load(path: str) -> Loader:

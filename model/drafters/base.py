@@ -16,7 +16,8 @@ from core.levels import Level, Levels, chains
 from model.kernels.base import Kernels
 from model.network.batch import Batch
 from model.network.cache import CacheGroup, Caches
-from model.sampling.sampler import SamplingRows
+from model.network.tree import Tree
+from model.sampling.ranking import Ranked
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""
@@ -32,9 +33,9 @@ class View:
     which ``last_B1`` is the last. ``real_B`` is False for rows that only fill the batch up.
     ``rows_B`` are their places in the drafter's ``memory``.
     ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
-    tells the probabilities [B, V] it was drawn from if its request's acceptance needs them.
-    Trees take what model/drafters/ranking.py makes of their ``sampling``, behind ``num_output_B``
-    emitted tokens.
+    tells the probabilities [B, V] it was drawn from if its request's acceptance needs them;
+    ``rank(logits_BQV, drafts_BM, nodes, num_ranks)`` what may follow nodes of a tree, whose bits
+    are of the last known token and ``drafts_BM``.
     """
 
     last_B1: Tensor
@@ -43,9 +44,8 @@ class View:
     real_B: Tensor
     rows_B: Tensor
     memory: Notes
-    sampling: SamplingRows
-    num_output_B: Tensor
     pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    rank: Callable[[Tensor, Tensor, Tree, int], Ranked]
 
     def chained(self, num: int, logits: Callable[[int, Tensor], Tensor]) -> "Drafts":
         """Picks of the ``logits(i, last_B1)`` [B, V], each behind the one picked before."""
@@ -61,7 +61,8 @@ class View:
 class Drafts(NamedTuple):
     """Tokens [B, N], each row a chain behind its known text or the tree of its level; ``num_B`` is
     how many of a row's, the first ones, are drafts at all, None if all are. ``q_BNV`` are the
-    probabilities that they were drawn from, None for deterministic drafts. ``parents_BN`` are the
+    probabilities that they were drawn from, siblings of a tree without those before and in the
+    order of their numbers; None for deterministic drafts. ``parents_BN`` are the
     nodes that each comes after, where the level leaves it to the step."""
 
     tokens_BN: Tensor
@@ -132,6 +133,10 @@ class Drafter(Protocol):
 
     def adopt(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
+        return
+
+    def check(self, page_size: int, max_model_len: int) -> None:
+        """Raises ValueError if it cannot draft for texts so long on pages of so many tokens."""
         return
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:

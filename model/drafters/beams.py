@@ -2,7 +2,7 @@
 
 Candidates are numbered in the order in which they were found, from 1; 0 is the last known token.
 Shape legend: B rows, K nodes of the beam, M nodes of all beams so far, R ranks, C = K * R
-candidates, N drafts, D hidden.
+candidates, N drafts, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,19 @@ from torch import Tensor
 
 from model.drafters.base import Drafts
 from model.network.tree import Tree
+from model.sampling.ranking import Ranked
 
 
 class Candidates(NamedTuple):
-    """Tokens [B, C], the number of the candidate that each comes after, and the logarithm of the
-    share that its path has of all."""
+    """Tokens [B, C], the number of the candidate that each comes after, the logarithm of the share
+    that its path has of all, and of what its place is worth (model/sampling/ranking.py). ``q_BKV``
+    are what those that come after each node of the beam were drawn from, if some were."""
 
     tokens_BC: Tensor
     parents_BC: Tensor
-    scores_BC: Tensor
+    shares_BC: Tensor
+    worth_BC: Tensor
+    q_BKV: Tensor | None
 
 
 class Beam(NamedTuple):
@@ -29,7 +33,8 @@ class Beam(NamedTuple):
     ``drafts_BM``, these themselves last."""
 
     numbers_BK: Tensor
-    scores_BK: Tensor
+    shares_BK: Tensor
+    worth_BK: Tensor
     hidden_BKD: Tensor
     drafts_BM: Tensor
     nodes: Tree
@@ -40,20 +45,24 @@ def root(hidden_BD: Tensor) -> Beam:
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
     nodes = Tree(none_B1, none_B1, none_B1 + 1, 0)
-    return Beam(none_B1, zeros_B1.float(), hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
+    one_B1 = zeros_B1.float()
+    return Beam(none_B1, one_B1, one_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
 
 
-def followed(beam: Beam, tokens_BKR: Tensor, scores_BKR: Tensor) -> Candidates:
-    """What may come after the beam, by the logarithm of the share of each token."""
-    parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(tokens_BKR)
-    scores_BKR = beam.scores_BK.unsqueeze(2) + scores_BKR
-    return Candidates(tokens_BKR.flatten(1), parents_BKR.flatten(1), scores_BKR.flatten(1))
+def followed(beam: Beam, ranked: Ranked) -> Candidates:
+    """What may come after the beam. No place is worth more than that of what it comes after."""
+    parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(ranked.tokens_BQK)
+    shares_BK1, worth_BK1 = beam.shares_BK.unsqueeze(2), beam.worth_BK.unsqueeze(2)
+    worth_BKR = (shares_BK1 + ranked.worth_BQK).minimum(worth_BK1)
+    shares_BKR = shares_BK1 + ranked.shares_BQK
+    own = ranked.tokens_BQK.flatten(1), parents_BKR.flatten(1)
+    return Candidates(*own, shares_BKR.flatten(1), worth_BKR.flatten(1), ranked.q_BQV)
 
 
 def narrowed(beam: Beam, found: Sequence[Candidates]) -> Beam:
     """The best of those found last, with the hidden states of what they come after."""
     last, num_ranks = found[-1], found[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1]
-    best_BK = last.scores_BC.argsort(dim=1, descending=True, stable=True)[:, :num_ranks]
+    best_BK = last.worth_BC.argsort(dim=1, descending=True, stable=True)[:, :num_ranks]
     from_BK, num_before = best_BK // num_ranks, beam.drafts_BM.shape[1]
     node_K = torch.arange(num_before + 1, num_before + num_ranks + 1, device=best_BK.device)
     hidden_size = beam.hidden_BKD.shape[2]
@@ -61,7 +70,8 @@ def narrowed(beam: Beam, found: Sequence[Candidates]) -> Beam:
     own_bit_K = torch.ones_like(node_K) << node_K
     return Beam(
         numbers_BK=best_BK + 1 + sum(one.tokens_BC.shape[1] for one in found[:-1]),
-        scores_BK=last.scores_BC.gather(1, best_BK),
+        shares_BK=last.shares_BC.gather(1, best_BK),
+        worth_BK=last.worth_BC.gather(1, best_BK),
         hidden_BKD=beam.hidden_BKD.gather(1, from_BK.unsqueeze(2).expand(-1, -1, hidden_size)),
         drafts_BM=torch.cat((beam.drafts_BM, last.tokens_BC.gather(1, best_BK)), 1),
         nodes=Tree(
@@ -74,12 +84,26 @@ def narrowed(beam: Beam, found: Sequence[Candidates]) -> Beam:
 
 
 def chosen(found: Sequence[Candidates], num_nodes: int) -> Drafts:
-    """The best of all, as a tree: no candidate scores more than what it comes after, which was
+    """The best of all, as a tree: no candidate is worth more than what it comes after, which was
     found before it."""
-    tokens_BC, parents_BC, scores_BC = (torch.cat(x, 1) for x in zip(*found, strict=True))
-    order_BC = scores_BC.argsort(dim=1, descending=True, stable=True)
+    tokens_BC, parents_BC, worth_BC = (
+        torch.cat([getattr(one, name) for one in found], 1)
+        for name in ("tokens_BC", "parents_BC", "worth_BC")
+    )
+    order_BC = worth_BC.argsort(dim=1, descending=True, stable=True)
     rank_BC = order_BC.argsort(1)
     best_BN = order_BC[:, :num_nodes]
     node_BC = torch.cat((torch.zeros_like(rank_BC[:, :1]), rank_BC + 1), 1)
     parents_BN = node_BC.gather(1, parents_BC.gather(1, best_BN))
-    return Drafts(tokens_BC.gather(1, best_BN), parents_BN=parents_BN)
+    return Drafts(tokens_BC.gather(1, best_BN), None, _drawn_from(found, best_BN), parents_BN)
+
+
+def _drawn_from(found: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:
+    """What each of the best was drawn from [B, N, V]."""
+    many = [one.q_BKV for one in found if one.q_BKV is not None]
+    if not many:
+        return None
+    num_ranks = found[0].tokens_BC.shape[1]
+    q_BMV = torch.cat(many, 1)
+    at_BN1 = (best_BN // num_ranks).unsqueeze(2)
+    return q_BMV.gather(1, at_BN1.expand(-1, -1, q_BMV.shape[2]))

@@ -1,6 +1,7 @@
 """Static trees as the paths of their nodes: (0, 2) is the third likeliest token of the second head
 behind the likeliest of the first. Plain Python."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -45,3 +46,13 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
     for path in choices:
         number[path] = len(number)
     return tuple(number[path[:-1]] for path in number if path)
+
+
+def orders_of(choices: Iterable[Choice]) -> list[int]:
+    """How many there are of each one's siblings that come before it."""
+    seen: Counter[Choice] = Counter()
+    orders = []
+    for path in choices:
+        orders.append(seen[path[:-1]])
+        seen[path[:-1]] += 1
+    return orders

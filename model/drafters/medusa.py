@@ -14,9 +14,8 @@ from core.config import SpeculationConfig
 from core.levels import Level, Levels, chains, prefixes
 from model.checkpoint.weights import Checkpoint
 from model.drafters.base import Drafter, Drafts, Emitted, View
-from model.drafters.choices import Choice, parents_of, read_choices
+from model.drafters.choices import Choice, orders_of, parents_of, read_choices
 from model.drafters.medusa_heads import MedusaHead, read_heads
-from model.drafters.ranking import rank
 from model.kernels.base import Kernels
 from model.network.cache import Caches
 from model.network.deepseek import DeepseekV3
@@ -44,7 +43,8 @@ class MedusaDrafter(Drafter):
         self.heads, self._choices, self._device = nn.ModuleList(heads), choices, device
         self.num_features = size
         self._ranks: dict[Level, tuple[int, Tensor]] = {}
-        """How many of each head are looked at, and where among [H, K] the drafts of a level are."""
+        """How many of each head are looked at, and where among [H, K] the drafts of a level are, as
+        likely ones and as drawn ones [2, N]: of those none may be left out."""
 
     @classmethod
     def load(
@@ -73,9 +73,10 @@ class MedusaDrafter(Drafter):
         is_chain = parents == (*range(len(choices)),)
         levels = chains(len(choices)) if is_chain else prefixes(parents)
         num_ranks = 1 + max((path[-1] for path in choices), default=0)
-        places = [(len(path) - 1) * num_ranks + path[-1] for path in choices]
-        places_N = torch.tensor(places, dtype=torch.int64, device=self._device)
-        self._ranks |= {one: (num_ranks, places_N[: one.num_nodes]) for one in levels}
+        first = [(len(path) - 1) * num_ranks for path in choices]
+        places = torch.tensor([[path[-1] for path in choices], orders_of(choices)])
+        places_2N = (places + torch.tensor(first)).long().to(self._device)
+        self._ranks |= {one: (num_ranks, places_2N[:, : one.num_nodes]) for one in levels}
         return levels
 
     def begin(
@@ -90,13 +91,19 @@ class MedusaDrafter(Drafter):
         if level.num_nodes == 0:
             return Drafts(none_B0)
         logits_BHV = torch.stack([head(own.hidden_BD) for head in self.heads[: level.depth]], 1)
-        num_ranks, places_N = self._ranks[level]
+        num_ranks, (likely_N, drawn_N) = self._ranks[level]
         if num_ranks == 1:
             return view.chained(level.depth, lambda i, _: logits_BHV[:, i])
         depth_BH = torch.arange(level.depth, device=none_B0.device).expand(len(none_B0), -1)
         nodes = Tree(depth_BH, depth_BH, torch.ones_like(depth_BH), level.depth)
-        tokens_BHK, _ = rank(view, logits_BHV, none_B0, nodes, num_ranks)
-        return Drafts(tokens_BHK.flatten(1).index_select(1, places_N))
+        ranked = view.rank(logits_BHV, none_B0, nodes, num_ranks)
+        found = ranked.tokens_BQK.flatten(1)
+        tokens_BN = found.index_select(1, likely_N)
+        if ranked.q_BQV is None or ranked.drawn_B is None:
+            return Drafts(tokens_BN)
+        drawn_BN = found.index_select(1, drawn_N)
+        tokens_BN = torch.where(ranked.drawn_B.unsqueeze(1), drawn_BN, tokens_BN)
+        return Drafts(tokens_BN, q_BNV=ranked.q_BQV.index_select(1, drawn_N // num_ranks))
 
     def commit(self, own: MedusaRows, emitted: Emitted, amount: int) -> MedusaRows:
         last_B11 = (emitted.num_B - 1).view(-1, 1, 1)

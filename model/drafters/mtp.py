@@ -66,6 +66,8 @@ class MtpDrafter(Drafter):
 
     name = "mtp"
     group = MTP
+    lag = 1
+    """Slots between a token's place in the text and its entry."""
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
@@ -97,7 +99,7 @@ class MtpDrafter(Drafter):
         tokens_1M[0, 0] = text[-1]
         return MtpRows(
             tokens_1M,
-            F.pad(features_F.view(1, 1, -1), (0, 0, 0, width - 1)),
+            F.pad(features_F[None, None], (0, 0, 0, width - 1)),
             num_pending_B=torch.tensor([1]),
             first_B=torch.tensor([not is_known]),
         )
@@ -189,18 +191,18 @@ class MtpDrafter(Drafter):
         was drafted."""
         if num_passes == 0:
             return []
-        slots_NB = later_slots(view.num_known_B, num_passes)
+        slots_NB = later_slots(view.num_known_B, num_passes, self.lag)
         places_BN = physical_slots(view.page_table_BP, slots_NB.t(), None, page_size)
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
-        positions_NB1 = (slots_NB + 1).unsqueeze(2)
-        cos, sin = self._rope.at(positions_NB1.flatten())
-        angles = cos.chunk(num_passes), sin.chunk(num_passes)
-        passes = zip(positions_NB1, places_NB1, *angles, strict=True)
+        context_NB1 = (slots_NB + 1).unsqueeze(2)
+        cos, sin = self._rope.at((context_NB1 if self.lag else slots_NB).flatten())
+        angles = zip(cos.chunk(num_passes), sin.chunk(num_passes), strict=True)
         real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP
-        return [
-            (Batch(at, at, places, at, table_BP, real_BQ=real_B1), (cos, sin))
-            for at, places, cos, sin in passes
-        ]
+        batches = (
+            Batch(at, at if self.lag else at - 1, places, at, table_BP, real_BQ=real_B1)
+            for at, places in zip(context_NB1, places_NB1, strict=True)
+        )
+        return [*zip(batches, angles, strict=True)]
 
 
 def head_batch(view: View, batch: Batch, at_B: Tensor) -> Batch:

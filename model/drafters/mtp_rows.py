@@ -62,29 +62,29 @@ class MtpRows:
     first_B: Tensor
 
 
-def first_pass(own: MtpRows, view: View, width: int, page_size: int) -> Batch:
-    """Pass 1: the pending tokens at slots L-1-m .. L-2, padded to ``width``. Their entries are
-    written; only the last one, the head row, attends (mtp.py: head_batch).
+def first_pass(own: MtpRows, view: View, width: int, page_size: int, lag: int = 1) -> Batch:
+    """Pass 1: the pending tokens at slots L-lag-m .. L-lag-1, padded to ``width``. Their entries
+    are written; of MTP the last one alone, the head row, attends (mtp.py: head_batch).
 
     The first one of ``first_B`` rows (its hidden state was not shipped) still reads the pulled
     entries but writes nothing: its own is right as the prefill rank wrote it.
     """
     row_Q = torch.arange(width, device=view.num_known_B.device)
-    slots_BQ = (view.num_known_B - 1 - own.num_pending_B).unsqueeze(1) + row_Q
+    slots_BQ = (view.num_known_B - lag - own.num_pending_B).unsqueeze(1) + row_Q
+    context_BQ = slots_BQ + 1
     real_BQ = row_Q < own.num_pending_B.unsqueeze(1)
     keep_BQ = real_BQ & ~(own.first_B.unsqueeze(1) & (row_Q == 0))
-    positions_BQ = slots_BQ + 1
     return Batch(
         token_ids_BQ=own.tokens_BM[:, :width],
-        positions_BQ=positions_BQ,
+        positions_BQ=context_BQ if lag else slots_BQ,
         write_slots_BQ=physical_slots(view.page_table_BP, slots_BQ, keep_BQ, page_size),
-        context_lens_BQ=positions_BQ,
+        context_lens_BQ=context_BQ,
         page_table_BP=view.page_table_BP,
         real_BQ=real_BQ & view.real_B.unsqueeze(1),
     )
 
 
-def later_slots(num_known_B: Tensor, num_passes: int) -> Tensor:
+def later_slots(num_known_B: Tensor, num_passes: int, lag: int = 1) -> Tensor:
     """Passes 2, 3, ... [N, B]: the head row alone, which in pass k is (draft k-1, MTP output) at
-    slot L-3+k, provisional."""
-    return torch.arange(num_passes, device=num_known_B.device).unsqueeze(1) + (num_known_B - 1)
+    slot L-2-lag+k, provisional."""
+    return torch.arange(num_passes, device=num_known_B.device).unsqueeze(1) + (num_known_B - lag)

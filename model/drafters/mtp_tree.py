@@ -17,7 +17,6 @@ from model.drafters.base import Drafts, View
 from model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
 from model.drafters.mtp import MtpDrafter
 from model.drafters.mtp_rows import MtpRows
-from model.drafters.ranking import rank
 from model.kernels.base import Angles
 from model.network.batch import Batch, physical_slots
 from model.network.cache import Caches
@@ -76,8 +75,7 @@ class MtpTreeDrafter(MtpDrafter):
 
     def _followed(self, beam: Beam, view: View) -> Candidates:
         logits_BKV = self._logits(beam.hidden_BKD)
-        of = logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
-        return followed(beam, *rank(view, *of))
+        return followed(beam, view.rank(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k))
 
     def _beams(self, view: View, level: Level, caches: Caches) -> Iterator[tuple[Batch, Angles]]:
         """All passes after the first, but for their tokens and paths."""
@@ -87,8 +85,9 @@ class MtpTreeDrafter(MtpDrafter):
         index_M = torch.arange(num_passes * self._top_k, device=known_B1.device)
         positions_BM = known_B1 + index_M // self._top_k
         page_size = caches[self.group][0].shape[1]
-        places_BM = physical_slots(view.page_table_BP, known_B1 - 1 + index_M, None, page_size)
-        context_BK = (known_B1 - 1).expand(-1, self._top_k)
+        first_B1 = known_B1 - self.lag
+        places_BM = physical_slots(view.page_table_BP, first_B1 + index_M, None, page_size)
+        context_BK = first_B1.expand(-1, self._top_k)
         real_BK = view.real_B.unsqueeze(1).expand_as(context_BK)
         passes = positions_BM.chunk(num_passes, 1), places_BM.chunk(num_passes, 1)
         for at, places in zip(*passes, strict=True):

@@ -44,12 +44,17 @@ def create_kernels(
         return plain
 
 
+def check_widths(config: ModelConfig, lanes: int) -> None:
+    """Raises ValueError for a model that kernels with these lanes do not compute."""
+    widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
+    if any(width % lanes for width in widths):
+        raise ValueError(f"they need heads and latents of a multiple of {lanes} values")
+
+
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
     from model.kernels.native import LANES, Native
 
-    widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
-    if any(width % LANES for width in widths):
-        raise ValueError(f"they need heads and latents of a multiple of {LANES} values")
+    check_widths(config, LANES)
     from model.kernels.build import built
 
     return Native(built())

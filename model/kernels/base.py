@@ -80,6 +80,9 @@ class Kernels(Sampler):
     why_plain = ""
     """Why these were taken where faster ones ought to be had."""
 
+    lanes = 1
+    """Heads and latents have a multiple of so many values."""
+
     keeps_outputs = False
     """What a repeated function returns is memory that it keeps."""
 

@@ -32,7 +32,7 @@ class Native(Kernels):
     """``library`` is cpu/, compiled."""
 
     name = "native"
-    form = RECORDED
+    form, lanes = RECORDED, LANES
     reads_pages = True
     linear = _op("linear")
     rms_norm = _op("rms_norm")

@@ -180,6 +180,8 @@ def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
     assert found.first == pytest.approx(0.6)
     assert found.accepted_length == pytest.approx((8 + 4 + 6) / 10)
     assert found.fitted == pytest.approx(speculation.fitted_acceptance(1.8, 3))
+    # Position 2 was tried behind 3 and 1 accepted drafts, position 3 behind 1 and 1.
+    assert found.alpha == pytest.approx(8 / (10 + 4 + 2))
 
 
 def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
@@ -202,6 +204,7 @@ def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
 def test_answers_without_steps_or_drafts_have_no_acceptance() -> None:
     found = acceptance([Record(0.0, 0.0, 1.0, (), answer(1, 0, 0, ()))])
     assert (found.accepted_length, found.first, found.fitted) == (None, None, None)
+    assert found.alpha is None
     assert found.per_position == ()
 
 
@@ -217,6 +220,9 @@ def test_the_model_stands_beside_the_measurement() -> None:
     assert found.model_fitted == pytest.approx(2 / 1.3)
     assert found.model_first == pytest.approx(speculation.speedup(0.75, 3, 0.1))
     assert (base.measured, base.model_first) == (1, None)
+    assert (base.operations, base.reads) == (1, 1)
+    assert found.operations == pytest.approx((3 + 1) / 2) and found.reads == pytest.approx(2)
+    assert speedups(arms, None, 0.1)[1].operations == pytest.approx((3 * 1.1 + 1) / 2)
     given = speedups(arms[1:], 0.2)[0]
     assert given.model_fitted == pytest.approx(2 / 1.6) and given.measured is None
     assert speedups(arms[1:], None)[0].model_fitted is None

@@ -10,7 +10,7 @@ import torch
 from benchmarks.driven.engines import POISON, Bench
 from core.forms import RECORDED
 from core.pages import DUMMY_PAGE
-from core.request import Request
+from core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation
 from decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
 from model.loaded import LoadedModel
 from tests.conformance import (
@@ -103,6 +103,24 @@ def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
     bench = bench_of(loaded, name, loop="overlapped")
     assert told(bench, models.asked) == models.plain()
     assert loaded.form == RECORDED and not loaded.refused and bench.decode.programs.kept
+
+
+def test_rows_that_are_judged_by_p_and_q_beside_strict_ones(models: Models, name: str) -> None:
+    """Strict ones say what they say alone, and so do greedy ones, which both kinds judge alike. In
+    programs that are recorded."""
+    loaded = models.of(name)
+    kinds = [STRICT, REJECTION, REJECTION_GREEDY] * 2
+    asked = [
+        replace(one, speculation=Speculation(acceptance=kind))
+        for one, kind in zip(models.asked, kinds, strict=True)
+    ]
+    bench, plain = bench_of(loaded, name), models.plain()
+    answers = told(bench, asked)
+    for one, answer, expected in zip(asked, answers, plain, strict=True):
+        is_same = one.speculation.acceptance == STRICT or one.sampling.temperature == 0
+        assert not is_same or answer == expected
+    assert tokens_of(answers) == tokens_of(told(bench_of(loaded, name), asked))
+    assert not loaded.refused
 
 
 def test_few_pages_and_old_entries(models: Models, name: str) -> None:

@@ -62,6 +62,7 @@ class Server:
         self.planner, self.a, self.base, self.slope = planner, a, base, slope
         self.random = random.Random(1)
         self.report: Report | None = None
+        self.num_context = 0
 
     def cost(self, num_rows: int, num_drafts: int) -> float:
         return self.base + self.slope * num_rows * (num_drafts + 1)
@@ -84,17 +85,17 @@ class Server:
             assert plan.use == TRIAL
             key = plan.key
             keys.append(key)
-            self.report = report_of(RUNGS, key, self.cost(key.num_rows, key.level), [])
+            self.report = report_of(RUNGS, plan, self.cost(key.num_rows, key.level), [])
         return keys
 
     def run(self, limits: Sequence[int], num_steps: int) -> list[int]:
         lengths = []
         for step in range(num_steps):
             wanted = tuple(limits.count(k) for k in range(4))
-            plan = self.planner.plan(Proposal(wanted, 1, report=self.report)).key
+            told = {"report": self.report, "num_context": self.num_context}
+            plan = self.planner.plan(Proposal(wanted, 1, **told)).key
             assert plan is not None
-            key = plan.key
-            n = key.level
+            n = plan.key.level
             lengths.append(n)
             accepted = []
             for limit in limits:
@@ -102,7 +103,7 @@ class Server:
                 while k < min(n, limit) and self.random.random() < self.a:
                     k += 1
                 accepted.append((limit, range(1, k + 1)))
-            self.report = report_of(RUNGS, key, self.step_s(len(limits), n, step), accepted)
+            self.report = report_of(RUNGS, plan, self.step_s(len(limits), n, step), accepted)
         return lengths
 
     def reached(self, num_rows: int, num_steps: int) -> float:
@@ -123,6 +124,49 @@ def test_the_length_that_pays_is_found_for_each_batch_size(
     for num_rows in (1, 8, 32):
         server.run([3] * num_rows, 300)
         assert server.reached(num_rows, 300) > 0.92
+
+
+class Long(Server):
+    """Each row reads its context once, however many drafts it verifies."""
+
+    def cost(self, num_rows: int, num_drafts: int) -> float:
+        return super().cost(num_rows, num_drafts) + 0.01 * num_rows * self.num_context
+
+
+def test_long_contexts_have_a_length_of_their_own() -> None:
+    """Drafts pay where the context is what takes time. Once both were seen, the first step behind
+    a change has what pays there."""
+    server, lengths = Long(local_planner(measures=True), 0.5, base=0.05, slope=1.0), {}
+    server.idle()
+    for num_context in (10, 2000, 10, 2000, 3000, 10):
+        server.num_context = num_context
+        lengths[num_context] = server.run([3] * 8, 500)
+    assert server.best(8, 3) == 0
+    assert lengths[10].count(0) > 450 and lengths[10][:50].count(0) > 45
+    assert lengths[2000].count(3) > 450 and lengths[2000][:50].count(3) > 40
+    assert lengths[3000][:50].count(3) > 35
+
+
+def test_what_is_known_of_the_nearest_context_is_believed_at_first() -> None:
+    server = Server(local_planner(measures=True), 0.9, base=1.0, slope=0.001)
+    server.idle()
+    first = server.run([3], 300)
+    server.num_context = 5000
+    other = server.run([3], 40)
+    assert first.count(3) > 240 and other.count(3) >= 40 - 3 * LOOK_STEPS
+    sizes = server.planner._decide._costs.sizes  # type: ignore[attr-defined]
+    assert {context for rows, context in sizes if rows == 1} == {0, 4}
+
+
+def test_a_plan_tells_the_longest_context_and_a_report_is_of_its_plan() -> None:
+    planner = StepPlanner(BUCKETS, chains(3), by_load, Pending(3))
+    asked = [Proposal((0, 0, 0, 1), 1, num_context=context) for context in (700, 5000)]
+    plan = planner([*asked, IDLE])
+    assert plan is not None and plan.num_context == 5000
+    report = report_of(RUNGS, plan, 0.5, [])
+    assert planner([replace(IDLE, report=report)]) is None
+    assert planner._costs.of_size(1, 5000).step_s[plan.key.level] == 0.5
+    assert planner._costs.sizes.keys() == {(1, 4)}
 
 
 class Shared(Server):
@@ -205,7 +249,7 @@ def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed:
         run(untried[1])
     assert found == timed
     for _ in range(10 * LOOK_EVERY):
-        lengths.append(by_load(costs, 1, (0, 0, 1)))
+        lengths.append(by_load(costs, (1, 0), (0, 0, 1)))
         run(lengths[-1])
     assert {*lengths} == timed
     if cost > 3:  # three tokens each, which without drafts take 3
@@ -263,7 +307,7 @@ def test_what_was_measured_while_idle_is_no_look() -> None:
     while (untried := costs.untried([8])) is not None:
         run(untried[1], 2.0)
     for _ in range(FREE_EVERY):
-        level = by_load(costs, 8, (0, 0, 0, 8))
+        level = by_load(costs, (8, 0), (0, 0, 0, 8))
         assert level == 2, "the best of those tried"
         run(level, 1.0)
     size = costs.of_size(8)
@@ -352,7 +396,7 @@ def test_limits_of_requests_are_kept() -> None:
 def test_shares_count_only_rows_that_came_so_far() -> None:
     costs = Costs.unknown(chains(2))
     rows = [(2, [1, 2]), (2, []), (1, [1]), (0, [])]
-    report = report_of(Rungs.of(chains(2)), StepKey(4, 2, 3), 1.0, rows)
+    report = report_of(Rungs.of(chains(2)), StepPlan(StepKey(4, 2, 3)), 1.0, rows)
     for _ in range(2000):
         record(costs, [report])
     assert costs.expected_tokens()[1][1] == pytest.approx(1 + 2 / 3, abs=0.02)

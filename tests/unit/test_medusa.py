@@ -39,7 +39,7 @@ def tree_told(choices: list[Choice]) -> tuple[list[str], list[int], list[list[in
     masks = [format(bits % (1 << 64), "x") for bits in tree.bits_BQ[0].tolist()]
     leaves = {*range(1, len(choices) + 1)} - {*level.parents}
     paths = [[0, *path_to(level.parents, leaf)] for leaf in leaves]
-    num_ranks, places_N = drafter._ranks[level]
+    num_ranks, (places_N, _) = drafter._ranks[level]
     ranks = [place % num_ranks for place in places_N.tolist()]
     depths: list[int] = tree.depth_BQ[0].tolist()
     assert [depth - 1 for depth in depths[1:]] == [p // num_ranks for p in places_N.tolist()]

@@ -301,7 +301,7 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     own = MtpRows(torch.zeros(3, 16), torch.zeros(3, 16, 1), num_emitted, first)
     pages, real = torch.tensor([PAGES] * 3), torch.tensor([True] * 3)
     where = torch.zeros(3, 1), num_known, pages, real, num_known, None
-    view = View(*where, pick=lambda *_: (torch.zeros(3), None), sampling=None, num_output_B=None)
+    view = View(*where, pick=lambda *_: (torch.zeros(3), None), rank=None)
     rows = first_pass(own, view, 3, PAGE_SIZE)
     assert rows.positions_BQ.tolist() == [[4, 5, 6], [5, 6, 7], [6, 7, 8]]
     kept = rows.write_slots_BQ >= PAGE_SIZE

@@ -12,15 +12,15 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
 from core.levels import Level
-from core.request import Request, SamplingParams
+from core.request import STRICT, Request, SamplingParams
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import draft
-from model.drafters.base import Drafts, View
+from model.drafters.base import Drafts
 from model.drafters.beams import Candidates, chosen
-from model.drafters.ranking import rank
 from model.loaded import LoadedModel
 from model.network.cache import MTP
 from model.network.tree import Tree
+from model.sampling.acceptance import rank_drafts
 from model.sampling.adjust import no_rules, set_rules
 from model.sampling.sampler import draw
 from tests.trees import path_to
@@ -194,8 +194,8 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
     nodes = Tree(bits_BQ, torch.tensor([[1, 2]]), bits_BQ, 2)
     logits_BQV = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(2))
     rows = replace(sampling_rows(asked, one_B), rules=rules)
-    view = View(*[one_B] * 5, None, rows, one_B, pick=lambda *_: (one_B, None))
-    tokens_BQK, scores_BQK = rank(view, logits_BQV, drafts_BM, nodes, 5)
+    of = logits_BQV, rows, one_B, drafts_BM, nodes
+    tokens_BQK, shares_BQK, worth_BQK, *_ = rank_drafts((STRICT,), one_B, *of, 5)
     for place, (path, index) in enumerate([((4,), 2), ((5, 6), 3)]):
         left_V = logits_BQV[0, place].clone()
         left_V[[3, *path]] -= 2.0
@@ -203,14 +203,16 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
         for token in tokens_BQK[0, place].tolist():
             assert draw(left_V.unsqueeze(0), plain, torch.tensor([index])).item() == token
             left_V[token] = float("-inf")
-    assert torch.equal(scores_BQK, scores_BQK.sort(2, descending=True).values)
+    assert torch.equal(shares_BQK, shares_BQK.sort(2, descending=True).values)
+    assert torch.equal(shares_BQK, worth_BQK)
 
 
 def test_candidates_of_equal_scores_stay_behind_their_parents() -> None:
     """Even where no score is a number."""
     infinite = torch.full((1, 4), float("-inf"))
-    first = Candidates(torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4).long(), infinite)
-    more = Candidates(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 1, 3, 4]]), infinite)
+    last = infinite, infinite, None
+    first = Candidates(torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4).long(), *last)
+    more = Candidates(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 1, 3, 4]]), *last)
     drafts = chosen([first, more], 7)
     assert drafts.tokens_BN.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert drafts.parents_BN is not None and drafts.parents_BN.tolist() == [[0, 0, 0, 0, 1, 1, 3]]

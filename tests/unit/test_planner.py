@@ -30,7 +30,7 @@ from model.drafters.mtp_rows import Pending
 from runtime.lockstep import LocalPlanner
 
 BUCKETS, CATCH_UP = (1, 2, 4, 8), Pending(3)
-IDLE = Proposal(*wishes_of([], 3))
+IDLE = wishes_of([], 3)
 IDLE_CAPTURING = replace(IDLE, form=CAPTURED)
 
 

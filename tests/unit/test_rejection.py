@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.utils import _speculative_sampling
 
 from core.request import (
     REJECTION,
@@ -15,10 +16,11 @@ from core.request import (
     SamplingParams,
     TokenBias,
 )
+from model.drafters.base import Drafts, View
 from model.sampling.acceptance import KIND_NUMBERS, KINDS, rejection
 from model.sampling.acceptance.base import Evidence
-from model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, uniform
-from tests.markov import VOCAB, World, check_tokens, evidence, judged_by, one_step, tell
+from model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, sample, uniform
+from tests.markov import VOCAB, World, chain, check_tokens, evidence, judged_by, one_step, tell
 from tests.unit.test_sampling import sampling_rows
 
 NUM_ROWS = 30_000
@@ -65,6 +67,44 @@ def test_later_tokens_too_where_noise_was_used_before(s: SamplingParams) -> None
             roll = (torch.arange(VOCAB) + start) % VOCAB
             turned = World(WORLD.main_VV[roll][:, roll], WORLD.drafter_VV)
             check_tokens((told[rows][:, 3:] - start) % VOCAB, turned, s)
+
+
+def test_a_chain_is_judged_as_transformers_judges_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row, given our coins and our noise for the token behind the drafts."""
+    num_drafts, made = 3, list[Drafts]()
+    seed_B = torch.arange(400)
+    last_B, num_output_B = seed_B % VOCAB, 1 + seed_B % 7
+    index_BN = num_output_B.unsqueeze(1) + torch.arange(num_drafts + 1)
+
+    def drafting(world: World, view: View) -> Drafts:
+        made.append(chain(num_drafts)(world, view))
+        return made[0]
+
+    kind_B = torch.full_like(seed_B, KIND_NUMBERS[REJECTION])
+    asked = (REJECTION,), kind_B, sampling_rows(PLAIN, seed_B), last_B, num_output_B
+    verdict = one_step(WORLD, *asked, torch.full_like(seed_B, num_drafts), drafting, num_drafts)
+    coins_BN = uniform(seed_B.unsqueeze(1), index_BN[:, :-1], COIN).float()
+    tokens_BN, q_BNV = made[0].tokens_BN, made[0].q_BNV
+    assert q_BNV is not None
+    logits_BN1V = WORLD.main_VV[torch.cat((last_B.unsqueeze(1), tokens_BN), 1)]
+    nums = set()
+    for row in range(len(seed_B)):
+        num = int(verdict.num_accepted_B[row])
+
+        def noisy(p_1V: Tensor, num_samples: int, row: int = row, num: int = num) -> Tensor:
+            index_1 = index_BN[row : row + 1, num]
+            return sample(p_1V.log(), seed_B[row : row + 1], index_1, RESIDUAL).unsqueeze(0)
+
+        monkeypatch.setattr(torch, "rand_like", lambda _, row=row: coins_BN[row])
+        monkeypatch.setattr(torch, "multinomial", noisy)
+        own = slice(row, row + 1)
+        theirs, num_matches = _speculative_sampling(
+            tokens_BN[own], q_BNV[own].log(), num_drafts, logits_BN1V[own]
+        )
+        assert num_matches == num
+        assert theirs[0].tolist() == verdict.tokens_BE[row, : num + 1].tolist()
+        nums.add(num)
+    assert nums == {*range(num_drafts + 1)}
 
 
 def test_kinds_of_every_sort_share_a_batch() -> None:
@@ -163,6 +203,7 @@ def test_the_accepted_length_is_what_theory_expects(
         torch.zeros_like(row_B),
         row_B % 50 + 1,
         torch.full_like(row_B, num_drafts),
+        chain(num_drafts),
         num_drafts,
     )
     emitted_B = (verdict.num_accepted_B + 1).double()

@@ -1,7 +1,6 @@
 """How drafts are to be judged, from the wire: which kinds go with which request and model."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,16 +52,6 @@ def test_the_clients_options_arrive() -> None:
 def test_kinds_of_acceptance_arrive(speculation: dict[str, Any], expected: Speculation) -> None:
     message = make(speculation=pb.Speculation(**speculation))
     assert to_request(message, THINKER, Bytes()).speculation == expected
-
-
-@pytest.mark.parametrize("kind", ["ACCEPTANCE_REJECTION", "ACCEPTANCE_REJECTION_GREEDY"])
-def test_rejection_is_refused_by_name_where_drafts_are_trees(kind: str) -> None:
-    message = make(speculation=pb.Speculation(acceptance=kind))
-    trees = replace(THINKER, has_trees=True)
-    with pytest.raises(ValueError, match=f"acceptance='{kind}': .* trees .* use ACCEPTANCE_STRICT"):
-        to_request(message, trees, Bytes())
-    for other in ("ACCEPTANCE_STRICT", "ACCEPTANCE_RELAXED"):
-        to_request(make(speculation=pb.Speculation(acceptance=other)), trees, Bytes())
 
 
 def test_rejection_takes_any_temperature_relaxed_only_0() -> None:

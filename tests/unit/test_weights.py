@@ -17,10 +17,10 @@ from core.info import DECODE, PREFILL
 from core.pace import LOADING, on_start
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles, dequantise
-from model.checkpoint.weights import Checkpoint
+from model.checkpoint.weights import Checkpoint, load_network
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.kernels.base import PLAIN, Blocks
-from model.loaded import LoadedModel, load_model, load_network
+from model.loaded import LoadedModel, load_model
 from model.network.batch import Segment, pack
 from model.network.cache import MTP
 from model.network.deepseek import DeepseekV3

@@ -1,6 +1,6 @@
 """Kinds of acceptance by name.
 
-Shape legend: B rows, N drafts, V vocabulary.
+Shape legend: B rows, N drafts, Q nodes, M drafts so far, V vocabulary.
 """
 
 from collections.abc import Collection
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from core import request
+from model.network.tree import Tree
 from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
 from model.sampling.acceptance.rejection import REJECTION, REJECTION_GREEDY
 from model.sampling.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
 from model.sampling.acceptance.strict import STRICT
 from model.sampling.acceptance.typical import TYPICAL
-from model.sampling.sampler import SamplingRows, adjusted
+from model.sampling.ranking import Ranked
+from model.sampling.sampler import SamplingRows, adjusted, adjusted_places
 
 KINDS: dict[str, Kind] = {
     request.STRICT: STRICT,
@@ -60,6 +62,29 @@ def pick_draft(
             tokens_B = torch.where(kind_B == KIND_NUMBERS[name], own_B, tokens_B)
             q_BV = q_BV if own_q_BV is None else own_q_BV
     return tokens_B, q_BV
+
+
+def rank_drafts(
+    kinds: Collection[str],
+    kind_B: Tensor,
+    logits_BQV: Tensor,
+    sampling: SamplingRows,
+    num_output_B: Tensor,
+    drafts_BM: Tensor,
+    nodes: Tree,
+    num_ranks: int,
+) -> Ranked:
+    """The tokens that may follow ``nodes``, by the drafter's raw ``logits_BQV``, as each row's kind
+    ranks them. The nodes' bits are of the last known token and ``drafts_BM``."""
+    adjusted_BQV = adjusted_places(logits_BQV, sampling, num_output_B, drafts_BM, nodes)
+    first, *others = _ordered(kinds)
+    base = KINDS[first].rank
+    ranked = base(adjusted_BQV, sampling, num_output_B, nodes, num_ranks)
+    for name in others:
+        if (rank := KINDS[name].rank) is not base:
+            own = rank(adjusted_BQV, sampling, num_output_B, nodes, num_ranks)
+            ranked = own.where(kind_B == KIND_NUMBERS[name], ranked)
+    return ranked
 
 
 def _ordered(kinds: Collection[str]) -> list[str]:

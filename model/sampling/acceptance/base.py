@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.network.tree import Tree
+from model.sampling.ranking import Ranked
 from model.sampling.sampler import SamplingRows
 
 
@@ -51,8 +52,9 @@ class Evidence:
     """One verified step of a whole batch; place i comes after drafts < i, or is node i of ``tree``,
     of which the first ``num_B`` drafts of a row are any (None: all).
 
-    ``q_BNV`` are the probabilities that the drafts of rows of kind "rejection" were drawn from
-    (rows of other kinds may hold anything); None if the drafts are deterministic.
+    ``q_BNV`` are the probabilities that the drafts of rows of kind "rejection" were drawn from, of
+    siblings without those before (rows of other kinds may hold anything); None if the drafts are
+    deterministic.
     ``adjusted_BN1V`` are the main model's logits after bias, penalties and min_tokens, before
     temperature; ``targets_BN1`` what it chose from them, with the request's own noise.
     ``num_output_B`` tokens were emitted before. ``thinking_B`` is the think phase before the
@@ -77,14 +79,17 @@ Picked = tuple[Tensor, Tensor | None]
 of its logits."""
 Pick = Callable[[Tensor, SamplingRows, Tensor], Picked]
 """Of ``(adjusted draft logits [B, V], sampling, output index [B])``."""
+Ranking = Callable[[Tensor, SamplingRows, Tensor, Tree, int], Ranked]
+"""Of ``(adjusted draft logits [B, Q, V], sampling, emitted tokens [B], nodes, ranks)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How drafts are picked and how they are judged: the two belong together. Both work on all
-    rows of a batch, with static shapes and without waiting for the host. Of what a request says
-    (core.request.Speculation) it reads two ``bounds``."""
+    """How drafts are picked, for trees ranked, and how they are judged: these belong together. All
+    work on all rows of a batch, with static shapes and without waiting for the host. Of what a
+    request says (core.request.Speculation) it reads two ``bounds``."""
 
     pick: Pick
+    rank: Ranking
     judge: Callable[[Evidence], Verdict]
     bounds: tuple[str, str] = ("relaxed_top_n", "relaxed_delta")

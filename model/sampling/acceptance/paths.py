@@ -42,20 +42,24 @@ def told(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor) -> Verdict:
 def verdict(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None = None) -> Verdict:
     """Of equally deep paths the one of the greatest sum of scores, of these the earliest node's.
     Its drafts are emitted as they are, then the target at its end."""
-    tree, drafts_BN, targets_BQ = evidence.tree, evidence.drafts_BN, evidence.targets_BN1
-    assert tree is not None, "a chain has one path"
-    num_nodes = drafts_BN.shape[1]
     end_B1, depth_B1 = _end(evidence, passes_BN, score_BN)
-    node_Q = torch.arange(num_nodes + 1, device=drafts_BN.device)
-    is_on_BQ = (tree.bits_BQ.gather(1, end_B1) >> node_Q) & 1 == 1
+    last_B1 = evidence.targets_BN1.gather(1, end_B1)
+    return path_to(evidence, end_B1.squeeze(1), depth_B1.squeeze(1), last_B1.squeeze(1))
+
+
+def path_to(evidence: Evidence, end_B: Tensor, depth_B: Tensor, last_B: Tensor) -> Verdict:
+    """Of the drafts down to a node of each row, so deep, and the token behind them."""
+    tree, drafts_BN = evidence.tree, evidence.drafts_BN
+    assert tree is not None, "a chain has one path"
+    node_Q = torch.arange(drafts_BN.shape[1] + 1, device=drafts_BN.device)
+    is_on_BQ = (tree.bits_BQ.gather(1, end_B.unsqueeze(1)) >> node_Q) & 1 == 1
     at_BQ = tree.depth_BQ.where(is_on_BQ, tree.depth + 1)
-    path_BE = torch.zeros_like(end_B1).repeat(1, tree.depth + 2)
+    path_BE = torch.zeros_like(end_B.unsqueeze(1)).repeat(1, tree.depth + 2)
     path_BE = path_BE.scatter(1, at_BQ, node_Q.expand_as(at_BQ))[:, :-1]
-    told_BE = targets_BQ.gather(1, path_BE)
     next_BE = drafts_BN.gather(1, (path_BE[:, 1:] - 1).clamp(min=0))
-    is_draft_BE = torch.arange(tree.depth, device=drafts_BN.device) < depth_B1
-    told_BE = torch.cat((next_BE.where(is_draft_BE, told_BE[:, :-1]), told_BE[:, -1:]), 1)
-    return Verdict(told_BE, depth_B1.squeeze(1), path_BE)
+    told_BE = torch.cat((next_BE, next_BE[:, -1:]), 1)
+    told_BE = told_BE.scatter(1, depth_B.unsqueeze(1), last_B.unsqueeze(1))
+    return Verdict(told_BE, depth_B, path_BE)
 
 
 def _end(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,19 +12,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance import strict
+from model.sampling.acceptance import recursive, strict
 from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from model.sampling.ranking import drawn, likeliest
 from model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
 
 
 def judge(evidence: Evidence) -> Verdict:
     """Accepted drafts, then one token: from the residual norm(max(p - q, 0)) after a rejection,
-    from p after the last draft a row may use. Rows of temperature 0 are strict, and all are whose
-    drafts are a tree: where such rows are, the door refuses this kind."""
-    greedy = strict.judge(evidence)
-    if evidence.sampling.all_greedy or evidence.tree is not None:
+    from p after the last draft a row may use. Rows of temperature 0 are strict."""
+    greedy, rows = strict.judge(evidence), evidence.sampling
+    if rows.all_greedy:
         return greedy
-    rows = evidence.sampling
+    if evidence.tree is not None:
+        return recursive.judge(evidence).where(rows.temperature_B > 0, greedy)
     p_BN1V = rows.sampler.filtered_log_probs(evidence.adjusted_BN1V, rows).exp()
     num_accepted_B = _num_accepted(evidence, p_BN1V)
     last_B1 = _last_token(evidence, p_BN1V, num_accepted_B).unsqueeze(1)
@@ -94,6 +95,6 @@ def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tenso
     return adjusted_BV.argmax(-1), None
 
 
-REJECTION = Kind(pick_from_q, judge)
-REJECTION_GREEDY = Kind(pick_best, lambda evidence: judge(replace(evidence, q_BNV=None)))
+REJECTION = Kind(pick_from_q, drawn, judge)
+REJECTION_GREEDY = Kind(pick_best, likeliest, lambda evidence: judge(replace(evidence, q_BNV=None)))
 """The same for drafts that are a function of their logits: q is 1 at the draft."""

@@ -8,13 +8,15 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance import paths, strict
-from model.sampling.acceptance.base import Evidence, Kind, Verdict
+from model.sampling.acceptance import paths
+from model.sampling.acceptance.base import Evidence, Verdict
+from model.sampling.acceptance.strict import STRICT
 from model.sampling.thinking import thinking_before
 
 
@@ -48,5 +50,5 @@ def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tens
     return log_p_BN, is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 
-RELAXED = Kind(strict.pick, partial(judge, torch.exp))
-RELAXED_LOG_PROBS = Kind(strict.pick, partial(judge, lambda log_p: log_p))
+RELAXED = replace(STRICT, judge=partial(judge, torch.exp))
+RELAXED_LOG_PROBS = replace(STRICT, judge=partial(judge, lambda log_p: log_p))

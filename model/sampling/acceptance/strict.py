@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.sampling.acceptance import paths
 from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from model.sampling.ranking import chosen_likeliest
 from model.sampling.sampler import SamplingRows, draw
 
 
@@ -26,4 +27,4 @@ def pick(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) ->
     return draw(adjusted_BV, sampling, output_index_B), None
 
 
-STRICT = Kind(pick, judge)
+STRICT = Kind(pick, chosen_likeliest, judge)

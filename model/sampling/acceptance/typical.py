@@ -6,10 +6,12 @@ nothing more.
 Shape legend: B rows, N drafts of this step, V vocabulary.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from model.sampling.acceptance import paths, strict
-from model.sampling.acceptance.base import Evidence, Kind, Verdict
+from model.sampling.acceptance.base import Evidence, Verdict
 
 _TINY = 1e-5
 """Of the authors' entropy: added to p before its logarithm is taken."""
@@ -32,4 +34,4 @@ def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
     return epsilon_B1.minimum(alpha_B1 * (-entropy_BN).exp())
 
 
-TYPICAL = Kind(strict.pick, judge, bounds=("typical_epsilon", "typical_alpha"))
+TYPICAL = replace(strict.STRICT, judge=judge, bounds=("typical_epsilon", "typical_alpha"))

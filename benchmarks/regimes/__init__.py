@@ -1,0 +1,1 @@
+"""When drafts pay, by rows and context (``python -m benchmarks.regimes``)."""

@@ -1,0 +1,128 @@
+"""A second model of the served family that drafts, with a cache of its own; it needs nothing of the
+main model but its tokens (Leviathan et al., arXiv 2211.17192).
+
+Shape legend: B rows, A pending tokens that pass 1 catches up with, D hidden.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from core.config import SpeculationConfig
+from core.json_file import read_json
+from core.levels import Level
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.files import CheckpointFiles
+from model.checkpoint.weights import Checkpoint, load_network
+from model.drafters.base import View
+from model.drafters.files import digest
+from model.drafters.mtp import MtpDrafter
+from model.drafters.mtp_rows import MtpRows, first_pass
+from model.drafters.mtp_tree import MtpTreeDrafter
+from model.kernels import check_widths
+from model.kernels.base import Angles, Kernels
+from model.network.batch import Batch
+from model.network.cache import MAIN, CacheGroup, Caches
+from model.network.deepseek import DeepseekV3
+from model.network.dispatch.base import Dispatch
+from model.network.layers import adopt
+
+NAME = "draft_model"
+TOKENIZER = "tokenizer.json"
+_NO_MATTER = "truncation", "padding"
+
+
+class ModelDrafter(MtpDrafter):
+    """Passes and rows are those of MTP, but that an entry depends on no later token and that pass 1
+    goes through all layers. All its experts are on every rank, so no rank waits for another."""
+
+    group = name = NAME
+    lag = 0
+
+    def __init__(self, model: DeepseekV3, identity: str) -> None:
+        config = model.config
+        self._network, self._rope, self.identity = model, model.rope, identity
+        self.cache_groups = (CacheGroup(NAME, config.num_hidden_layers, config.latent_dim),)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+        """Raises ValueError for a folder without a model of this family and tokenizer."""
+        if (path := asked.path) is None:
+            raise ValueError("speculation.path: is null; name the folder of the draft model")
+        try:
+            config = ModelConfig.from_dir(path)
+        except ValueError as error:
+            raise ValueError(f"speculation.path={str(path)!r}: {error}") from None
+        _check_tokens(path, config, checkpoint)
+        with CheckpointFiles(path) as files:
+            kind = checkpoint.dtype, checkpoint.device
+            model = load_network(
+                Checkpoint(files, config, *kind), Dispatch(config.n_routed_experts)
+            )
+            weights = sorted({files.where(name) for name in files.names()})
+        return cls(model, f"{NAME} {digest(path / 'config.json', *weights)}")
+
+    def adopt(self, kernels: Kernels) -> None:
+        """Raises ValueError for a model that these do not compute."""
+        try:
+            check_widths(self._network.config, kernels.lanes)
+        except ValueError as error:
+            raise ValueError(
+                f"speculation.path: not with {kernels.name} kernels, {error}; use another draft "
+                "model, or model.kernels=plain"
+            ) from None
+        adopt(self._network, kernels)
+
+    def begin(
+        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    ) -> MtpRows:
+        """The prompt's entries are all there, whatever is known of its hidden states."""
+        return super().begin(text, features_F, True, most_depth)
+
+    def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
+        self.forward(batch, features_1TF, caches)
+
+    def forward(
+        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: Angles | None = None
+    ) -> Tensor:
+        """What the head reads [X, D], of tokens alone."""
+        hidden_BQD: Tensor = self._network(batch, {MAIN: caches[NAME]})
+        return hidden_BQD.flatten(0, 1)
+
+    def _first(
+        self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches
+    ) -> Tensor | None:
+        if amount == 0:
+            return None
+        batch = first_pass(own, view, amount, caches[NAME][0].shape[1], self.lag)
+        hidden_XD = self.forward(batch, own.hidden_BMD, caches)
+        at_B = torch.arange(len(own.tokens_BM), device=hidden_XD.device) * amount
+        return hidden_XD[at_B + (own.num_pending_B - 1)] if level.depth else None
+
+
+class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
+    """Trees of a beam; its children are the model's likeliest, or those that noise prefers."""
+
+
+def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Token by token the same text, or every draft is another word."""
+    if config.vocab_size != checkpoint.config.vocab_size:
+        raise ValueError(
+            f"speculation.path={str(path)!r}: has {config.vocab_size} tokens, the model "
+            f"{checkpoint.config.vocab_size}; use a draft model of the same tokenizer"
+        )
+    own, other = (_tokenizer(folder) for folder in (path, checkpoint.files.path))
+    differ = [key for key in sorted({*own, *other}) if own.get(key) != other.get(key)]
+    if differ:
+        raise ValueError(
+            f"speculation.path={str(path)!r}: {TOKENIZER} differs from the model's in "
+            f"{', '.join(differ)}; use a draft model of the same tokenizer"
+        )
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    said = read_json(folder / TOKENIZER)
+    return {key: value for key, value in said.items() if key not in _NO_MATTER}

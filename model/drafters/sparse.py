@@ -1,0 +1,80 @@
+"""The main model drafts for itself over a part of its cache (MagicDec, arXiv 2408.11049): the first
+page and the newest ones, attention sinks and a window.
+
+Shape legend: B rows, N drafts, P pages of a row's table, C pages that drafts read.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from core.config import SpeculationConfig
+from core.levels import Level
+from model.checkpoint.weights import Checkpoint
+from model.drafters.base import Drafter, Drafts, View
+from model.network.batch import Batch, physical_slots
+from model.network.cache import MAIN, Caches
+from model.network.deepseek import DeepseekV3
+
+NUM_SINKS = 1
+"""Pages at the beginning of a text."""
+
+
+class Cut(NamedTuple):
+    """The pages that drafts read [B, C], and how many slots lie between those of the first and of
+    the rest [B, 1]: by so much a slot of the text stands further left among them."""
+
+    page_table_BC: Tensor
+    skipped_B1: Tensor
+
+
+class SparseDrafter(Drafter):
+    """What it writes are entries of the main model's own, which verification writes again."""
+
+    name = "self"
+
+    def __init__(self, network: DeepseekV3, budget: int) -> None:
+        self._network, self._budget = network, budget
+        self.meets_ranks = network.dispatch.placement is not None
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+        return cls(network, asked.budget)
+
+    def check(self, page_size: int, max_model_len: int) -> None:
+        if (most := -(-max_model_len // page_size)) < self._budget:
+            raise ValueError(
+                f"speculation.budget={self._budget}: {max_model_len} tokens (model.max_model_len) "
+                f"have {most} pages of kv.page_size={page_size}; use at most {most}"
+            )
+
+    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        page_size = caches[MAIN][0].shape[1]
+        cut = window(view, self._budget, level.depth, page_size)
+
+        def logits(i: int, last_B1: Tensor) -> Tensor:
+            slots_B1 = (view.num_known_B - 1 + i).unsqueeze(1)
+            batch = Batch(
+                last_B1,
+                slots_B1,
+                physical_slots(view.page_table_BP, slots_B1, None, page_size),
+                slots_B1 + 1 - cut.skipped_B1,
+                cut.page_table_BC,
+                real_BQ=view.real_B.unsqueeze(1),
+            )
+            return self._network.logits(self._network(batch, caches)).squeeze(1)
+
+        return view.chained(level.depth, logits)
+
+
+def window(view: View, budget: int, num_drafts: int, page_size: int) -> Cut:
+    """As many pages as drafts have at least, however small these are."""
+    table_BP = view.page_table_BP
+    num_newest = max(budget - NUM_SINKS, 2 + num_drafts // page_size)
+    last_B1 = (view.num_known_B - 2 + num_drafts).clamp(min=0).unsqueeze(1) // page_size
+    begin_B1 = (last_B1 + 1 - num_newest).clamp(min=NUM_SINKS)
+    page_C = torch.arange(NUM_SINKS + num_newest, device=begin_B1.device)
+    pages_BC = page_C.where(page_C < NUM_SINKS, begin_B1 - NUM_SINKS + page_C)
+    cut_BC = table_BP.gather(1, pages_BC.clamp(max=table_BP.shape[1] - 1))
+    return Cut(cut_BC, (begin_B1 - NUM_SINKS) * page_size)

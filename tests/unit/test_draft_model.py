@@ -1,0 +1,140 @@
+"""A second model that drafts: its drafts are what it would write itself, by transformers; and what
+cannot draft for a checkpoint is refused."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.driven import tiny
+from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
+from core.config import TINY_MODEL
+from model.drafters.draft_model import ModelDrafter
+from model.loaded import LoadedModel
+from tests.conformance import SMALL
+from tests.unit.test_drafts import Spy, prompt
+
+VOCAB = {"vocab_size": 2048}
+OTHER = {"num_hidden_layers": 3, "hidden_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+NAME = "speculation.drafter=draft_model"
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("main"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("small"), seed=4, **OTHER)
+
+
+def written(folder: Path, *, seed: int, **sizes: int) -> Path:
+    """A random checkpoint with the shipped one's tokenizer."""
+    tiny.write_tiny(folder, seed=seed, num_nextn_predict_layers=0, **VOCAB, **sizes)
+    (folder / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
+    return folder
+
+
+def loaded_with(main: Path, small: Path, *sets: str) -> LoadedModel:
+    return load(main, NAME, f"speculation.path={small}", "model.kernels=native", *sets)
+
+
+def drafts_of(
+    loaded: LoadedModel, ids: Sequence[int], num_drafts: int, num_idle: int
+) -> list[tuple[list[int], list[int]]]:
+    """What was known before each step that drafted, and its drafts."""
+    spy, told = Spy(loaded.drafter), list[tuple[list[int], list[int]]]()
+    bench = Bench(
+        replace(loaded, drafter=spy),
+        num_drafts=num_drafts,
+        page_size=4,
+        num_pages=200,
+        length=IdleFirst(num_idle),
+    )
+    first, _ = bench.start(greedy("r", [*ids], 60, ignore_eos=True))
+    known = [*ids, first]
+    while bench.decode.has_work():
+        bench.decode.step()
+        told += [(known, drafts) for [drafts] in spy.drafts if drafts]
+        spy.drafts.clear()
+        known = known + [*bench.frames[-1].updates[0].token_ids]
+    bench.check_empty()
+    return told
+
+
+@pytest.mark.parametrize(("num_drafts", "length", "num_idle"), [(3, 9, 0), (1, 4, 3), (2, 17, 20)])
+def test_drafts_are_what_the_draft_model_writes_itself(
+    main: Path, small: Path, num_drafts: int, length: int, num_idle: int
+) -> None:
+    """From the prompt's entries, which come with the hand-over, behind accepted and rejected drafts
+    and behind steps that drafted nothing."""
+    told = drafts_of(loaded_with(main, small), prompt(length), num_drafts, num_idle)
+    assert len(told) > 10
+    for known, drafts in told:
+        assert drafts == tiny.reference_greedy(small, known, num_drafts)
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(main: Path) -> None:
+    [*told] = drafts_of(loaded_with(main, main), prompt(12), 3, 0)
+    lengths = [len(known) for known, _ in told]
+    assert all(b - a == 4 for a, b in zip(lengths, lengths[1:], strict=False))
+
+
+def test_its_cache_is_its_own_and_told(main: Path, small: Path) -> None:
+    one, other = loaded_with(main, small), loaded_with(main, main)
+    [group] = one.drafter.cache_groups
+    assert isinstance(one.drafter, ModelDrafter)
+    assert (group.num_layers, group.width, group.lag) == (3, 32, 0)
+    assert one.drafter.identity != other.drafter.identity
+
+
+def changed(folder: Path, target: Path, name: str, **changes: object) -> Path:
+    """A copy with other values in a JSON file of it."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    said = json.loads((target / name).read_text())
+    (target / name).write_text(json.dumps(said | changes))
+    return target
+
+
+def test_what_cannot_draft_is_refused_by_name(main: Path, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="speculation.path: is null; name the folder"):
+        load(main, NAME)
+    (other := tmp_path / "other").mkdir()
+    tiny.write_tiny(other, seed=1)
+    with pytest.raises(ValueError, match="has 96 tokens, the model 2048; use .* same tokenizer"):
+        loaded_with(main, other)
+    said = json.loads((small / "tokenizer.json").read_text())
+    added = [*said["added_tokens"], said["added_tokens"][0] | {"id": 2047, "content": "<other>"}]
+    other = changed(small, tmp_path / "added", "tokenizer.json", added_tokens=added)
+    with pytest.raises(ValueError, match=r"tokenizer.json differs .* in added_tokens; use a draft"):
+        loaded_with(main, other)
+    other = changed(small, tmp_path / "llama", "config.json", model_type="llama")
+    with pytest.raises(ValueError, match=r"speculation.path=.*llama'?: .*model_type"):
+        loaded_with(main, other)
+    (other / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"speculation.path=.*config.json: no such file"):
+        loaded_with(main, other)
+
+
+def test_one_that_is_too_narrow_for_kernels_takes_plain_ones(main: Path, tmp_path: Path) -> None:
+    narrow = written(tmp_path, seed=4, **OTHER | {"kv_lora_rank": 12, "qk_rope_head_dim": 4})
+    wrong = r"speculation.path: not with native .* multiple of 16 values; use .*kernels=plain"
+    with pytest.raises(ValueError, match=wrong):
+        loaded_with(main, narrow)
+    told = drafts_of(loaded_with(main, narrow, "model.kernels=plain"), prompt(9), 3, 0)
+    assert all(drafts == tiny.reference_greedy(narrow, known, 3) for known, drafts in told)
+
+
+def test_how_a_tokenizer_pads_is_no_matter(main: Path, small: Path, tmp_path: Path) -> None:
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_id": 0}
+    loaded_with(main, changed(small, tmp_path / "pads", "tokenizer.json", padding=padding))
+
+
+def test_the_shipped_one_is_small() -> None:
+    files = [file for file in SMALL.iterdir() if file.is_file() and not file.is_symlink()]
+    assert sum(file.stat().st_size for file in files) < 5e6

@@ -1,0 +1,225 @@
+"""Rejection over trees is lossless: joint distributions of several tokens over many steps, of every
+way in which trees are drafted, and wrong rules that these tests do find out."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.request import REJECTION, REJECTION_GREEDY, STRICT, SamplingParams
+from model.drafters.base import Drafts, View
+from model.drafters.beams import chosen, followed, narrowed, root
+from model.drafters.medusa import MedusaDrafter, MedusaRows
+from model.drafters.merged import merged
+from model.sampling import ranking
+from model.sampling.acceptance import KIND_NUMBERS, KINDS, recursive
+from model.sampling.ranking import Ranked
+from tests.markov import VOCAB, Drafting, World, chain, check_tokens, tell
+from tests.unit.test_rejection import PLAIN, SETTINGS, WORLD, limits
+
+NUM_ROWS = 30_000
+DEPTH, TOP_K = 3, 3
+CHOICES = [(0,), (2,), (1,), (0, 0), (0, 2), (2, 0), (0, 2, 0), (0, 2, 1)]
+"""A tree with holes: no (0, 1) before (0, 2)."""
+
+
+def beam(num_nodes: int) -> Drafting:
+    """As MTP's trees are found; what stands for a hidden state is the token before."""
+
+    def draft(world: World, view: View) -> Drafts:
+        at = root(view.last_B1.float())
+        found = []
+        for depth in range(DEPTH):
+            if depth:
+                at = narrowed(at, found)
+                at = at._replace(hidden_BKD=at.drafts_BM[:, -TOP_K:].unsqueeze(2).float())
+            logits_BKV = world.drafter_VV[at.hidden_BKD.squeeze(2).long()]
+            found.append(followed(at, view.rank(logits_BKV, at.drafts_BM, at.nodes, TOP_K)))
+        return chosen(found, num_nodes)
+
+    return draft
+
+
+class Head(nn.Module):
+    def __init__(self, logits_VV: Tensor) -> None:
+        super().__init__()
+        self.logits_VV = logits_VV
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:
+        return self.logits_VV[hidden_BD[:, 0].long()]
+
+
+def static(world: World, view: View) -> Drafts:
+    """Of Medusa's heads, which do not know the path."""
+    heads: list = [Head(world.drafter_VV.roll(k, 1)) for k in range(DEPTH)]
+    drafter = MedusaDrafter(heads, CHOICES, 1, torch.device("cpu"))
+    level = drafter.levels(DEPTH)[-1]
+    drafts = drafter.draft(MedusaRows(view.last_B1.float()), view, level, 0, {})
+    assert level.parents is not None
+    parents_BN = torch.tensor([level.parents]).expand_as(drafts.tokens_BN)
+    return drafts._replace(parents_BN=parents_BN)
+
+
+def two_chains(world: World, view: View) -> Drafts:
+    """What was drawn, and what is looked up: the tokens behind the last one in a ring, in half of
+    the rows as the drafter would say it; of some none or one."""
+    made = chain(DEPTH)(world, view)
+    token_BN = view.last_B1 + torch.arange(1, DEPTH + 1)
+    looked_BN = token_BN % VOCAB
+    is_even_B1 = view.num_known_B.unsqueeze(1) % 2 == 0
+    likely_BN = world.drafter_VV.argmax(1)[view.last_B1].expand(-1, DEPTH)
+    num_B = (view.last_B1.squeeze(1) + view.num_known_B) % (DEPTH + 1)
+    return merged(made, Drafts(torch.where(is_even_B1, likely_BN, looked_BN), num_B))
+
+
+def looked_up_first(world: World, view: View) -> Drafts:
+    """The chain that was drawn comes behind the other."""
+    drafts = two_chains(world, view)
+    assert drafts.parents_BN is not None
+    other_N = torch.arange(2 * DEPTH) ^ 1
+    parents_BN = torch.where(drafts.parents_BN > 0, (drafts.parents_BN - 1 ^ 1) + 1, 0)
+    q_BNV = None if drafts.q_BNV is None else drafts.q_BNV[:, other_N]
+    return Drafts(drafts.tokens_BN[:, other_N], None, q_BNV, parents_BN[:, other_N])
+
+
+WAYS: dict[str, Drafting] = {
+    "beam of 4": beam(4),
+    "beam of 9": beam(9),
+    "static": static,
+    "merged": two_chains,
+    "merged, looked up first": looked_up_first,
+}
+
+
+def told(way: Drafting, s: SamplingParams = PLAIN, kind: str = REJECTION) -> Tensor:
+    return tell(
+        WORLD,
+        s,
+        (kind,),
+        limits(DEPTH, NUM_ROWS),
+        num_drafts=DEPTH,
+        num_tokens=3,
+        drafting=way,
+    )
+
+
+@pytest.mark.parametrize("kind", [REJECTION, REJECTION_GREEDY])
+@pytest.mark.parametrize("s", SETTINGS, ids=lambda s: f"t{s.temperature}")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_three_tokens_follow_the_exact_joint_distribution(
+    way: Drafting, s: SamplingParams, kind: str
+) -> None:
+    check_tokens(told(way, s, kind), WORLD, s)
+
+
+def test_kinds_of_every_sort_share_a_batch() -> None:
+    kinds = (REJECTION_GREEDY, STRICT, REJECTION)
+    row_B = torch.arange(3 * NUM_ROWS)
+    kind_B = torch.tensor([KIND_NUMBERS[kind] for kind in kinds])[row_B % 3]
+    heat_B = torch.where(row_B % 30 < 3, 0.0, 1.0)
+    many = tell(
+        WORLD,
+        PLAIN,
+        kinds,
+        limits(DEPTH, len(row_B)),
+        num_drafts=DEPTH,
+        num_tokens=2,
+        kind_B=kind_B,
+        temperature_B=heat_B,
+        drafting=beam(6),
+    )
+    for kind in kinds:
+        check_tokens(many[(kind_B == KIND_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
+    first = WORLD.main_VV[0].argmax()
+    greedy = torch.stack((first, WORLD.main_VV[first].argmax()))
+    assert (many[heat_B == 0] == greedy).all()
+
+
+def with_replacement(walk: recursive._Walk, *of: object) -> None:
+    """q of all tokens, though no sibling has that of another."""
+    right_try(walk, *of)  # type: ignore[arg-type]
+    walk.tried_BV = torch.zeros_like(walk.tried_BV)
+
+
+def worth_of_tokens(*of: object) -> Ranked:
+    """A place is worth what its own token tells."""
+    ranked = right_drawn(*of)  # type: ignore[arg-type]
+    return ranked._replace(worth_BQK=ranked.shares_BQK)
+
+
+def in_order_of_likelihood(*of: object) -> Ranked:
+    """Not as they were drawn."""
+    ranked = right_drawn(*of)  # type: ignore[arg-type]
+    order = ranked.shares_BQK.argsort(2, descending=True)
+    return ranked._replace(tokens_BQK=ranked.tokens_BQK.gather(2, order))
+
+
+def of_first_tokens(*of: object) -> Ranked:
+    """The likeliest, judged as if they had been drawn."""
+    ranked = right_drawn(*of)  # type: ignore[arg-type]
+    tokens_BQK = ranking.likeliest(*of).tokens_BQK  # type: ignore[arg-type]
+    return ranked._replace(tokens_BQK=tokens_BQK)
+
+
+right_try, right_drawn = recursive._try, ranking.drawn
+
+
+@pytest.mark.parametrize("way", ["beam of 9", "static"])
+@pytest.mark.parametrize("wrong", [worth_of_tokens, in_order_of_likelihood, of_first_tokens])
+def test_trees_that_were_not_drawn_from_q_are_found_out(
+    way: str, wrong: Callable[..., Ranked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a place is worth is nothing to a tree that is static."""
+    kind = KINDS[REJECTION]
+    monkeypatch.setitem(KINDS, REJECTION, type(kind)(kind.pick, wrong, kind.judge))
+    if way == "static" and wrong is worth_of_tokens:
+        check_tokens(told(WAYS[way]), WORLD, PLAIN)
+        return
+    with pytest.raises(AssertionError):
+        check_tokens(told(WAYS[way]), WORLD, PLAIN)
+
+
+@pytest.mark.parametrize("way", ["beam of 9", "static", "merged, looked up first"])
+def test_a_token_that_is_tried_twice_is_found_out(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Siblings were drawn without replacement; what both chains have counts once."""
+    monkeypatch.setattr(recursive, "_try", with_replacement)
+    with pytest.raises(AssertionError):
+        check_tokens(told(WAYS[way]), WORLD, PLAIN)
+
+
+def test_a_residual_of_p_and_all_drafts_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children tried against p, whatever was tried before."""
+
+    def wrong(walk: recursive._Walk, evidence: object, node: int, p_BV: Tensor) -> None:
+        before_BV, end_B = walk.rest_BV, walk.end_B
+        right_try(walk, evidence, node, p_BV)  # type: ignore[arg-type]
+        is_same_B1 = (walk.end_B == end_B).unsqueeze(1)
+        walk.rest_BV = torch.where(is_same_B1, before_BV, walk.rest_BV)
+
+    monkeypatch.setattr(recursive, "_try", wrong)
+    with pytest.raises(AssertionError):
+        check_tokens(told(WAYS["beam of 9"]), WORLD, PLAIN)
+
+
+def test_more_children_are_accepted_than_of_a_chain() -> None:
+    """Or trees would be of no use: tokens a step of as many rows, by the number of steps."""
+    row_B = torch.arange(4000)
+    counts = {}
+    for name, way in (("chain", chain(DEPTH)), ("tree", beam(12))):
+        steps: list[int] = []
+        tell(
+            WORLD,
+            PLAIN,
+            (REJECTION,),
+            torch.full_like(row_B, DEPTH),
+            num_drafts=DEPTH,
+            num_tokens=12,
+            drafting=lambda world, view, way=way, steps=steps: (  # type: ignore[misc]
+                steps.append(1) or way(world, view)  # type: ignore[func-returns-value]
+            ),
+        )
+        counts[name] = len(steps)
+    assert counts["tree"] < counts["chain"], counts

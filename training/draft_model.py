@@ -1,0 +1,104 @@
+"""A draft model of two layers for a finished checkpoint: python -m training.draft_model. It learns
+to say what the main model would, whose embedding, head and last norm it begins with.
+"""
+
+import argparse
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from training.evaluate import DEPTH, followed, held_out_windows
+from training.export import hf_config, layer_tensors
+from training.model import Network
+from training.network import NetworkConfig
+from training.tuning import (  # fmt: skip
+    LENGTH,
+    Run,
+    add_rates,
+    add_schedule,
+    draft_loss,
+    draft_optimizers,
+    subject,
+    tell,
+)
+from training.vanilla import LINKED
+
+SMALL = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
+LATENTS = {"kv_lora_rank": 128, "qk_rope_head_dim": 32}
+"""What travels of a token: 160 values a layer instead of 576."""
+
+
+def student(main: Network) -> Network:
+    """Its MTP layer is nobody's."""
+    network = Network(NetworkConfig(**SMALL, **LATENTS), seed=1)
+    for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        network.get_submodule(name).load_state_dict(main.get_submodule(name).state_dict())
+    network.mtp.requires_grad_(False)
+    return network
+
+
+def losses(main: Network, network: Network, windows: Tensor) -> Tensor:
+    """In nats per token, against the frozen main model at every place."""
+    tokens = windows[:, :-1]
+    with torch.no_grad():
+        logits = main(tokens).logits
+        best, teacher = logits.argmax(-1, keepdim=True), logits.softmax(-1)
+    return draft_loss(network(tokens).logits, teacher, best).unsqueeze(0)
+
+
+def agreement(main: Network, network: Network, windows: Tensor) -> tuple[list[float], float]:
+    """See training.evaluate: followed."""
+
+    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        drafts = network(tokens).logits.argmax(-1)
+        num = tokens.shape[1] - DEPTH
+        # Draft k of row i is for place i + k, and reads all tokens up to that.
+        return main(tokens).logits.argmax(-1), [drafts[:, k : k + num] for k in range(1, DEPTH + 1)]
+
+    return followed(windows, said)
+
+
+def save(network: Network, base: Path, folder: Path) -> None:
+    """A checkpoint, of the same tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = hf_config(network.config) | {"num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mtp = f"model.layers.{network.config.num_hidden_layers}."
+    tensors = layer_tensors(network)
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(mtp)}
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in LINKED:
+        link = folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(base / name, folder))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_schedule(parser, "draft_model", num_steps=1800)
+    add, default = parser.add_argument, Path(__file__).parent / "tiny-v3-draft"
+    add("--out", type=Path, default=default, help="folder of the checkpoint")
+    add_rates(parser, muon=1e-2, adam=3e-3)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, and says how often it is right on held-out text."""
+    arguments = parse_arguments()
+    texts = subject(arguments)
+    network, held_out = student(texts.network), held_out_windows(texts.tokenizer, LENGTH, 64)
+    optimizers = draft_optimizers(network, arguments.muon_lr, arguments.adam_lr)
+    run = Run(network, partial(losses, texts.network, network), optimizers, texts, arguments).run()
+    shares, length = agreement(texts.network, network, held_out)
+    print("after", shares, length, f"{run.seconds / 60:.0f} min")
+    save(network, arguments.checkpoint, arguments.out)
+    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
+
+
+if __name__ == "__main__":
+    main()
