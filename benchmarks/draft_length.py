@@ -117,6 +117,12 @@ class Engine:
         spent_s = time.perf_counter() - began_at
         return sum(len(update.token_ids) for update in self.bench.updates()), spent_s
 
+    @property
+    def num_context(self) -> int:
+        """Tokens that are known of a row on average."""
+        held = self.bench.decode.scheduler.running
+        return sum(one.num_known for one in held) // max(1, len(held))
+
     def end(self) -> None:
         for identity in [*self.bench.decode.scheduler.sequences]:
             self.bench.decode.drop(identity)
@@ -223,9 +229,10 @@ def changed(
         if step == NUM_BEFORE:
             wrong.shift_1.fill_(0)
         arm.step()
-        lengths.append(arm.costs.of_size(num_rows).current)
-    costs, after = arm.costs, statistics.mode(lengths[-200:])
-    times = zip(costs.expected_tokens(), costs.of_size(num_rows).step_s, strict=True)
+        size = arm.costs.of_size(num_rows, arm.engine.num_context)
+        lengths.append(size.current)
+    after = statistics.mode(lengths[-200:])
+    times = zip(arm.costs.expected_tokens(), size.step_s, strict=True)
     worth = [by_depth[-1] / step_s for by_depth, step_s in times]
     good = [n >= ALIKE * max(worth) for n in worth]
     found = (step for step, n in enumerate(lengths[NUM_BEFORE:]) if good[n])

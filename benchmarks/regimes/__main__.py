@@ -128,7 +128,7 @@ def cells(model: Model, num_threads: int) -> list[Cell]:
 def inflection(model: Model, alpha: float, num_rows: int) -> int | None:
     """S_inflection: the least context, up to FAR, from which on some budget and n of self-drafting
     take less time than none; None if there is no such."""
-    contexts = [64 << i for i in range(1, 15) if 64 << i <= FAR]
+    contexts = [1 << i for i in range(7, FAR.bit_length())]
     pays = [
         min(
             model.ratio(self_of(budget), num_rows, context, n, alpha)

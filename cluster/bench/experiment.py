@@ -39,16 +39,17 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Speedups:
     """Of TPOT: ``model_first`` with a as measured at position 1, ``model_fitted`` with the a
-    that gives the accepted length, ``measured`` over the arm without drafts (and by round). A
-    token takes ``operations`` times those without drafts, and one ``reads``-th of the reads."""
+    that gives the accepted length, ``measured`` over the arm without drafts (and by round). With
+    that a a token takes ``operations`` times those without drafts, and a ``reads``-th of the
+    reads."""
 
     cost_ratio: float | None
     model_first: float | None
     model_fitted: float | None
     measured: float | None
     measured_per_round: tuple[float | None, ...]
-    operations: float | None
-    reads: float | None
+    operations: float
+    reads: float
 
 
 class Trial:

@@ -62,15 +62,15 @@ class BenchOptions:
         Path | None, _work(metavar="FILE", exists=True, dir_okay=False, help=_TRACE)
     ] = None
     temperature: Annotated[float, _work(help="0 is greedy.")] = 0.0
-    acceptance: Annotated[
-        Literal["strict", "rejection", "rejection_greedy"],
-        _spec(help="When a draft is accepted; rejection tells alpha at any temperature."),
-    ] = "strict"
     seed: Annotated[
         int, _work(min=0, max=2**62, help="A repeat may find the prefix cache warm.")
     ] = 0
     ignore_eos: Annotated[bool, _work("--ignore-eos", help="Write full lengths.")] = False
 
+    acceptance: Annotated[
+        Literal["strict", "rejection", "rejection_greedy"],
+        _spec(help="When a draft is accepted; rejection tells alpha at any temperature."),
+    ] = "strict"
     max_drafts: Annotated[int | None, _spec(min=0, max=_MOST, help="Most drafts per step.")] = None
     compare_drafts: Annotated[
         str | None, _spec(metavar="0,N,..", help="The same prompts with each, interleaved.")
@@ -90,11 +90,6 @@ class BenchOptions:
         float, _spec(min=0, max=100, help="Of a draft, by the model's of a token.")
     ] = 0.0
 
-    @property
-    def tells_alpha(self) -> bool:
-        """What is accepted is the overlap of what tokens and drafts are drawn from."""
-        return self.temperature == 0 or self.acceptance == "rejection"
-
     slo_ttft_ms: Annotated[
         float | None, _out(min=0, max=_DAY_S * 1e3, help="Goodput counts what keeps it.")
     ] = None
@@ -109,6 +104,11 @@ class BenchOptions:
         if self.compare_drafts is None:
             return [self.max_drafts]
         return [int(text) for text in self.compare_drafts.split(",")]
+
+    @property
+    def tells_alpha(self) -> bool:
+        """What is accepted is the overlap of what tokens and drafts are drawn from."""
+        return self.temperature == 0 or self.acceptance == "rejection"
 
     def check(self) -> None:
         """Raises ``ValueError`` naming the option, its value and what would be right."""

@@ -105,7 +105,7 @@ def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups], tells_alp
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
     table.add_row("accepted by position", *shares)
     alphas = [one.alpha if tells_alpha and one.nodes_per_depth == 1 else None for one in seen]
-    rows = {
+    rows: dict[str, Sequence[float | None]] = {
         "drafts a step": [one.nodes_per_step for one in seen],
         "accepted length, tokens/step": [one.accepted_length for one in seen],
         "step, ms": [arm.metrics.step_ms for arm in arms],

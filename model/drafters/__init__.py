@@ -14,7 +14,7 @@ from model.network.cache import MTP
 from model.network.deepseek import DeepseekV3
 
 NONE, NGRAM = "none", "ngram"
-MERGED = f"{NGRAM}+"
+MERGED, NOT_MERGED = f"{NGRAM}+", (NGRAM, "self")
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 CLASSES = {
     MTP: "model.drafters.mtp:MtpDrafter",
@@ -25,7 +25,6 @@ CLASSES = {
     "draft_model": "model.drafters.draft_model:ModelDrafter",
     "self": "model.drafters.sparse:SparseDrafter",
 }
-NOT_MERGED = NGRAM, "self"
 TREES = CLASSES | {
     MTP: "model.drafters.mtp_tree:MtpTreeDrafter",
     "eagle": "model.drafters.eagle:EagleTreeDrafter",

@@ -45,8 +45,8 @@ def root(hidden_BD: Tensor) -> Beam:
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
     nodes = Tree(none_B1, none_B1, none_B1 + 1, 0)
-    one_B1 = zeros_B1.float()
-    return Beam(none_B1, one_B1, one_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
+    whole_B1 = zeros_B1.float()  # logarithms
+    return Beam(none_B1, whole_B1, whole_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
 
 
 def followed(beam: Beam, ranked: Ranked) -> Candidates:

@@ -5,6 +5,7 @@ Shape legend: B rows, A pending tokens that pass 1 catches up with, D hidden.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from core.config import SpeculationConfig
 from core.json_file import read_json
-from core.levels import Level
+from core.levels import Level, Levels
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles
 from model.checkpoint.weights import Checkpoint, load_network
@@ -105,6 +106,11 @@ class ModelDrafter(MtpDrafter):
 
 class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
     """Trees of a beam; its children are the model's likeliest, or those that noise prefers."""
+
+    def levels(self, most_depth: int) -> Levels:
+        """Entries lie a slot further than MTP's."""
+        found = super().levels(most_depth)
+        return tuple(replace(one, num_used=one.num_used + 1) for one in found)
 
 
 def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:

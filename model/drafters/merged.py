@@ -23,16 +23,9 @@ class MergedDrafter(Drafter):
     def __init__(self, looked: Drafter, made: Drafter) -> None:
         self._looked, self._made = looked, made
         self.name = f"{looked.name}+{made.name}"
-        self.meets_ranks, self.num_features, self.taps = (
-            made.meets_ranks,
-            made.num_features,
-            made.taps,
-        )
-        self.num_last, self.identity, self.cache_groups = (
-            made.num_last,
-            made.identity,
-            made.cache_groups,
-        )
+        self.meets_ranks, self.num_features = made.meets_ranks, made.num_features
+        self.taps, self.num_last = made.taps, made.num_last
+        self.identity, self.cache_groups = made.identity, made.cache_groups
 
     def adopt(self, kernels: Kernels) -> None:
         self._looked.adopt(kernels)

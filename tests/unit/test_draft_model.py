@@ -5,14 +5,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
 from core.config import TINY_MODEL
+from model.drafters import mtp_tree
 from model.drafters.draft_model import ModelDrafter
 from model.loaded import LoadedModel
+from model.network.batch import physical_slots
 from tests.conformance import SMALL
 from tests.unit.test_drafts import Spy, prompt
 
@@ -43,15 +47,15 @@ def loaded_with(main: Path, small: Path, *sets: str) -> LoadedModel:
 
 
 def drafts_of(
-    loaded: LoadedModel, ids: Sequence[int], num_drafts: int, num_idle: int
+    loaded: LoadedModel, ids: Sequence[int], num_drafts: int, num_idle: int, page_size: int = 4
 ) -> list[tuple[list[int], list[int]]]:
     """What was known before each step that drafted, and its drafts."""
     spy, told = Spy(loaded.drafter), list[tuple[list[int], list[int]]]()
     bench = Bench(
         replace(loaded, drafter=spy),
         num_drafts=num_drafts,
-        page_size=4,
-        num_pages=200,
+        page_size=page_size,
+        num_pages=800 // page_size,
         length=IdleFirst(num_idle),
     )
     first, _ = bench.start(greedy("r", [*ids], 60, ignore_eos=True))
@@ -81,6 +85,23 @@ def test_a_model_that_drafts_for_itself_is_always_right(main: Path) -> None:
     [*told] = drafts_of(loaded_with(main, main), prompt(12), 3, 0)
     lengths = [len(known) for known, _ in told]
     assert all(b - a == 4 for a, b in zip(lengths, lengths[1:], strict=False))
+
+
+def test_a_tree_has_room_for_all_that_drafting_it_writes(
+    main: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More nodes are drafted on from than are verified, a slot further than MTP's: none of them
+    lies behind a page table that is as narrow as may be."""
+    tree = "speculation.num_tokens=4", "speculation.num_nodes=4", "speculation.top_k=4"
+    loaded, spared = loaded_with(main, small, *tree, "model.kernels=plain"), list[int]()
+
+    def noted(table_BP: Tensor, slots_BQ: Tensor, *rest: Any) -> Tensor:
+        spared.append(table_BP.shape[1] - 1 - int(slots_BQ.max()))
+        return physical_slots(table_BP, slots_BQ, *rest)
+
+    monkeypatch.setattr(mtp_tree, "physical_slots", noted)
+    drafts_of(loaded, prompt(9), 4, 0, page_size=1)
+    assert len(spared) > 10 and min(spared) == 0
 
 
 def test_its_cache_is_its_own_and_told(main: Path, small: Path) -> None:
