@@ -16,6 +16,7 @@ from core.errors import Poisonous, StepFailed
 from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
+from model.checkpoint.tensors import upload
 from model.drafters.base import UNKNOWN
 from model.loaded import LoadedModel
 from model.network.batch import Batch, Segment, Segments, pack
@@ -159,8 +160,7 @@ class PrefillEngine:
         assert segments is not None, "a packed batch has segments"
         drafter = self._loaded.drafter
         hidden_1TD, features_1TF = network.tapped(work.batch, self._caches, drafter.taps)
-        hidden_ED = hidden_1TD[0, segments.ends_G[work.ended_E] - 1]
-        logits_EV = network.logits(hidden_ED)
+        logits_EV = network.logits(hidden_1TD[0, segments.ends_G[work.ended_E] - 1])
         no_drafts = work.ended_E.new_empty(len(work.requests), 0)
         adjusted_EV = adjusted(logits_EV, work.sampling, work.num_output_E, no_drafts)
         tokens_E = draw(adjusted_EV, work.sampling, work.num_output_E)
@@ -168,7 +168,7 @@ class PrefillEngine:
         next_GK[work.ended_E, 0] = tokens_E
         drafter.prefill(work.batch, next_GK, features_1TF, self._caches)
         logprobs = _logprobs(work.requests, logits_EV, tokens_E)
-        features_EF: Iterable[Tensor | None] = [None] * len(hidden_ED)
+        features_EF: Iterable[Tensor | None] = [None] * len(work.requests)
         if drafter.num_features:
             features_EF = last_rows(features_1TF[0], segments, work.ended_E, drafter.num_last)
         return zip(tokens_E.tolist(), logprobs, features_EF, strict=True)
@@ -179,7 +179,7 @@ class PrefillEngine:
         return [*known, *[UNKNOWN] * (self._num_ahead - len(known))]
 
     def _ints(self, values: Iterable[int | list[int]]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self._loaded.device)
+        return upload(torch.tensor(list(values), dtype=torch.int64), self._loaded.device)
 
     def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
         for chunk in chunks:

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.accepted_length import requests
-from benchmarks.draft_length import BY_LOAD, NONE, ROUND_TOKENS, Engine, measure, together
-from benchmarks.draft_length import Arm as Turned
+from benchmarks.draft_length import NONE, ROUND_TOKENS, measure
 from benchmarks.drafters.arms import CHAIN, Arm
 from benchmarks.driven.engines import Bench, Held, greedy
 from benchmarks.driven.held_out import held_out
+from benchmarks.driven.turns import BY_LOAD, Engine, together
+from benchmarks.driven.turns import Arm as Turned
 from core.config import TINY_MODEL
-from core.levels import chains
 from decode_node.planning.step_plan import StepKey
 from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
 from model.loaded import LoadedModel
 from model.network.cache import MAIN
 from model.network.layers import Rope
+from model.network.tree import tree_of
 
 NUM_WARM, ROUNDS, MAX_TOKENS = 30, {1: 168, 8: 42, 32: 42}, 300
 """Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and
@@ -71,8 +72,10 @@ def held(loaded: LoadedModel) -> list[Tensor]:
 
 @torch.inference_mode()
 def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[str, float]:
-    """v and c: the time to verify CHAIN drafts, and to make them, by that of a plain step."""
+    """v and c: the time to verify what may be drafted CHAIN deep, and to make it, by that of a
+    plain step. What each step decides on is two chains."""
     loaded, depth = arm.loaded(CHAIN), CHAIN
+    level = loaded.drafter.levels(depth)[-1]
     bench = Bench(
         loaded, num_drafts=depth, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64
     )
@@ -84,19 +87,21 @@ def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[s
 
     def verified(num: int) -> Any:
         drafts = Drafts(torch.arange(num_rows * num).view(num_rows, num) + 50)
+        parents = torch.arange(-1, num - 1).clamp(min=0).expand(num_rows, num)
+        tree = tree_of(parents, depth) if num > depth else None
 
         def part(read_B: Tensor) -> tuple[Tensor]:
-            *_, logits = verify(loaded, bench.caches, rows.select(read_B, None), drafts)
+            *_, logits = verify(loaded, bench.caches, rows.select(read_B, None), drafts, tree)
             return (logits.argmax(-1),)
 
         return part
 
     def drafted(read_B: Tensor) -> tuple[Tensor]:
         key = StepKey(num_rows, depth, catch_up=amount)
-        selected, level = rows.select(read_B, None), chains(depth)[-1]
+        selected = rows.select(read_B, None)
         return (draft(loaded.drafter, bench.caches, selected, key, level).tokens_BN,)
 
-    made = {"plain": verified(0), "verify": verified(depth), "draft": drafted}
+    made = {"plain": verified(0), "verify": verified(level.num_nodes), "draft": drafted}
     functions = {name: loaded.kernels.repeated(one) for name, one in made.items()}
     times = defaultdict(list)
     for _ in range(rounds):

@@ -166,7 +166,8 @@ def write(kept: dict[str, Any], told: str) -> None:
         f"{repeats}):",
         lengths(found),
         "![tokens a step](drafters_lengths.png)",
-        "Time to verify 3 drafts (v) and to make them (c), by that of a plain step:",
+        "Time to verify 3 drafts (v; n-grams and MTP: 6) and to make them (c), by that of a plain "
+        "step:",
         costs(found),
         *([TIMED, *(speeds(found, num) for num in timed), TIMES_PLOT] if timed else []),
         bytes_and_minutes(found),

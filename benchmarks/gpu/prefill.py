@@ -22,8 +22,8 @@ def run(device: Device, say: Say) -> None:
 
 
 def _of(device: Device, say: Say, name: str, in_fp8: bool) -> None:
-    fp8 = {"in_fp8": in_fp8, "quantises": in_fp8}
-    loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=False, **fp8)
+    kind = device.kind, torch.bfloat16
+    loaded = random_model(name, *kind, with_mtp=False, in_fp8=in_fp8, quantises=in_fp8)
     for num_tokens in (100,) if device.is_rehearsal else (1024, 4096, 16384):
         num_pages = -(-num_tokens // PAGE_SIZE)
         caches = loaded.allocate(1 + num_pages, PAGE_SIZE)

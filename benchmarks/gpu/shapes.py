@@ -11,6 +11,7 @@ from model.drafters.base import Drafter
 from model.drafters.mtp import MtpDrafter, MtpLayer
 from model.drafters.none import NoDrafter
 from model.kernels import create_kernels
+from model.kernels.base import Kernels
 from model.loaded import LoadedModel
 from model.network.deepseek import DeepseekV3
 from model.network.dispatch.base import Dispatch
@@ -66,8 +67,10 @@ def random_model(
     with_mtp: bool,
     in_fp8: bool = False,
     quantises: bool = False,
+    kernels: Kernels | None = None,
 ) -> LoadedModel:
-    """Weights may be ``in_fp8``, and products with them of rows in FP8 too, as prefill has them."""
+    """Weights may be ``in_fp8``, and products with them of rows in FP8 too, as prefill has them.
+    ``kernels`` are those of the device unless they are given."""
     config = ModelConfig.from_dict(SHAPES[name])
     dispatch = Dispatch(config.n_routed_experts)
     with torch.device("meta"):
@@ -80,7 +83,7 @@ def random_model(
         if in_fp8:
             keep_blocks(part, lambda name: "lm_head" not in name)
         _fill(part, device, dtype, generator)
-    chosen = create_kernels("auto", config, device, quantises=quantises)
+    chosen = kernels or create_kernels("auto", config, device, quantises=quantises)
     drafter: Drafter = NoDrafter()
     if with_mtp:
         drafter = MtpDrafter(network, layer.eval())

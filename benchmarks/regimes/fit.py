@@ -1,70 +1,108 @@
-"""The regime model: times of parts of a step as linear functions of rows and context."""
+"""The regime model: times of steps as linear functions of rows and context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.draft_length import PAGE_SIZE
 from cluster.bench.speculation import expected_length
 
-VERIFY, MTP_DRAFT, SELF_DRAFT, REST = "verify", "mtp", "self", "rest"
+VERIFY, NONE = "verify", "none"
 
 
 @dataclass(frozen=True)
 class Times:
-    """A ``part`` of ``num`` drafts took so long with so many rows that read so many tokens each."""
+    """A step of ``num`` drafts took so long, with so many rows of so many tokens; drafting reads
+    ``num_read`` of these."""
 
-    part: str
+    drafter: str
     num_rows: int
     context: int
+    num_read: int
     num: int
     seconds: float
 
 
-def terms(one: Times) -> list[float]:
-    """What its time is linear in: what is read once, work of each token, entries that are read for
-    each row, and work of each token with each entry."""
-    rows, num = one.num_rows, one.num
-    entries = rows * one.context
-    if one.part == VERIFY:
-        tokens = rows * (num + 1)
-        return [1, tokens, entries, tokens * one.context]
-    return [1, rows, 0, 0] if one.part == REST else [1, num, num * rows, num * entries]
+@dataclass(frozen=True)
+class Cell:
+    """Of one drafter, n and context: time of a token by that without drafts, as the model has it
+    and as it was; ``alpha`` is the share of drafts that was accepted behind accepted ones."""
+
+    context: int
+    drafter: str
+    num_drafts: int
+    alpha: float
+    predicted: float
+    measured: float
+
+
+def verify_terms(num_rows: int, context: int, num: int) -> list[float]:
+    """What T_V is linear in: what is read once, work of each token, entries that are read for each
+    row, and work of each token with each entry."""
+    tokens = num_rows * (num + 1)
+    return [1, tokens, num_rows * context, tokens * context]
+
+
+def draft_terms(num_rows: int, num_read: int, num: int) -> list[float]:
+    """As those of T_V, of so many passes; the first is what does not depend on their number."""
+    return [1, num, num * num_rows, num * num_rows * num_read]
+
+
+def product(weights: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(weights, terms, strict=True))
 
 
 @dataclass(frozen=True)
 class Model:
-    """Weights of the terms of each part."""
+    """Weights of the terms: of T_V (T_T is that of no drafts), and of each drafter's T_D."""
 
     weights: dict[str, list[float]]
 
-    def seconds(self, part: str, num_rows: int, context: int, num: int) -> float:
-        found = terms(Times(part, num_rows, context, num, 0.0))
-        return sum(a * b for a, b in zip(found, self.weights[part], strict=True))
+    def verify_s(self, num_rows: int, context: int, num: int) -> float:
+        return product(self.weights[VERIFY], verify_terms(num_rows, context, num))
 
-    def ratio(self, drafter: str, num_rows: int, context: int, num: int, alpha: float) -> float:
+    def draft_s(self, drafter: str, num_rows: int, num_read: int, num: int) -> float:
+        """Of all ``num``; nothing for those that verification was timed with."""
+        weights = self.weights.get(drafter.split()[0], [0.0] * 4)
+        return product(weights, draft_terms(num_rows, num_read, num))
+
+    def ratio(
+        self, drafter: str, num_rows: int, context: int, num_read: int, num: int, alpha: float
+    ) -> float:
         """Of a token with ``num`` drafts by one without."""
-        name, _, budget = drafter.partition(" ")
-        read = min(context, int(budget) * PAGE_SIZE) if budget else context
-        rest = self.seconds(REST, num_rows, context, 0)
-        plain = self.seconds(VERIFY, num_rows, context, 0) + rest
-        drafts = self.seconds(name, num_rows, read, num)
-        step = self.seconds(VERIFY, num_rows, context, num) + drafts + rest
-        return step / expected_length(alpha, num) / plain
+        step_s = self.verify_s(num_rows, context, num)
+        step_s += self.draft_s(drafter, num_rows, num_read, num)
+        return step_s / expected_length(alpha, num) / self.verify_s(num_rows, context, 0)
 
 
-def fitted(times: Sequence[Times]) -> Model:
-    """Least squares of relative errors, part by part."""
-    weights = {}
-    for part in dict.fromkeys(one.part for one in times):
-        mine = [one for one in times if one.part == part]
-        a = torch.tensor([terms(one) for one in mine], dtype=torch.float64)
-        seconds = torch.tensor([one.seconds for one in mine], dtype=torch.float64)
-        scaled = a / seconds.unsqueeze(1)
-        scale = scaled.abs().amax(0).clamp(min=1e-300)
-        found = torch.linalg.lstsq(
-            scaled / scale, torch.ones(len(mine), 1, dtype=torch.float64), driver="gelsd"
-        ).solution
-        weights[part] = (found.squeeze(1) / scale).tolist()
+def fitted(free: str, times: Sequence[Times]) -> Model:
+    """Steps without drafts and those of ``free``, which drafts for next to nothing, tell T_V; what
+    others take besides is T_D. Least squares of errors relative to steps."""
+    own = [one for one in times if one.drafter in (free, NONE)]
+    verify = solved(
+        [verify_terms(one.num_rows, one.context, one.num) for one in own],
+        [one.seconds for one in own],
+        [one.seconds for one in own],
+    )
+    weights = {VERIFY: verify}
+    beside = {(one.num_rows, one.context, one.num): one.seconds for one in own}
+    for name in dict.fromkeys(one.drafter.split()[0] for one in times if one not in own):
+        mine = [one for one in times if one.drafter.split()[0] == name]
+        weights[name] = solved(
+            [draft_terms(one.num_rows, one.num_read, one.num) for one in mine],
+            [one.seconds - beside[one.num_rows, one.context, one.num] for one in mine],
+            [one.seconds for one in mine],
+        )
     return Model(weights)
+
+
+def solved(
+    terms: Sequence[Sequence[float]], values: Sequence[float], whole: Sequence[float]
+) -> list[float]:
+    """Weights by which the terms give the values, with the least squares of errors by ``whole``."""
+    whole_K = torch.tensor(whole, dtype=torch.float64)
+    terms_KJ = torch.tensor(terms, dtype=torch.float64) / whole_K.unsqueeze(1)
+    scale_J = terms_KJ.abs().amax(0).clamp(min=1e-300)
+    values_K1 = (torch.tensor(values, dtype=torch.float64) / whole_K).unsqueeze(1)
+    found = torch.linalg.lstsq(terms_KJ / scale_J, values_K1, driver="gelsd").solution
+    return (found.squeeze(1) / scale_J).tolist()

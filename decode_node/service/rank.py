@@ -145,11 +145,11 @@ class DecodeRank:
         return pulled.stats
 
     def _activate(self, asked: Start, seal: Seal) -> None:
-        """Engine thread: a copy to the device may wait for the step that runs there."""
+        """Engine thread. Features go to the device with the rest of their row (Rows)."""
         features_F = None
         if seal.features is not None:
-            dtype, device = getattr(torch, seal.features_dtype), self._parts.loaded.device
-            features_F = torch.frombuffer(bytearray(seal.features), dtype=dtype).to(device)
+            dtype = getattr(torch, seal.features_dtype)
+            features_F = torch.frombuffer(bytearray(seal.features), dtype=dtype)
         self.engine.activate(
             asked.identity, asked.request, seal.first_token, features_F, asked.is_suspect
         )

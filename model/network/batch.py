@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.pages import DUMMY_PAGE
+from model.checkpoint.tensors import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +111,19 @@ def pack(
 ) -> Batch:
     """One row of all segments' tokens, which may be none, filled up to ``num_rows``; what fills it
     writes to the dummy page. Positions are slots."""
-    nothing = torch.empty(4, 0, dtype=torch.int64)
-    columns = torch.cat([nothing, *(segment.columns(page_size) for segment in segments)], 1)
-    num_padding = max(0, num_rows - columns.shape[1])
-    columns = F.pad(columns, (0, num_padding))
-    ids_1T, slots_1T, places_1T, context_lens_1T = columns.to(device).split(1)
+    parts = [torch.empty(4, 0).long(), *(segment.columns(page_size) for segment in segments)]
+    num_padding = max(0, num_rows - sum(part.shape[1] for part in parts))
+    columns = upload(F.pad(torch.cat(parts, 1), (0, num_padding)), device)
+    ids_1T, slots_1T, places_1T, context_lens_1T = columns.split(1)
     pages = list(chain.from_iterable(one.pages_read(page_size) for one in segments))
     lengths = tuple(len(one.token_ids) for one in segments)
-    ends_G = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=device)
+    ends_G = upload(torch.tensor(list(accumulate(lengths)), dtype=torch.int64), device)
     return Batch(
         token_ids_BQ=ids_1T,
         positions_BQ=slots_1T,
         write_slots_BQ=places_1T,
         context_lens_BQ=context_lens_1T,
-        page_table_BP=torch.tensor([pages], dtype=torch.int64, device=device),
+        page_table_BP=upload(torch.tensor([pages], dtype=torch.int64), device),
         segments=Segments(lengths, tuple(one.context for one in segments), ends_G),
         real_BQ=context_lens_1T > 0 if num_padding else None,
     )

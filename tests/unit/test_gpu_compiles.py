@@ -1,8 +1,6 @@
 """Every kernel for GPUs compiles for Hopper, at the sizes of DeepSeek-V2-Lite and V3, and keeps its
 values in registers. That takes no GPU; what they compute is tested in test_{kernels,drawing}.py."""
 
-import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from kv_transfer.gpu_copies import copy_all_layers
+from model.kernels import MOST_SHARED_BYTES
 from model.kernels.base import BLOCK, Attention, Blocks, Routing
 from model.network.batch import Segments
 from model.sampling.sampler import SamplingRows
@@ -20,29 +19,14 @@ from tests.kernels import IS_INTERPRETED
 if IS_INTERPRETED or sys.platform != "linux":
     pytest.skip("nothing is compiled", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from benchmarks.gpu.compiled import Hopper, figures  # noqa: E402
 from model.kernels.gpu import compiling, route  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
 
-MOST_SHARED_BYTES = 227 * 1024
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-
-
-class Hopper:
-    """A driver that knows what to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -52,22 +36,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launch = JITFunction.run
 
     def run(kernel: JITFunction, *args: object, grid: object, warmup: bool, **rest: object) -> None:
-        made = launch(kernel, *args, grid=grid, warmup=True, **rest)
-        assert made.metadata.shared <= MOST_SHARED_BYTES
-        told = assembled(made.asm["ptx"])
-        assert not any(map(int, re.findall(r"(\d+) bytes spill", told))), kernel.__name__
-        assert "serialized" not in told, f"{kernel.__name__}: {told}"
+        made = figures(launch(kernel, *args, grid=grid, warmup=True, **rest))
+        assert made.shared_bytes <= MOST_SHARED_BYTES
+        assert not made.num_spilled and not made.is_serialized, kernel.__name__
         names.append(kernel.__name__)
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(driver, "_active", Hopper())
     return names
-
-
-def assembled(ptx: str) -> str:
-    """What is said of it: what spills, and of wgmmas that wait for one another (C7510 to C7515)."""
-    ptxas = [get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
-    return subprocess.run(ptxas, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def zeros(*shape: int) -> Tensor:

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 tests those for GPUs."""
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from core.config import TINY_MODEL
 from model.checkpoint.config import ModelConfig
-from model.kernels import build, create_kernels
+from model.kernels import MOST_SHARED_BYTES, build, create_kernels
 from model.kernels.base import PLAIN, Attention, Kernels, Routing
 from model.network.batch import Batch, Segments
 from model.network.tree import tree_of
@@ -504,6 +505,25 @@ def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="model.kernels='auto': .*no C compiler: install gcc"):
         create_kernels("auto", *given)
     assert create_kernels("plain", *given).name == "plain"
+
+
+@pytest.mark.parametrize(("name", "num_kb"), [("NVIDIA A100-SXM4-80GB", 163), ("NVIDIA L4", 99)])
+def test_gpus_whose_processors_hold_too_little_have_plain_ones_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_kb: int
+) -> None:
+    """And not the failure of their first step; one that holds enough has those written for it."""
+    pytest.importorskip("triton")
+    card = SimpleNamespace(name=name, multi_processor_count=108, shared_memory_per_block=48 << 10)
+    card.shared_memory_per_block_optin = num_kb << 10
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setenv("CC", "cc")
+    asked = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
+    found = create_kernels("auto", *asked)
+    assert found.name == PLAIN.name and f"{name} has {num_kb} KB" in found.why_plain
+    with pytest.raises(ValueError, match="'triton' cannot be had: .*use auto or plain"):
+        create_kernels("triton", *asked)
+    card.shared_memory_per_block_optin = MOST_SHARED_BYTES
+    assert create_kernels("auto", *asked).name == "triton"
 
 
 @native_only

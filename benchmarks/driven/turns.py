@@ -1,0 +1,130 @@
+"""Engines that decode in turns, step by step, so that the machine's other work hits them alike."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from operator import attrgetter
+
+from benchmarks.driven.engines import Bench
+from core.request import Request
+from decode_node.planning.lengths import Costs, DraftLength, by_load
+from decode_node.planning.step_plan import Proposal, StepPlan
+from decode_node.planning.step_planner import StepPlanner
+from model.loaded import LoadedModel
+from runtime.lockstep import LocalPlanner
+
+PAGE_SIZE = 64
+BY_LOAD = "by_load"
+
+
+class Engine:
+    """Serves requests without end; unless ``is_staggered`` the first of all rows end together."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_drafts: int,
+        asked: list[Request],
+        num_rows: int,
+        is_staggered: bool = True,
+    ) -> None:
+        self._asked, self._num_rows = cycled(asked, num_rows if is_staggered else 0), num_rows
+        # A prompt's pages are held twice while it is handed over.
+        most = 2 * max(len(one.prompt_ids) for one in asked) + asked[0].sampling.max_tokens
+        self.bench = Bench(
+            loaded,
+            num_drafts=num_drafts,
+            draft_length=BY_LOAD,
+            max_rows=num_rows,
+            num_pages=1 + num_rows * (-(-most // PAGE_SIZE) + 3),
+            page_size=PAGE_SIZE,
+            measures=True,
+        )
+        for cache in self.bench.all_caches():  # trials read it: of NaN, their rows are all alike
+            cache[0].zero_()
+        planner = self.bench.decode._planner
+        assert isinstance(planner, LocalPlanner) and isinstance(planner._decide, StepPlanner)
+        self.decide, self._is_new = planner._decide, False
+        planner._decide = self._plan
+
+    def choose(self, length: DraftLength, costs: Costs) -> None:
+        """That way from now on. The table of programs remains the engine's."""
+        self.decide._length, self.decide._costs, self._is_new = length, costs, True
+
+    def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
+        """What is reported first of a new way is of a step of another's."""
+        if self._is_new:
+            proposals = [replace(one, report=None) for one in proposals]
+        self._is_new = False
+        return self.decide(proposals)
+
+    def step(self) -> tuple[int, float]:
+        """With requests in all rows. Its tokens and seconds."""
+        while len(self.bench.decode.scheduler.sequences) < self._num_rows:
+            self.bench.start(next(self._asked))
+        self.bench.frames.clear()
+        began_at = time.perf_counter()
+        self.bench.decode.step()
+        spent_s = time.perf_counter() - began_at
+        return sum(len(update.token_ids) for update in self.bench.updates()), spent_s
+
+    @property
+    def num_context(self) -> int:
+        """Tokens that are known of a row on average."""
+        held = self.bench.decode.scheduler.running
+        return sum(one.num_known for one in held) // max(1, len(held))
+
+    def end(self) -> None:
+        for identity in [*self.bench.decode.scheduler.sequences]:
+            self.bench.decode.drop(identity)
+        self.bench.check_empty()
+
+
+class Arm:
+    """One way to choose the length, in one engine after the other; what it has learned lasts."""
+
+    def __init__(self, length: DraftLength, engine: Engine) -> None:
+        self._length, self.costs = length, engine.decide._costs
+        self.rates: list[float] = []
+        self.num_tokens, self.spent_s = 0, 0.0
+        self.sit(engine)
+
+    def sit(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.choose(self._length, self.costs)
+
+    def step(self) -> None:
+        num, spent_s = self.engine.step()
+        self.num_tokens, self.spent_s = self.num_tokens + num, self.spent_s + spent_s
+
+
+def by_load_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
+    """With what it measures while idle."""
+    engine = Engine(loaded, depth, asked, num_rows)
+    while engine.bench.decode.has_work():
+        engine.bench.decode.step()
+    return Arm(by_load, engine)
+
+
+def together(arms: Sequence[Arm], num_tokens: int, counts: bool) -> None:
+    """Until each of them has so many. In another order each time: a step right behind one that is
+    large finds the caches cold, and takes up to 15 % longer."""
+    arms = random.Random(num_tokens).sample(arms, len(arms))
+    before = [(arm.num_tokens, arm.spent_s) for arm in arms]
+    while (arm := min(arms, key=attrgetter("num_tokens"))).num_tokens < num_tokens:
+        arm.step()
+    for arm, (num, spent_s) in zip(arms, before, strict=True):
+        if counts:
+            arm.rates.append((arm.num_tokens - num) / (arm.spent_s - spent_s))
+
+
+def cycled(asked: list[Request], num_early: int) -> Iterator[Request]:
+    """Again and again. The first ones end one after the other, or all rows would be at the same
+    place of their texts for ever."""
+    for i, one in enumerate(cycle(asked)):
+        num = one.sampling.max_tokens
+        if i < num_early:
+            num = -(-num * (i + 1) // num_early)
+        yield replace(one, request_id=f"r{i}", sampling=replace(one.sampling, max_tokens=num))

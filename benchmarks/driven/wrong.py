@@ -1,0 +1,55 @@
+"""Drafts that are wrong, and become right: how soon the length by load follows."""
+
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.driven.turns import by_load_arm
+from core.levels import Level
+from core.request import Request
+from model.drafters.base import Drafter, Drafts, Own, View
+from model.loaded import LoadedModel
+from model.network.cache import Caches
+
+NUM_BEFORE, NUM_AFTER = 400, 800
+"""Steps with wrong drafts, and with right ones."""
+ALIKE = 0.97
+
+
+class Wrong:
+    """The checkpoint's drafter, but every draft is another token as long as ``shift_1`` is not 0; a
+    tensor, for it counts in programs that are recorded."""
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self._inner, self._vocab_size = inner, vocab_size
+        self.shift_1 = torch.ones(1, dtype=torch.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+        drafts = self._inner.draft(own, view, level, amount, caches)
+        return drafts._replace(tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
+
+
+def changed(
+    loaded: LoadedModel, depth: int, wrong: Wrong, asked: list[Request], num_rows: int
+) -> tuple[int, int, int]:
+    """The levels in use before and long after drafts have become right, and the steps until one
+    is in use that is worth as much by what is known at the end, but for ALIKE."""
+    arm = by_load_arm(loaded, depth, asked, num_rows)
+    wrong.shift_1.fill_(1)
+    lengths = []
+    for step in range(NUM_BEFORE + NUM_AFTER):
+        if step == NUM_BEFORE:
+            wrong.shift_1.fill_(0)
+        arm.step()
+        size = arm.costs.of_size(num_rows, arm.engine.num_context)
+        lengths.append(size.current)
+    after = statistics.mode(lengths[-200:])
+    times = zip(arm.costs.expected_tokens(), size.step_s, strict=True)
+    worth = [by_depth[-1] / step_s for by_depth, step_s in times]
+    good = [n >= ALIKE * max(worth) for n in worth]
+    found = (step for step, n in enumerate(lengths[NUM_BEFORE:]) if good[n])
+    return lengths[NUM_BEFORE - 1], after, next(found, NUM_AFTER)

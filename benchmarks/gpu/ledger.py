@@ -1,0 +1,205 @@
+"""A decode step launch by launch, predicted without a device.
+
+    python -m benchmarks.gpu.ledger [--model v2-lite] [--rows 1,32] [--contexts 4096] [--launches]
+        [--measured build/gpu/results.jsonl]
+
+A launch takes the largest of its bytes by BANDWIDTH x e, its multiplications by RATE x e, and
+SHORTEST, and NODE besides if nothing runs beside it. For kernels of ours e follows from what they
+compile to for Hopper. Of memory it is MOST x min(1, KB in flight on each processor / ENOUGH_KB): a
+program has in flight all stages but one of its shared memory, or where nothing is staged all it
+reads. Of multiplications it is MOST for wgmma with two programs on a processor; 0.6 of that with
+one, whose loads, softmax and products take turns; 0.4 of it without wgmma. Libraries reach MOST.
+"""
+
+import argparse
+import json
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu import floors
+from benchmarks.gpu.compiled import Compiled, compiled_of
+from benchmarks.gpu.launches import NUM_PROCESSORS, Launch, Noted, noted
+from benchmarks.gpu.shapes import random_model
+from benchmarks.gpu.steps import NUM_DRAFTS, Steps
+from benchmarks.gpu.work import Step, hit, work_of
+from model.drafters.none import NoDrafter
+
+BANDWIDTH, RATE = 4.3e12, 7.9e14
+"""An H200's, measured: bytes copied, and multiplications in bf16."""
+MOST, ENOUGH_KB = 0.85, 30
+SHORTEST_S, NODE_S = 2e-6, 1.3e-6
+SMALL_BYTES = 1 << 20
+LONGEST_LOAD = 16 * 1024
+"""Bytes that a program without stages has in flight at most: its registers."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """``of_memory`` and ``of_rate`` are e."""
+
+    launch: Launch
+    work: floors.Work
+    compiled: Compiled | None
+    of_memory: float
+    of_rate: float
+
+    @property
+    def seconds(self) -> float:
+        moving = self.work.num_bytes / (BANDWIDTH * self.of_memory)
+        longest = max(moving, self.work.num_flops / (RATE * self.of_rate))
+        return longest if self.launch.is_beside else max(longest, SHORTEST_S) + NODE_S
+
+
+@cache
+def model_of(name: str, in_fp8: bool) -> tuple[Any, Noted]:
+    """Of tensors without values."""
+    kernels = Noted()
+    with FakeTensorMode(), torch.inference_mode():
+        kind = torch.device("cpu"), torch.bfloat16
+        return random_model(name, *kind, with_mtp=True, in_fp8=in_fp8, kernels=kernels), kernels
+
+
+def launches_of(
+    name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool = False, **sampling: float
+) -> list[Launch]:
+    loaded, kernels = model_of(name, in_fp8)
+    if num_drafts == 0:
+        loaded = replace(loaded, drafter=NoDrafter())
+    mode = next(one.fake_mode for one in loaded.network.parameters())
+
+    def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    with mode, torch.inference_mode(), patch("model.loaded.zeros", zeros):
+        steps = Steps(loaded, num_rows, context, num_drafts, **sampling)
+        with noted(kernels) as found:
+            steps.step()
+    return found
+
+
+def step_of(
+    name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool
+) -> tuple[list[Launch], list[floors.Work]]:
+    """Its launches, and the work of each."""
+    launches = launches_of(name, num_rows, context, num_drafts, in_fp8)
+    step = Step(context, model_of(name, in_fp8)[0].config.num_experts_per_tok)
+    return launches, [work_of(one, step) for one in launches]
+
+
+def line_of(launch: Launch, work: floors.Work) -> Line:
+    if launch.kernel is None or launch.grid is None:
+        return Line(launch, work, None, MOST, MOST)
+    made, num_programs = compiled_of(launch), prod(launch.grid)
+    resident = min(made.per_sm, num_programs / NUM_PROCESSORS)
+    in_flight = min(LONGEST_LOAD, work.num_bytes / num_programs)
+    if stages := launch.given.get("num_stages"):
+        in_flight = max(in_flight, made.shared_bytes * (stages - 1) / stages)
+    of_memory = MOST * min(1, resident * in_flight / 1024 / ENOUGH_KB)
+    of_rate = MOST * (0.4 if not made.wgmma_n else 1 if made.per_sm > 1 else 0.6)
+    return Line(launch, work, made, of_memory, of_rate)
+
+
+def lines_of(
+    name: str,
+    num_rows: int,
+    context: int,
+    num_drafts: int,
+    in_fp8: bool,
+    only: Container[str] | None = None,
+) -> list[Line]:
+    """Of all launches, or ``only`` of those so called."""
+    told = zip(*step_of(name, num_rows, context, num_drafts, in_fp8), strict=True)
+    return [line_of(*one) for one in told if only is None or one[0].name in only]
+
+
+def floor_s(name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool) -> float:
+    config = model_of(name, in_fp8)[0].config
+    num_moe = sum(map(config.is_moe_layer, range(config.num_hidden_layers)))
+    few, many = (
+        round(hit(config.n_routed_experts, num_tokens, config.num_experts_per_tok))
+        for num_tokens in (num_rows, num_rows * (num_drafts + 1))
+    )
+    hits = [few] * num_drafts, [many] * num_moe
+    work = floors.decode_step(config, num_rows, num_drafts, context, *hits, 1 if in_fp8 else 2)
+    return work.floor_s(floors.Rates(BANDWIDTH, RATE))
+
+
+def main() -> None:
+    args = _arguments()
+    measured = _measured(args.measured) if args.measured else {}
+    table = Table(title=f"{args.model}{', FP8' * args.fp8}: a step, predicted")
+    for title in ("rows", "context", "n", "launches", "GB", "floor ms", "predicted ms", "by floor"):
+        table.add_column(title, justify="right")
+    table.add_column("measured ms", justify="right")
+    for num_rows in map(int, args.rows.split(",")):
+        for context in map(int, args.contexts.split(",")):
+            for n in (0, NUM_DRAFTS):
+                at = args.model, num_rows, context, n, args.fp8
+                lines, floor = lines_of(*at), floor_s(*at)
+                seconds = seconds_of(lines)
+                gigabytes = sum(one.work.num_bytes for one in lines) / 1e9
+                what = f"{args.model}{', FP8' * args.fp8}, {num_rows} rows of {context}, n = {n}"
+                told = [f"{gigabytes:.2f}", f"{1e3 * floor:.2f}", f"{1e3 * seconds:.2f}"]
+                told += [f"{seconds / floor:.2f}"]
+                told += [f"{measured[what]:.2f}" if what in measured else ""]
+                table.add_row(str(num_rows), str(context), str(n), str(len(lines)), *told)
+                if args.launches:
+                    Console(width=150).print(_of_launches(what, lines))
+    Console(width=150).print(table)
+
+
+def _of_launches(what: str, lines: Sequence[Line]) -> Table:
+    """Those of a name together, what takes longest first."""
+    table = Table(title=what)
+    for title in ("launch", "times", "us", "us each", "MB each", "e memory", "e rate", "per SM"):
+        table.add_column(title, justify="right")
+    together: dict[str, list[Line]] = {}
+    for one in lines:
+        is_small = one.compiled is None and one.work.num_bytes < SMALL_BYTES
+        name = "small ones of torch" if is_small else one.launch.name
+        together.setdefault(name + " beside" * one.launch.is_beside, []).append(one)
+    for name, alike in sorted(together.items(), key=lambda pair: -seconds_of(pair[1])):
+        us, num, first = 1e6 * seconds_of(alike), len(alike), alike[0]
+        megabytes = sum(one.work.num_bytes for one in alike) / num / 1e6
+        told = [f"{us:.0f}", f"{us / num:.1f}", f"{megabytes:.2f}"]
+        told += [f"{first.of_memory:.2f}", f"{first.of_rate:.2f}"]
+        fits = "" if first.compiled is None else str(first.compiled.per_sm)
+        table.add_row(name, str(num), *told, fits)
+    return table
+
+
+def seconds_of(lines: Sequence[Line]) -> float:
+    return sum(one.seconds for one in lines)
+
+
+def _measured(path: Path) -> dict[str, float]:
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {one["what"]: one["ms"] for one in lines if one["section"] == "steps" and "ms" in one}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="v2-lite", help="of benchmarks.gpu.shapes [v2-lite]")
+    add("--fp8", action="store_true", help="weights in blocks of FP8")
+    add("--rows", default="1,8,32,64,128", metavar="N,..")
+    add("--contexts", default="1024,4096", metavar="N,..")
+    add("--launches", action="store_true", help="each kind of launch too")
+    add("--measured", type=Path, metavar="FILE", help="results of benchmarks.gpu, beside these")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

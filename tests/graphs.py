@@ -1,0 +1,67 @@
+"""A stand-in for CUDA graphs on CPUs: recorded programs with a graph's rules of lifetime.
+
+Programs of one pool share its memory: whatever any of them returned before is garbage once the next
+one runs. Outputs lie in the same place each time, and inputs are copied to where the program reads
+them (model/kernels/captured.py).
+"""
+
+import torch
+from torch import Tensor
+
+from core.forms import CAPTURED
+from model.kernels.native import Native
+from model.kernels.recorded import Recorded
+from model.kernels.repeated import Function, Repeated
+from tests.kernels import ours
+
+GARBAGE = 1 << 40
+"""Of integers: no row, page or token."""
+
+
+class Graph(Recorded):
+    """The first call is eager, the second captures."""
+
+    def __init__(self, function: Function, pool: list["Graph"]) -> None:
+        super().__init__(function)
+        self._eager, self._pool, self._has_run = function, pool, False
+        self._held: list[Tensor] = []
+        self._kept: tuple[Tensor, ...] = ()
+        self.num_replays = 0
+        pool.append(self)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if not self._has_run:
+            outputs = self._eager(*inputs)
+            self._has_run = True
+            return outputs
+        self._held = self._held or [one.clone() for one in inputs]
+        for held, new in zip(self._held, inputs, strict=True):
+            held.copy_(new)
+        made = super().__call__(*self._held)
+        for one in self._pool:
+            one.spoil()
+        self._kept = self._kept or tuple(torch.empty_like(one) for one in made)
+        for kept, new in zip(self._kept, made, strict=True):
+            kept.copy_(new)
+        self.num_replays += 1
+        return self._kept
+
+    def spoil(self) -> None:
+        for kept in self._kept:
+            if kept.dtype == torch.bool:
+                kept.logical_not_()
+            else:
+                kept.fill_(float("nan") if kept.is_floating_point() else GARBAGE)
+
+
+class Graphs(Native):
+    """Native kernels, whose functions are repeated as graphs of one pool."""
+
+    form, keeps_outputs = CAPTURED, True
+
+    def __init__(self) -> None:
+        ours()  # loads the library
+        self.pool: list[Graph] = []
+
+    def repeated(self, function: Function) -> Repeated:
+        return Graph(function, self.pool)

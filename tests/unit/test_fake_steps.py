@@ -1,0 +1,104 @@
+"""No program of a step waits for the host or has shapes that depend on values, with the kernels for
+GPUs: on tensors that have no values, for all drafters and all that rows may ask for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from tests.kernels import IS_INTERPRETED
+
+if IS_INTERPRETED:
+    pytest.skip("launches are noted, not made", allow_module_level=True)
+pytest.importorskip("triton")
+
+from benchmarks.driven.engines import Bench, load  # noqa: E402
+from benchmarks.gpu.device import Device  # noqa: E402
+from benchmarks.gpu.gang import spread_over  # noqa: E402
+from benchmarks.gpu.launches import Noted, noted  # noqa: E402
+from core.config import TINY_MODEL  # noqa: E402
+from core.request import ACCEPTANCES, REJECTION, STRICT, TYPICAL  # noqa: E402
+from decode_node.planning.forms import usual_keys  # noqa: E402
+from decode_node.planning.step_plan import PLAIN, SAMPLED, Extras, StepKey  # noqa: E402
+from model.loaded import LoadedModel  # noqa: E402
+from tests.conformance import DRAFTERS, bench_of  # noqa: E402
+
+ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
+"""But for classes of one's own, which are Python between two steps."""
+EXTRAS = [
+    PLAIN,
+    Extras(all_greedy=False, has_rules=True),
+    Extras(False, False, (STRICT, TYPICAL)),
+    Extras(False, False, (REJECTION, STRICT)),
+    Extras(False, True, tuple(sorted(ACCEPTANCES))),
+]
+
+
+@pytest.fixture
+def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.loaded.create_kernels", lambda *told, **more: Noted())
+
+
+def loaded_with(name: str) -> LoadedModel:
+    return load(TINY_MODEL, "model.dtype=bfloat16", *DRAFTERS[name])
+
+
+def keys_of(loaded: LoadedModel, bench: Bench) -> list[StepKey]:
+    """Every level drawn, and the largest with what else rows may ask for."""
+    catch_up = loaded.drafter.catch_up(bench.num_drafts)
+    usual = usual_keys((3,), loaded.drafter.levels(bench.num_drafts), catch_up)
+    drawn = [key for key in usual if key.extras == SAMPLED]
+    largest = max(drawn, key=lambda key: (key.level, key.catch_up))
+    return [*drawn, *(replace(largest, extras=extras) for extras in EXTRAS)]
+
+
+def computed(loaded: LoadedModel, name: str) -> int:
+    """How many launches all programs have; their steps are of rows that are nobody's."""
+    bench, num = bench_of(loaded, name), 0
+    rows, programs = bench.decode._launcher.rows, bench.decode.programs
+    rows.hold_rules()
+    for key in keys_of(loaded, bench):
+        index = rows.index([], key.num_rows, is_trial=True)
+        values = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.inference_mode(), values, noted(loaded.kernels) as found:  # type: ignore[arg-type]
+            programs._compute(key, None, *index)
+        num += len(found)
+        assert any(one.kernel is not None for one in found)
+    return num
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_no_program_of_a_drafter_depends_on_values(_noted: None, name: str) -> None:
+    assert computed(loaded_with(name), name) > 500
+
+
+def test_nor_one_whose_experts_are_behind_a_gang(_noted: None) -> None:
+    loaded = loaded_with("mtp")
+    group: Any = SimpleNamespace(num_ranks=2, rank=0, all_gather=twice, all_to_all=torch.empty_like)
+    spread = spread_over(group, loaded, Device(is_rehearsal=True))
+    alone = computed(loaded_with("mtp"), "mtp")
+    assert computed(spread, "mtp") > alone
+
+
+def twice(x: Tensor) -> Tensor:
+    return x.new_empty(2, *x.shape)
+
+
+@pytest.mark.parametrize("wait", ["item", "nonzero"])
+def test_a_wait_for_the_host_would_be_found(
+    _noted: None, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    loaded = loaded_with("mtp")
+    compute = loaded.network.logits
+
+    def waiting(hidden: Tensor) -> Tensor:
+        getattr(hidden.float().sum(), wait)()
+        return compute(hidden)
+
+    monkeypatch.setattr(loaded.network, "logits", waiting)
+    with pytest.raises((DataDependentOutputException, RuntimeError)):
+        computed(loaded, "mtp")

@@ -1,0 +1,83 @@
+"""What steps of published sizes launch on a GPU, and what their kernels are once compiled for
+Hopper: whether enough is in flight for its memory, loads and products overlap, and no launch or
+byte has been added. No device says so; what one measured stands in docs/gpu.md."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kernels import IS_INTERPRETED
+
+if IS_INTERPRETED:
+    pytest.skip("nothing is compiled", allow_module_level=True)
+pytest.importorskip("triton")
+
+from benchmarks.gpu.ledger import MOST, Line, line_of, lines_of, step_of  # noqa: E402
+
+HOT = {"_attend": 32, "_gate_up": 64, "_down": 64, "_product": 64}
+"""Kernels that take most of a step, and what wgmmas that they have multiply by at least."""
+ENOUGH = 0.8 * MOST
+"""Of memory's rate, by what is in flight: 24 KB on each processor."""
+At = tuple[str, int, int, int, bool]
+"""Model, rows, context, drafts, and whether weights are FP8."""
+STEPS: dict[At, tuple[int, float]] = {
+    ("v2-lite", 1, 4096, 0, False): (500, 5.15),
+    ("v2-lite", 1, 4096, 3, False): (649, 14.04),
+    ("v2-lite", 32, 4096, 0, False): (526, 34.55),
+    ("v2-lite", 32, 4096, 3, False): (678, 42.34),
+    ("v3-slice", 32, 4096, 3, False): (274, 52.49),
+    ("v3-slice", 1, 4096, 0, True): (132, 4.44),
+    ("v3-slice", 32, 4096, 3, True): (305, 34.02),
+}
+"""Launches, and GB that they move."""
+COMPILED = [at for at in STEPS if at[1] > 1 or at[4]]
+
+
+def faults(line: Line) -> list[str]:
+    """Of a kernel that takes much of a step."""
+    name, made = line.launch.name, line.compiled
+    assert made is not None
+    told = {
+        "spills": made.num_spilled > 0,
+        "wgmmas wait for one another": made.is_serialized,
+        "loads and products take turns": made.num_buffers < 2,
+        "loads of less than 16 bytes": made.load_bytes < 16,
+        "too little in flight": line.of_memory < ENOUGH,
+        "narrow products": 0 < made.wgmma_n < HOT[name],
+    }
+    return [f"{name}: {fault}: {made}" for fault, is_so in told.items() if is_so]
+
+
+@pytest.mark.parametrize("at", STEPS, ids=str)
+def test_no_launch_and_no_byte_is_added(at: At) -> None:
+    """Whoever takes some away writes that down here, and in docs/gpu.md."""
+    launches, work = step_of(*at)
+    gigabytes = sum(one.num_bytes for one in work) / 1e9
+    assert (len(launches), round(gigabytes, 2)) == STEPS[at]
+
+
+@pytest.mark.parametrize("at", COMPILED, ids=str)
+def test_kernels_that_take_most_of_a_step_keep_memory_and_products_busy(at: At) -> None:
+    hot = {str(one): one for one in lines_of(*at, only=HOT)}
+    assert len({one.launch.name for one in hot.values()}) >= 3
+    assert not [fault for one in hot.values() for fault in faults(one)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fault"),
+    [
+        ("_attend", {"num_stages": 1}, "take turns"),
+        ("_attend", {"BLOCK_S": 16}, "narrow products"),
+        ("_attend", {"num_warps": 4}, "spills"),
+    ],
+)
+def test_guards_notice(name: str, options: dict[str, Any], fault: str) -> None:
+    at = "v3-slice", 32, 4096, 3, False
+    [(launch, work), *_] = [
+        pair for pair in zip(*step_of(*at), strict=True) if pair[0].name == name
+    ]
+    found = faults(line_of(replace(launch, given=launch.given | options), work))
+    assert any(fault in one for one in found), found
+    few = replace(launch, grid=(16, 1))
+    assert any("too little in flight" in one for one in faults(line_of(few, work)))
