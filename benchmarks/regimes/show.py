@@ -67,7 +67,7 @@ def save_plot(path: Path, cells: Sequence[Cell]) -> None:
     from matplotlib.figure import Figure
 
     contexts = [*dict.fromkeys(one.context for one in cells)]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     [row] = figure.subplots(1, len(contexts), sharey=True, squeeze=False)
     for axes, context in zip(row, contexts, strict=True):
         for i, name in enumerate(dict.fromkeys(one.drafter for one in cells)):
@@ -78,5 +78,6 @@ def save_plot(path: Path, cells: Sequence[Cell]) -> None:
         axes.axhline(1, color="black", linestyle=":")
         axes.set(title=f"context {context}", xlabel="drafts a step", xticks=DEPTHS)
     figure.axes[0].set_ylabel("time of a token by that without drafts")
-    figure.axes[0].legend(title="measured; dashed: the model", fontsize=8)
+    title, place = "measured; dashed: the model", "outside lower center"
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), title=title, loc=place, ncols=4)
     figure.savefig(path, dpi=110)
