@@ -27,8 +27,11 @@ from benchmarks.driven.held_out import held_out
 from core.config import TINY_MODEL
 from core.levels import chains
 from decode_node.planning.step_plan import StepKey
+from decode_node.program.rows import Rows
 from decode_node.program.step import draft, verify
 from model.drafters.base import Drafts
+from model.loaded import LoadedModel
+from model.network.cache import Caches
 from model.network.tree import tree_of
 
 MAX_DRAFTS = 3
@@ -51,19 +54,19 @@ def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, Part]:
 
         return part
 
-    nothing = parts_of(bench, num_rows)["verify 0"]
+    nothing = parts_of(loaded, rows, bench.caches, num_rows)["verify 0"]
     return {"verify 0": nothing} | {f"verify {n}": verified(n) for n in sizes}
 
 
-def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
+def parts_of(loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int) -> dict[str, Part]:
     """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
-    loaded, rows = bench.loaded, bench.decode._launcher.rows
 
     def verified(num_drafts: int) -> Part:
-        drafts = Drafts(torch.arange(num_rows * num_drafts).view(num_rows, num_drafts) + 50)
+        tokens = torch.arange(num_rows * num_drafts, device=loaded.device) + 50
+        drafts = Drafts(tokens.view(num_rows, num_drafts))
 
         def part(read_B: Tensor) -> tuple[Tensor]:
-            *_, logits_BNV = verify(loaded, bench.caches, rows.select(read_B, None), drafts)
+            *_, logits_BNV = verify(loaded, caches, rows.select(read_B, None), drafts)
             return (logits_BNV.argmax(-1),)
 
         return part
@@ -72,7 +75,7 @@ def parts_of(bench: Bench, num_rows: int) -> dict[str, Part]:
         def part(read_B: Tensor) -> tuple[Tensor]:
             key = StepKey(num_rows, num_drafts, catch_up=1)
             selected, level = rows.select(read_B, None), chains(num_drafts)[-1]
-            return (draft(loaded.drafter, bench.caches, selected, key, level).tokens_BN,)
+            return (draft(loaded.drafter, caches, selected, key, level).tokens_BN,)
 
         return part
 
@@ -91,7 +94,8 @@ def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) 
     for sequence in bench.decode.scheduler.running:
         sequence.pages.extend(bench.pool.allocate(1))
         bench.decode._launcher.rows.grow(sequence)
-    made = trees_of(bench, num_rows, sizes) if sizes else parts_of(bench, num_rows)
+    known = loaded, bench.decode._launcher.rows, bench.caches
+    made = trees_of(bench, num_rows, sizes) if sizes else parts_of(*known, num_rows)
     parts = {name: loaded.kernels.repeated(f) for name, f in made.items()}
     read_B, times = torch.arange(num_rows), defaultdict(list)
     for _ in range(num_rounds):

@@ -1,8 +1,5 @@
 """v and c at DeepSeek-V2-Lite's dimensions, as verify_cost has them."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 
 from benchmarks.gpu.device import Device
@@ -18,15 +15,14 @@ def run(device: Device, say: Say) -> None:
     for num_rows in (1, 2) if device.is_rehearsal else (1, 8, 32, 128):
         with torch.inference_mode():
             batch = Steps(loaded, num_rows, context, MAX_DRAFTS)
-            decode = SimpleNamespace(_rows=batch.rows)
-            bench: Any = SimpleNamespace(loaded=loaded, decode=decode, caches=batch.caches)
             read_B, times = torch.arange(num_rows, device=device.kind), {}
-            for part, function in parts_of(bench, num_rows).items():
+            parts = parts_of(loaded, batch.rows, batch.caches, num_rows)
+            for part, function in parts.items():
                 repeated = loaded.kernels.repeated(function)
                 times[part] = device.time_s(lambda: repeated(read_B))  # noqa: B023
         plain = times["verify 0"]
         draft = (times[f"draft {MAX_DRAFTS}"] - times["draft 1"]) / (MAX_DRAFTS - 1)
         v = {f"v{n}": times[f"verify {n}"] / plain for n in range(1, MAX_DRAFTS + 1)}
         say(f"{name}, {num_rows} rows of {context}", plain_ms=1e3 * plain, c=draft / plain, **v)
-        del batch, bench
+        del batch, parts
         device.free()

@@ -78,6 +78,6 @@ def save_plot(path: Path, cells: Sequence[Cell]) -> None:
         axes.axhline(1, color="black", linestyle=":")
         axes.set(title=f"context {context}", xlabel="drafts a step", xticks=DEPTHS)
     figure.axes[0].set_ylabel("time of a token by that without drafts")
-    title, place = "measured; dashed: the model", "outside lower center"
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), title=title, loc=place, ncols=4)
+    told, title = figure.axes[0].get_legend_handles_labels(), "measured; dashed: the model"
+    figure.legend(*told, title=title, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
