@@ -74,7 +74,7 @@ tritons: $(READY)
 	@set -e; for version in $(TRITONS); do \
 	echo "Triton $$version"; folder=build/triton-$$version; \
 	test -d $$folder || $(VENV)/bin/pip install -q --no-deps --target $$folder triton==$$version; \
-	PYTHONPATH=$$folder $(PY) -m pytest -n $(WORKERS) tests/unit/test_gpu_compiles.py; \
+	PYTHONPATH=$$folder $(PY) -m pytest -n $(WORKERS) tests/unit/test_gpu_compiles.py tests/unit/test_gpu_guards.py; \
 	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
 soak: tritons
