@@ -11,8 +11,8 @@ from model.checkpoint.config import ModelConfig
 from model.kernels.base import PLAIN, Kernels
 
 log = logging.getLogger(__name__)
-MOST_SHARED_BYTES = 227 * 1024
-"""That a program of kernels for GPUs takes: what Hopper and Blackwell's B200 let it have."""
+HOPPER = 9
+"""The compute capability that kernels for GPUs are made for: elsewhere some would not fit."""
 
 
 def create_kernels(
@@ -67,10 +67,9 @@ def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kerne
 
     by_powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     card = torch.cuda.get_device_properties(device)
-    num_bytes = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
-    if num_bytes < MOST_SHARED_BYTES:
+    if card.major != HOPPER:
         raise ValueError(
-            f"{card.name} has {num_bytes >> 10} KB of shared memory for a program, and some of "
-            f"these take {MOST_SHARED_BYTES >> 10} KB (H100, H200 and B200 have them)"
+            f"they are made for Hopper (H100, H200), and {card.name} has compute capability "
+            f"{card.major}.{card.minor}"
         )
     return Triton(card.multi_processor_count, quantises, by_powers)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from core.request import SamplingParams
 from kv_transfer.gpu_copies import copy_all_layers
-from model.kernels import MOST_SHARED_BYTES
 from model.kernels.base import BLOCK, Attention, Blocks, Routing
 from model.network.batch import Segments
 from model.sampling.sampler import SamplingRows
@@ -22,7 +21,7 @@ if IS_INTERPRETED or sys.platform != "linux":
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.gpu.compiled import Hopper, figures  # noqa: E402
+from benchmarks.gpu.compiled import MOST_SHARED_BYTES, Hopper, figures  # noqa: E402
 from model.kernels.gpu import compiling, route  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
 

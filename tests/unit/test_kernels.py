@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.config import TINY_MODEL
 from model.checkpoint.config import ModelConfig
-from model.kernels import MOST_SHARED_BYTES, build, create_kernels
+from model.kernels import build, create_kernels
 from model.kernels.base import PLAIN, Attention, Kernels, Routing
 from model.network.batch import Batch, Segments
 from model.network.tree import tree_of
@@ -507,22 +507,25 @@ def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert create_kernels("plain", *given).name == "plain"
 
 
-@pytest.mark.parametrize(("name", "num_kb"), [("NVIDIA A100-SXM4-80GB", 163), ("NVIDIA L4", 99)])
-def test_gpus_whose_processors_hold_too_little_have_plain_ones_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, name: str, num_kb: int
+@pytest.mark.parametrize(
+    ("name", "major", "minor"),
+    [("NVIDIA A100-SXM4-80GB", 8, 0), ("NVIDIA L4", 8, 9), ("NVIDIA B200", 10, 0)],
+)
+def test_gpus_that_kernels_are_not_made_for_have_plain_ones_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int
 ) -> None:
-    """And not the failure of their first step; one that holds enough has those written for it."""
+    """At start, and not by the failure of a first step."""
     pytest.importorskip("triton")
-    card = SimpleNamespace(name=name, multi_processor_count=108, shared_memory_per_block=48 << 10)
-    card.shared_memory_per_block_optin = num_kb << 10
+    card = SimpleNamespace(name=name, multi_processor_count=108, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("CC", "cc")
     asked = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
     found = create_kernels("auto", *asked)
-    assert found.name == PLAIN.name and f"{name} has {num_kb} KB" in found.why_plain
+    told = f"{name} has compute capability {major}.{minor}"
+    assert found.name == PLAIN.name and told in found.why_plain
     with pytest.raises(ValueError, match="'triton' cannot be had: .*use auto or plain"):
         create_kernels("triton", *asked)
-    card.shared_memory_per_block_optin = MOST_SHARED_BYTES
+    card.major = 9
     assert create_kernels("auto", *asked).name == "triton"
 
 
