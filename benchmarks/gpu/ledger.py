@@ -16,6 +16,7 @@ import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import floors
 from benchmarks.gpu.compiled import Compiled, compiled_of
 from benchmarks.gpu.launches import NUM_PROCESSORS, Launch, Noted, noted
-from benchmarks.gpu.shapes import random_model
+from benchmarks.gpu.shapes import SHAPES, random_model
 from benchmarks.gpu.steps import NUM_DRAFTS, Steps
 from benchmarks.gpu.work import Step, hit, work_of
 from model.drafters.none import NoDrafter
@@ -70,7 +72,7 @@ def model_of(name: str, in_fp8: bool) -> tuple[Any, Noted]:
 
 
 def launches_of(
-    name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool = False, **sampling: float
+    name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool
 ) -> list[Launch]:
     loaded, kernels = model_of(name, in_fp8)
     if num_drafts == 0:
@@ -81,7 +83,7 @@ def launches_of(
         return torch.zeros(shape, dtype=dtype)
 
     with mode, torch.inference_mode(), patch("model.loaded.zeros", zeros):
-        steps = Steps(loaded, num_rows, context, num_drafts, **sampling)
+        steps = Steps(loaded, num_rows, context, num_drafts)
         with noted(kernels) as found:
             steps.step()
     return found
@@ -135,27 +137,29 @@ def floor_s(name: str, num_rows: int, context: int, num_drafts: int, in_fp8: boo
 
 
 def main() -> None:
-    args = _arguments()
+    args, console = _arguments(), Console(width=150)
     measured = _measured(args.measured) if args.measured else {}
-    table = Table(title=f"{args.model}{', FP8' * args.fp8}: a step, predicted")
+    model = f"{args.model}{', FP8' * args.fp8}"
+    table = Table(title=f"{model}: a step, predicted")
     for title in ("rows", "context", "n", "launches", "GB", "floor ms", "predicted ms", "by floor"):
         table.add_column(title, justify="right")
     table.add_column("measured ms", justify="right")
-    for num_rows in map(int, args.rows.split(",")):
-        for context in map(int, args.contexts.split(",")):
-            for n in (0, NUM_DRAFTS):
-                at = args.model, num_rows, context, n, args.fp8
-                lines, floor = lines_of(*at), floor_s(*at)
-                seconds = seconds_of(lines)
-                gigabytes = sum(one.work.num_bytes for one in lines) / 1e9
-                what = f"{args.model}{', FP8' * args.fp8}, {num_rows} rows of {context}, n = {n}"
-                told = [f"{gigabytes:.2f}", f"{1e3 * floor:.2f}", f"{1e3 * seconds:.2f}"]
-                told += [f"{seconds / floor:.2f}"]
-                told += [f"{measured[what]:.2f}" if what in measured else ""]
-                table.add_row(str(num_rows), str(context), str(n), str(len(lines)), *told)
-                if args.launches:
-                    Console(width=150).print(_of_launches(what, lines))
-    Console(width=150).print(table)
+    sizes = [*product(_numbers(args.rows), _numbers(args.contexts), (0, NUM_DRAFTS))]
+    for num_rows, context, n in track(sizes, model, console=Console(stderr=True)):
+        at = args.model, num_rows, context, n, args.fp8
+        lines, floor = lines_of(*at), floor_s(*at)
+        seconds, gigabytes = seconds_of(lines), sum(one.work.num_bytes for one in lines) / 1e9
+        what = f"{model}, {num_rows} rows of {context}, n = {n}"
+        told = [f"{gigabytes:.2f}", f"{1e3 * floor:.2f}", f"{1e3 * seconds:.2f}"]
+        told += [f"{seconds / floor:.2f}", f"{measured[what]:.2f}" if what in measured else ""]
+        table.add_row(str(num_rows), str(context), str(n), str(len(lines)), *told)
+        if args.launches:
+            console.print(_of_launches(what, lines))
+    console.print(table)
+
+
+def _numbers(text: str) -> list[int]:
+    return [*map(int, text.split(","))]
 
 
 def _of_launches(what: str, lines: Sequence[Line]) -> Table:
@@ -192,7 +196,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="v2-lite", help="of benchmarks.gpu.shapes [v2-lite]")
+    add("--model", default="v2-lite", choices=SHAPES, help="[v2-lite]")
     add("--fp8", action="store_true", help="weights in blocks of FP8")
     add("--rows", default="1,8,32,64,128", metavar="N,..")
     add("--contexts", default="1024,4096", metavar="N,..")
