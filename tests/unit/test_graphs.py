@@ -93,8 +93,5 @@ def test_who_reads_a_verdict_in_place_would_be_found_out(
     loaded = load(folder, "model.kernels=native", "speculation.num_tokens=3")
     expected = told(loaded, "overlapped")
     monkeypatch.setattr(launcher, "download", lambda rows: rows)
-    try:
-        found = told(replace(loaded, kernels=Graphs(), refused={}), "overlapped")
-    except (RuntimeError, IndexError, AssertionError, OverflowError):
-        return
+    found = told(replace(loaded, kernels=Graphs(), refused={}), "overlapped")
     assert found != expected
