@@ -144,7 +144,7 @@ def main() -> None:
     for title in ("rows", "context", "n", "launches", "GB", "floor ms", "predicted ms", "by floor"):
         table.add_column(title, justify="right")
     table.add_column("measured ms", justify="right")
-    sizes = [*product(_numbers(args.rows), _numbers(args.contexts), (0, NUM_DRAFTS))]
+    sizes = [*product(args.rows, args.contexts, (0, NUM_DRAFTS))]
     for num_rows, context, n in track(sizes, model, console=Console(stderr=True)):
         at = args.model, num_rows, context, n, args.fp8
         lines, floor = lines_of(*at), floor_s(*at)
@@ -158,7 +158,7 @@ def main() -> None:
     console.print(table)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [*map(int, text.split(","))]
 
 
@@ -198,8 +198,8 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="v2-lite", choices=SHAPES, help="[v2-lite]")
     add("--fp8", action="store_true", help="weights in blocks of FP8")
-    add("--rows", default="1,8,32,64,128", metavar="N,..")
-    add("--contexts", default="1024,4096", metavar="N,..")
+    add("--rows", type=numbers, default="1,8,32,64,128", metavar="N,..")
+    add("--contexts", type=numbers, default="1024,4096", metavar="N,..")
     add("--launches", action="store_true", help="each kind of launch too")
     add("--measured", type=Path, metavar="FILE", help="results of benchmarks.gpu, beside these")
     return parser.parse_args()
