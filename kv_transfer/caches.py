@@ -58,7 +58,7 @@ class PagedCaches:
         }
         self.device = self._tensors[groups[0].name][0].device
         self._copy = copy or copy_on(self.device)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self.device, -1) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:
         """For `gather` to wait for what the calling thread has launched so far; None where that is

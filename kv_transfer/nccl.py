@@ -36,7 +36,8 @@ class NcclWire:
     def __init__(self, group: Any, rank: int, device: str) -> None:
         self._group: Any = group
         self._peer_rank = 1 - rank
-        self._stream = torch.cuda.Stream(device)
+        # torch hands out 32 of each priority, again and again: steps and graphs have others.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
         self._aborting = threading.Event()
         self._lock = threading.Lock()

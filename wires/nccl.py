@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 
 def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = None) -> Any:
     """``prepare`` comes before. Every deadline is the caller's: its own is beyond all of them. The
-    first call creates its communicator."""
+    first call creates its communicator. With ``max_ctas`` it goes before steps, beside which it
+    runs, and has no stream of theirs."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
     if max_ctas is not None:
-        options.config.max_ctas = max_ctas
+        options.config.max_ctas, options.is_high_priority_stream = max_ctas, True
     return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
 
 

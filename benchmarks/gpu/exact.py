@@ -14,6 +14,8 @@ from core.request import Request
 from model.loaded import LoadedModel
 
 NUM_TOKENS = 60
+CYCLES = 4_000_000_000
+"""Two seconds of a processor's clock."""
 
 
 def run(device: Device, say: Say) -> None:
@@ -40,6 +42,8 @@ def run(device: Device, say: Say) -> None:
             )
     found = waits(load(TINY_MODEL, "model.dtype=bfloat16", *sets), device)
     say("waits of the host", is_right=not found, found=found)
+    if not device.is_rehearsal:
+        say("a program is made while a transfer waits", is_right=is_made_beside(loaded))
 
 
 def requests(num: int) -> list[Request]:
@@ -81,6 +85,20 @@ def waits(loaded: LoadedModel, device: Device) -> str:
         except RuntimeError as error:
             return f"{'captured' if is_captured else 'eager'}: {error}"
     return ""
+
+
+def is_made_beside(loaded: LoadedModel) -> bool:
+    """While another stream is busy, as one is with a transfer whose other end waits for us."""
+    program, x = loaded.kernels.repeated(lambda x: (x + 1,)), torch.ones(8, device=loaded.device)
+    program(x)
+    over = torch.cuda.Event()
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        torch.cuda._sleep(CYCLES)
+        over.record()
+    program(x)
+    is_made = program.is_ready and not over.query()
+    over.synchronize()
+    return is_made
 
 
 @contextmanager

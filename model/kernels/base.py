@@ -22,6 +22,8 @@ from model.sampling.sampler import Sampler
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
+More = Any
+"""What is added to rows [X, D]; some give it in parts (Kernels.combine)."""
 
 
 BLOCK = 128
@@ -133,10 +135,10 @@ class Kernels(Sampler):
         return weight_D * F.rms_norm(x_XD.float(), weight_D.shape, eps=eps).to(x_XD.dtype)
 
     def add_rms_norm(
-        self, x_XD: Tensor, more_XD: Tensor, weight_D: Tensor, eps: float
+        self, x_XD: Tensor, more: More, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """The sum of both, and its norm."""
-        x_XD = x_XD + more_XD
+        x_XD = x_XD + more
         return x_XD, self.rms_norm(x_XD, weight_D, eps)
 
     def mla_entry(
@@ -281,9 +283,9 @@ class Kernels(Sampler):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return ids_TK, weights_TK * how.factor
 
-    def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tensor:
+    def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> More:
         """The weighted sum [T, D] of each token's experts, in fp32, from the best one on; then
-        ``more`` is added."""
+        ``more`` is added. Some leave all that to `add_rms_norm`."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])

@@ -1,5 +1,7 @@
 """Functions of tensors as CUDA graphs: what is launched once is launched again as a whole."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,19 +10,24 @@ from torch import Tensor
 from core.errors import CannotCapture
 from model.kernels.repeated import Function
 
+LEAST_FREE = 0.02
+"""Of the device's memory, or no program is made: steps have to run, too."""
+
 
 class Captured:
     """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
     call; what it returns is overwritten by the next, in the order of the device.
 
     The first call is an eager one, in which kernels are compiled and libraries take what they
-    need; the second captures. Graphs of one ``pool`` share memory, and never run side by side.
-    Other threads may use the device meanwhile. CannotCapture if the host waits for the device, or
-    for any other reason that leaves the device well; else what is wrong with it.
+    need; the second captures, on a ``stream`` that nothing else uses. Graphs of one ``pool`` share
+    memory, and never run side by side. Other threads may use the device meanwhile, and nothing
+    waits for what it is busy with: it may be a transfer whose other end waits for this host.
+    CannotCapture if the host waits for the device, memory is short, or for any other reason that
+    leaves the device well; else what is wrong with it.
     """
 
-    def __init__(self, function: Function, pool: Any) -> None:
-        self._function, self._pool = function, pool
+    def __init__(self, function: Function, pool: Any, stream: Any) -> None:
+        self._function, self._pool, self._stream = function, pool, stream
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
@@ -46,15 +53,33 @@ class Captured:
         self._graph, self._inputs, self._outputs = None, [], ()
 
     def _captured(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
-        self._inputs = [one.clone() for one in inputs]
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        _check_room()
+        self._inputs, graph = [one.clone() for one in inputs], torch.cuda.CUDAGraph()
         try:
-            # A capture that fails as it ends does not go back to the stream before it.
-            with torch.cuda.stream(torch.cuda.current_stream()), capture:
+            with torch.cuda.stream(self._stream), _capturing(graph, self._pool):
                 self._outputs = self._function(*self._inputs)
         except Exception as error:
             self.forget()
             sum(one.sum().item() for one in inputs)  # raises if the device answers no more
             raise CannotCapture(f"it cannot be captured: {error}") from error
         return graph
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """torch.cuda.graph waits for the whole device first, and so do the caches that it empties."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
+def _check_room() -> None:
+    """What is only kept for later is given up first, which makes the device wait."""
+    num_free, num_bytes = torch.cuda.mem_get_info()
+    if num_free < LEAST_FREE * num_bytes:
+        torch.cuda.empty_cache()
+        num_free, _ = torch.cuda.mem_get_info()
+    if num_free < LEAST_FREE * num_bytes:
+        raise CannotCapture(f"only {num_free / 1e6:.0f} MB of {num_bytes / 1e9:.0f} GB are free")

@@ -76,12 +76,12 @@ def physical_slots(
     Slots beyond the page table land on the dummy page too: a draft may reach past
     ``max_model_len``, where nothing it writes is ever read.
     """
-    slots_BQ = slots_BQ.clamp(min=0)
-    pages_BQ, last = slots_BQ // page_size, page_table_BP.shape[1] - 1
-    is_inside_BQ = pages_BQ <= last
+    num_slots = page_table_BP.shape[1] * page_size
+    is_inside_BQ = slots_BQ < num_slots
     keep_BQ = is_inside_BQ if keep_BQ is None else keep_BQ & is_inside_BQ
-    page_ids_BQ = page_table_BP.gather(1, pages_BQ.clamp(max=last))
-    return page_ids_BQ.where(keep_BQ, DUMMY_PAGE) * page_size + slots_BQ % page_size
+    slots_BQ = slots_BQ.clamp(0, num_slots - 1)
+    page_ids_BQ = page_table_BP.gather(1, slots_BQ // page_size).where(keep_BQ, DUMMY_PAGE)
+    return torch.add(slots_BQ % page_size, page_ids_BQ, alpha=page_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checkpoint.config import ModelConfig
-from model.kernels.base import Angles
+from model.kernels.base import Angles, More
 from model.network.batch import Batch
 from model.network.cache import MAIN, Caches
 from model.network.dispatch.base import Dispatch
@@ -33,10 +33,10 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, dispatch, moe_layer)
 
     def forward(
-        self, x_XD: Tensor, more_XD: Tensor | None, batch: Batch, cache: Tensor, angles: Angles
-    ) -> tuple[Tensor, Tensor]:
+        self, x_XD: Tensor, more: More | None, batch: Batch, cache: Tensor, angles: Angles
+    ) -> tuple[Tensor, More]:
         """The sum of both, through the layer: again in two parts, which the next norm sums up."""
-        x_XD, normed_XD = self.input_layernorm.add(x_XD, more_XD)
+        x_XD, normed_XD = self.input_layernorm.add(x_XD, more)
         attended_XD = self.self_attn(normed_XD, batch, cache, angles)
         x_XD, normed_XD = self.post_attention_layernorm.add(x_XD, attended_XD)
         real_X = None if batch.real_BQ is None else batch.real_BQ.flatten()
@@ -74,15 +74,14 @@ class DeepseekV3(nn.Module):
     def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The same, and features for a drafter [B, Q, F]: what enters each of the layers ``taps``,
         side by side; without any the hidden states themselves."""
-        x_XD, more_XD = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
+        x_XD, more = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
         angles, found = self.rope.at(batch.positions_BQ.flatten()), []
         layers = zip(self.model.layers, caches[MAIN], strict=True)
         for i, (layer, cache) in enumerate(layers):
             if i in taps:
-                found.append(x_XD if more_XD is None else x_XD + more_XD)
-            x_XD, more_XD = layer(x_XD, more_XD, batch, cache, angles)
-        _, hidden_XD = self.model.norm.add(x_XD, more_XD)
-        hidden_BQD = hidden_XD.view(*batch.token_ids_BQ.shape, -1)
+                found.append(self.model.norm.add(x_XD, more)[0])
+            x_XD, more = layer(x_XD, more, batch, cache, angles)
+        hidden_BQD = self.model.norm.add(x_XD, more)[1].view(*batch.token_ids_BQ.shape, -1)
         features_BQF = torch.cat(found, -1).view(*batch.token_ids_BQ.shape, -1) if found else None
         return hidden_BQD, hidden_BQD if features_BQF is None else features_BQF
 

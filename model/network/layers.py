@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.config import ModelConfig, YarnScaling
 from model.checkpoint.files import dequantise
-from model.kernels.base import BLOCK, Angles, Blocks, Kernels, Weights
+from model.kernels.base import BLOCK, Angles, Blocks, Kernels, More, Weights
 
 
 class Part(nn.Module):
@@ -42,7 +42,7 @@ class RMSNorm(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, more: More | None) -> tuple[Tensor, Tensor]:
         """The sum of both, and its norm."""
         if more is None:
             return x, self(x)

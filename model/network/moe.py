@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.config import ModelConfig
-from model.kernels.base import Kernels, Routing
+from model.kernels.base import Kernels, More, Routing
 from model.network.dispatch.base import Dispatch
 from model.network.experts import Experts
 from model.network.layers import GatedMLP, Matrices, Part
@@ -61,9 +61,10 @@ class MoE(Part):
         shared_width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, shared_width) if shared_width else None
 
-    def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> Tensor:
-        """x and result [T, D]; ``real_T`` is False for padding, None if there is none. How outputs
-        are summed depends on nothing but the token: the same wherever they were computed."""
+    def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> More:
+        """Of x [T, D], what the next norm adds; ``real_T`` is False for padding, None if there is
+        none. How outputs are summed depends on nothing but the token: the same wherever they were
+        computed."""
         shared = self.shared_experts
         beside = None if shared is None else self.kernels.beside(lambda: shared(x_TD))
         ids_TK, weights_TK = self.gate(x_TD)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from core.errors import CannotCapture
 from core.forms import CAPTURED
 from core.identity import Identity
 from model.kernels.captured import Captured
+from model.kernels.repeated import Function
 from model.loaded import LoadedModel
 from runtime.engine_loop import EngineLoop, is_fatal
 
@@ -43,29 +44,78 @@ class Streams:
         finally:
             self.current = before
 
-    @contextmanager
-    def graph(self, graph: object, **_: object) -> Iterator[None]:
-        """As torch's: it does not leave its own stream if the capture ends with an error."""
-        before, self.current = self.current, "capture"
-        try:
-            yield
-        finally:
+
+class Graph:
+    """Of whose ``captures`` streams remember the outcome: they fail, or what is captured runs at
+    once and is not replayed."""
+
+    captures: ClassVar[list[str]] = []
+    fails = True
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.captures.append(capture_error_mode)
+
+    def capture_end(self) -> None:
+        if self.fails:
             raise torch.AcceleratorError(REFUSED)
-        self.current = before
+
+    def replay(self) -> None:
+        pass
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """A transfer is under way whose other end waits for this host: who waits for the whole device
+    waits for ever."""
     streams = Streams()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", streams.graph)
+    monkeypatch.setattr(Graph, "captures", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "stream", streams.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 100))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("the host waits for itself"))
     return streams
 
 
+def capturing(function: Function) -> Captured:
+    return Captured(function, pool=None, stream="capture")
+
+
+def test_nothing_waits_for_what_the_device_is_busy_with(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Graph, "fails", False)
+    seen: list[str] = []
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        seen.append(streams.current)
+        return (x + 1,)
+
+    captured = capturing(function)
+    for _ in range(3):
+        captured(torch.ones(2))
+    assert captured.is_ready and seen == ["engine", "capture"] and streams.current == "engine"
+    assert Graph.captures == ["thread_local"]
+
+
+def test_no_program_is_made_where_memory_is_short(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before what is kept for later was given up."""
+    told = iter([(10**6, 10**8), (10**6, 10**8), (10**6, 10**8), (3 * 10**6, 10**8)])
+    monkeypatch.setattr(Graph, "fails", False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(told))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    captured = capturing(lambda x: (x + 1,))
+    captured(torch.ones(2))
+    with pytest.raises(CannotCapture, match="only 1 MB of 0 GB are free"):
+        captured(torch.ones(2))
+    captured(torch.ones(2))
+    assert captured.is_ready and not list(told)
+
+
 def test_a_failed_capture_leaves_the_stream_and_a_device_that_answers(streams: Streams) -> None:
-    captured = Captured(lambda x: (x + 1,), pool=None)
+    captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
     with pytest.raises(CannotCapture, match="not permitted when stream is capturing") as caught:
         captured(torch.ones(2))
@@ -80,7 +130,7 @@ def test_a_device_that_is_lost_while_capturing_is_fatal(
         raise torch.AcceleratorError(LOST)
 
     monkeypatch.setattr(Tensor, "item", item)
-    captured = Captured(lambda x: (x + 1,), pool=None)
+    captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
     with pytest.raises(torch.AcceleratorError, match="illegal memory access") as caught:
         captured(torch.ones(2))
@@ -101,7 +151,7 @@ def test_a_rank_that_cannot_capture_serves_on_without_graphs(
     answers = Bench(loaded, max_rows=4).generate(*asked)
     kernels = copy(loaded.kernels)
     kernels.form = CAPTURED
-    monkeypatch.setattr(kernels, "repeated", lambda function: Captured(function, pool=None))
+    monkeypatch.setattr(kernels, "repeated", capturing)
     bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=4)
     loop = EngineLoop("engine")
     loop.add(bench.decode)

@@ -137,8 +137,9 @@ def test_rows(compiled: list[str], dim: int) -> None:
     slots = torch.zeros(4, dtype=torch.int64)
     how = Attention(angles, angles, True, zeros(4, 64, 576), slots[None], 0.1)
     kernels.mla_entry(kv, zeros(512), 1e-6, how, slots)
-    kernels.combine(zeros(4, 8, dim), zeros(4, 8).float(), x)
-    assert compiled == ["_rms_norm", "_rms_norm", "_entry", "_combine"]
+    more = kernels.combine(zeros(4, 8, dim), zeros(4, 8).float(), x)
+    kernels.add_rms_norm(x, more, x[0], 1e-6)
+    assert compiled == ["_rms_norm", "_rms_norm", "_entry", "_rms_norm"]
 
 
 @pytest.mark.parametrize("num_pairs", [6, 24, 160, 255])

@@ -485,8 +485,12 @@ def test_a_token_that_is_not_a_number_is_routed_somewhere_and_alone() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_combining(dtype: torch.dtype) -> None:
     out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
-    check(ours().combine(out, weights, None), PLAIN.combine(out.double(), weights, None), dtype)
-    check(ours().combine(out, weights, more), PLAIN.combine(out.double(), weights, more), dtype)
+    x, scale = draw(9, 40, seed=2, dtype=dtype), draw(40, seed=3, dtype=dtype)
+    for one in (None, more):
+        exact = x.double() + PLAIN.combine(out.double(), weights, one)
+        total, normed = ours().add_rms_norm(x, ours().combine(out, weights, one), scale, 1e-6)
+        check(total, exact, dtype)
+        check(normed, PLAIN.rms_norm(total.double(), scale.double(), 1e-6), dtype)
 
 
 @native_only

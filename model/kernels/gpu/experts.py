@@ -1,4 +1,4 @@
-"""Routed experts: pairs of (token, expert), two grouped products, and the sum.
+"""Routed experts: pairs of (token, expert), and two grouped products.
 
 A program has one expert and a block of its outputs, and goes over the expert's pairs (pairs.py): in
 a decode step they are few, and weights are read once. Nothing is padded, nothing waits for the
@@ -75,20 +75,6 @@ def silu_mul(gate_up_NF: Tensor) -> Tensor:
     out_NF = torch.empty(num_rows, width, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
     _silu_mul[(num_rows, triton.cdiv(width, 1024))](*(gate_up_NF, out_NF), F=width, BLOCK_F=1024)
     return out_NF
-
-
-def combine(out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> Tensor:
-    """See Kernels.combine."""
-    num_tokens, num_chosen, dim = out_TKD.shape
-    y_TD = torch.empty(num_tokens, dim, dtype=out_TKD.dtype, device=out_TKD.device)
-    _combine[(num_tokens, triton.cdiv(dim, 1024))](
-        *(out_TKD, weights_TK, out_TKD if more_TD is None else more_TD, y_TD),
-        K=num_chosen,
-        D=dim,
-        HAS_MORE=more_TD is not None,
-        BLOCK_D=1024,
-    )
-    return y_TD
 
 
 @triton.jit
@@ -212,28 +198,3 @@ def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK_F: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
     tl.store(out + row * F + f, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=f < F)
-
-
-@triton.jit
-def _combine(
-    out,
-    weights,
-    more,
-    y,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    HAS_MORE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    y_D = tl.zeros([BLOCK_D], tl.float32)
-    for k in tl.static_range(K):
-        weight = tl.load(weights + token * K + k)
-        out_D = tl.load(out + (token * K + k) * D + d, mask=d < D, other=0.0)
-        y_D += out_D.to(tl.float32) * weight
-    y_D = y_D.to(y.dtype.element_ty)
-    if HAS_MORE:
-        more_D = tl.load(more + token * D + d, mask=d < D, other=0.0)
-        y_D = (y_D.to(tl.float32) + more_D.to(tl.float32)).to(y.dtype.element_ty)
-    tl.store(y + token * D + d, y_D, mask=d < D)

@@ -16,7 +16,7 @@ from model.kernels.base import Attention, Blocks, Kernels, Routing
 from model.kernels.captured import Captured
 from model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
 from model.kernels.gpu.attend import attend
-from model.kernels.gpu.experts import combine, experts, silu_mul
+from model.kernels.gpu.experts import experts, silu_mul
 from model.kernels.gpu.moves import Places
 from model.kernels.repeated import Function, Repeated
 
@@ -35,7 +35,7 @@ class Triton(Kernels):
     reads_pages = True
     mla_entry = staticmethod(norms.mla_entry)
     mla_prefill = staticmethod(prefill.attend)
-    combine = staticmethod(combine)
+    combine = staticmethod(norms.Unsummed)
     compile_s = staticmethod(compiling.seconds)
     likeliest = staticmethod(sample.largest)
     drawn = staticmethod(sample.draw)
@@ -47,14 +47,15 @@ class Triton(Kernels):
         self._num_processors = num_processors
         self._quantises, self._by_powers = quantises, by_powers
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
         self._places: Places | None = None
 
     def repeated(self, function: Function) -> Repeated:
         if self._pool is None:
             # One that is held is not given up with its last graph, while outputs of it live on.
-            self._pool = torch.cuda.MemPool()
-        return Captured(function, self._pool.id)
+            self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
+        return Captured(function, self._pool.id, self._stream)
 
     def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """As a branch of the graph that is captured. Without one the host is what takes long."""
@@ -85,9 +86,9 @@ class Triton(Kernels):
         return norms.rms_norm(x_XD, None, weight_D, eps)[1]
 
     def add_rms_norm(
-        self, x_XD: Tensor, more_XD: Tensor, weight_D: Tensor, eps: float
+        self, x_XD: Tensor, more: Tensor | norms.Unsummed, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norms.rms_norm(x_XD, more_XD, weight_D, eps)
+        return norms.rms_norm(x_XD, more, weight_D, eps)
 
     def mla_attend(
         self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor

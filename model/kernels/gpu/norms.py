@@ -1,7 +1,9 @@
 """Norms, and what of attention depends on nothing but its own row.
 
-Shape legend: X rows, D hidden, C latent width, R rotary width.
+Shape legend: X rows, D hidden, C latent width, R rotary width; T tokens, K experts of each.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,22 +14,32 @@ from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
 
 
+class Unsummed(NamedTuple):
+    """What Kernels.combine sums up, which the next norm does: a launch less."""
+
+    out_TKD: Tensor
+    weights_TK: Tensor
+    more_TD: Tensor | None
+
+
 def rms_norm(
-    x_XD: Tensor, more_XD: Tensor | None, weight_D: Tensor, eps: float
+    x_XD: Tensor, more: Tensor | Unsummed | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The sum of both, and its norm. Rows may lie apart."""
     num_rows, dim = x_XD.shape
     y_XD = torch.empty(num_rows, dim, dtype=x_XD.dtype, device=x_XD.device)
-    sum_XD = x_XD if more_XD is None else torch.empty_like(y_XD)
-    block = triton.next_power_of_2(dim)
+    sum_XD = x_XD if more is None else torch.empty_like(y_XD)
+    out, weights, more_XD = more if isinstance(more, Unsummed) else (x_XD, x_XD, more)
+    num_parts, block = out.shape[1] if out.ndim == 3 else 0, triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
-        *(x_XD, x_XD if more_XD is None else more_XD, weight_D, sum_XD, y_XD, eps),
+        *(x_XD, out, weights, x_XD if more_XD is None else more_XD, weight_D, sum_XD, y_XD, eps),
         x_XD.stride(0),
         0 if more_XD is None else more_XD.stride(0),
         D=dim,
+        K=num_parts,
         HAS_MORE=more_XD is not None,
         BLOCK_D=block,
-        num_warps=8 if block >= 4096 else 4,
+        num_warps=8 if num_parts or block >= 4096 else 4,
     )
     return sum_XD, y_XD
 
@@ -57,6 +69,8 @@ def normed(x_D, weight_D, eps, D: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _rms_norm(
     x,
+    out,
+    weights,
     more,
     weight,
     total,
@@ -65,14 +79,22 @@ def _rms_norm(
     x_row,
     more_row,
     D: tl.constexpr,
+    K: tl.constexpr,
     HAS_MORE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     is_d = d < D
     x_D = tl.load(x + row * x_row + d, mask=is_d, other=0.0).to(tl.float32)
-    if HAS_MORE:
-        x_D += tl.load(more + row * more_row + d, mask=is_d, other=0.0).to(tl.float32)
+    if HAS_MORE or K > 0:
+        more_D = tl.zeros([BLOCK_D], tl.float32)
+        for k in tl.static_range(K):
+            out_D = tl.load(out + (row * K + k) * D + d, mask=is_d, other=0.0).to(tl.float32)
+            more_D += out_D * tl.load(weights + row * K + k)
+        more_D = more_D.to(y.dtype.element_ty).to(tl.float32)
+        if HAS_MORE:
+            more_D += tl.load(more + row * more_row + d, mask=is_d, other=0.0).to(tl.float32)
+        x_D += more_D.to(y.dtype.element_ty).to(tl.float32)
         x_D = x_D.to(y.dtype.element_ty)
         tl.store(total + row * D + d, x_D, mask=is_d)
         x_D = x_D.to(tl.float32)
