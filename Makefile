@@ -21,7 +21,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
-INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py router_ties.py staging.py)
+INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py libraries.py router_ties.py staging.py)
 
 .PHONY: torch-for-cpu demo gang test image-test mutants tritons soak lint proto checkpoint clean
 

@@ -34,7 +34,7 @@ class CheckpointConfig(Section):
     """folder of the Hugging Face checkpoint"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and cache; auto is the checkpoint's own, bfloat16 for all but float32"""
-    kernels: Literal["auto", "native", "triton", "plain"] = "auto"
+    kernels: Literal["auto", "native", "triton", "libraries", "plain"] = "auto"
     """what computes steps: native is C++ for CPUs, triton is for GPUs, plain is torch on any"""
     max_model_len: int | None = Field(default=None, ge=2)
     """most tokens of prompt and answer; null is the checkpoint's own"""

@@ -32,7 +32,7 @@ HOUSES = {
     "decode_node": 1_629,
     "kv_transfer": 1_505,
     "model": 3_535,
-    "model/kernels": 2_214,
+    "model/kernels": 2_316,
     "prefill_node": 503,
     "runtime": 967,
     "tandem": 15,

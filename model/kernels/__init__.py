@@ -25,16 +25,19 @@ def create_kernels(
     """
     if name == PLAIN.name:
         return PLAIN
-    own, make = ("native", _native) if device.type == "cpu" else ("triton", _triton)
-    if name not in (AUTO, own):
-        raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use auto or {own}")
-    if own == "triton" and not (os.environ.get("CC") or which("gcc") or which("clang")):
+    on_gpu = device.type != "cpu"
+    makers = {"triton": _triton, "libraries": _libraries} if on_gpu else {"native": _native}
+    own = next(iter(makers)) if name == AUTO else name
+    if own not in makers:
+        known = " or ".join([AUTO, *makers])
+        raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use {known}")
+    if on_gpu and not (os.environ.get("CC") or which("gcc") or which("clang")):
         raise ValueError(
             f"model.kernels={name!r}: Triton compiles a launcher for the driver, and there is no C "
             "compiler: install gcc and the headers of the C library, or use plain"
         )
     try:
-        return make(config, device, quantises)
+        return makers[own](config, device, quantises)
     except (OSError, ValueError, ImportError) as error:
         if name != AUTO:
             raise ValueError(
@@ -65,6 +68,16 @@ def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kerne
 def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
     from model.kernels.gpu.kernels import Triton
 
+    return Triton(*_for_gpu(config, device, quantises))
+
+
+def _libraries(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
+    from model.kernels.gpu import flashmla, libraries
+
+    return libraries.Libraries(flashmla.operator(), *_for_gpu(config, device, quantises))
+
+
+def _for_gpu(config: ModelConfig, device: torch.device, quantises: bool) -> tuple[int, bool, bool]:
     by_powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     card = torch.cuda.get_device_properties(device)
     if card.major != HOPPER:
@@ -72,4 +85,4 @@ def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kerne
             f"they are made for Hopper (H100, H200), and {card.name} has compute capability "
             f"{card.major}.{card.minor}"
         )
-    return Triton(card.multi_processor_count, quantises, by_powers)
+    return card.multi_processor_count, quantises, by_powers

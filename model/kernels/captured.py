@@ -80,6 +80,5 @@ def _check_room() -> None:
     num_free, num_bytes = torch.cuda.mem_get_info()
     if num_free < LEAST_FREE * num_bytes:
         torch.cuda.empty_cache()
-        num_free, _ = torch.cuda.mem_get_info()
-    if num_free < LEAST_FREE * num_bytes:
-        raise CannotCapture(f"only {num_free / 1e6:.0f} MB of {num_bytes / 1e9:.0f} GB are free")
+        if torch.cuda.mem_get_info()[0] < LEAST_FREE * num_bytes:
+            raise CannotCapture(f"less than {LEAST_FREE:.0%} of {num_bytes / 1e9:.1f} GB is free")

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from benchmarks.gpu.compiled import MOST_SHARED_BYTES, Hopper, figures  # noqa: E402
 from model.kernels.gpu import compiling, route  # noqa: E402
 from model.kernels.gpu.kernels import Triton  # noqa: E402
+from model.kernels.gpu.libraries import Libraries  # noqa: E402
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -140,6 +141,18 @@ def test_rows(compiled: list[str], dim: int) -> None:
     more = kernels.combine(zeros(4, 8, dim), zeros(4, 8).float(), x)
     kernels.add_rms_norm(x, more, x[0], 1e-6)
     assert compiled == ["_rms_norm", "_rms_norm", "_entry", "_rms_norm"]
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_queries_that_flashmla_reads(compiled: list[str], num_heads: int) -> None:
+    def operator(q: Tensor, *_: object) -> tuple[Tensor, ...]:
+        return q[..., :512], q, q, q
+
+    lens, angles = torch.full((2, 4), 64), zeros(8, 32).float()
+    how = Attention(angles, angles, True, zeros(4, 64, 576), torch.zeros(2, 3).long(), 0.1)
+    q, ups = zeros(8, num_heads, 192), (zeros(num_heads, 512, 128), zeros(num_heads, 128, 512))
+    Libraries(operator, 132).mla_attend(q, *ups, how, lens)
+    assert compiled == ["_rotate"]
 
 
 @pytest.mark.parametrize("num_pairs", [6, 24, 160, 255])

@@ -46,16 +46,15 @@ class Triton(Kernels):
     ) -> None:
         self._num_processors = num_processors
         self._quantises, self._by_powers = quantises, by_powers
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._captures: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
         self._side: torch.cuda.Stream | None = None
         self._places: Places | None = None
 
     def repeated(self, function: Function) -> Repeated:
-        if self._pool is None:
+        if self._captures is None:
             # One that is held is not given up with its last graph, while outputs of it live on.
-            self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
-        return Captured(function, self._pool.id, self._stream)
+            self._captures = torch.cuda.MemPool(), torch.cuda.Stream()
+        return Captured(function, self._captures[0].id, self._captures[1])
 
     def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """As a branch of the graph that is captured. Without one the host is what takes long."""
@@ -94,13 +93,18 @@ class Triton(Kernels):
         self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
     ) -> Tensor:
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
-        q_HXC = torch.bmm(q_XHK[..., :num_nope].transpose(0, 1), up_k.transpose(1, 2))
-        queries = q_HXC.transpose(0, 1), q_XHK[..., num_nope:]
-        o_XHC = attend(*queries, how, context_lens_BQ, self._num_processors)
+        nope_HXN, pe_XHR = q_XHK[..., :num_nope].transpose(0, 1), q_XHK[..., num_nope:]
+        o_XHC = self._attended(nope_HXN, up_k.transpose(1, 2), pe_XHR, how, context_lens_BQ)
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
-        up_v_HCV = up_v.transpose(1, 2)
-        torch.bmm(o_XHC.transpose(0, 1), up_v_HCV, out=out_XHV.transpose(0, 1))
+        torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2), out=out_XHV.transpose(0, 1))
         return out_XHV
+
+    def _attended(
+        self, nope_HXN: Tensor, up_HNC: Tensor, pe_XHR: Tensor, how: Attention, lens_BQ: Tensor
+    ) -> Tensor:
+        """[X, H, C]"""
+        q_XHC = torch.bmm(nope_HXN, up_HNC).transpose(0, 1)
+        return attend(q_XHC, pe_XHR, how, lens_BQ, self._num_processors)
 
     def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
         return gqa.attend(q_XHK, how, context_lens_BQ, self._num_processors)

@@ -1,0 +1,87 @@
+"""Attention of decode steps by FlashMLA (github.com/deepseek-ai/FlashMLA), as the wheel of
+sglang-kernel has it (the extra ``gpu``): from 64 pairs of head and query row on, where one program
+of our own fills a processor and its loads, softmax and products take turns.
+
+Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, N width of what is absorbed,
+C latent width, R rotary width, L = C + R, P pages of a table.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.kernels.base import Attention
+from model.kernels.gpu.rotary import rotated
+
+SCHEMA = (
+    "sgl_kernel::dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, "
+    "Tensor block_table, float softmax_scale, bool is_causal, Tensor? tile_scheduler_metadata, "
+    "Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+FEWEST_PAIRS, PAGE_SIZE, LATENT, ENTRY = 64, 64, 512, 576
+STEP = tl.constexpr(ENTRY)
+
+
+class FlashMla:
+    """``operator`` is that of SCHEMA. How contexts are split over the device follows from their
+    lengths; the first layer of a pass has it computed, and the others take it."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self._pass: tuple[Any, ...] = None, None
+
+    @staticmethod
+    def fits(num_heads: int, how: Attention, lens_BQ: Tensor) -> bool:
+        """Rows of a sequence are a chain: each sees a slot more than the one before."""
+        is_many = num_heads * lens_BQ.shape[1] >= FEWEST_PAIRS
+        is_even = num_heads == triton.next_power_of_2(num_heads) and how.bits_BQ is None
+        is_entry = how.cache.shape[1:] == (PAGE_SIZE, ENTRY) and how.cache.element_size() == 2
+        return is_many and is_even and is_entry
+
+    def attend(
+        self, nope_HXN: Tensor, up_HNC: Tensor, pe_XHR: Tensor, how: Attention, lens_BQ: Tensor
+    ) -> Tensor:
+        """See Kernels.mla_attend, of which this is a part: [X, H, C]."""
+        num_rows, num_heads, num_pe = pe_XHR.shape
+        q_XHL = pe_XHR.new_empty(num_rows, num_heads, ENTRY)
+        torch.bmm(nope_HXN, up_HNC, out=q_XHL[..., :LATENT].transpose(0, 1))
+        where = q_XHL[..., LATENT:], *pe_XHR.stride()[:2], num_heads, num_pe
+        _rotate[(num_rows,)](pe_XHR, how.cos, how.sin, *where, how.is_interleaved)
+        if self._pass[0] is not lens_BQ or self._pass[1] is not how.page_table_BP:
+            table_BP = how.page_table_BP.int()
+            lens_B = lens_BQ[:, -1].clamp(max=table_BP.shape[1] * PAGE_SIZE).int()
+            self._pass = lens_BQ, how.page_table_BP, lens_B, table_BP, (None, None)
+        *given, split = self._pass
+        told = how.cache.unsqueeze(2), LATENT, *given[2:], how.scale, lens_BQ.shape[1] > 1
+        out_BQHC, _, *split = self._operator(q_XHL.unflatten(0, lens_BQ.shape), *told, *split)
+        self._pass = *given, split
+        return out_BQHC.flatten(0, 1)
+
+
+def operator() -> Any:
+    """That of SCHEMA. Raises ImportError where the extra is not installed, ValueError for one that
+    we do not know, OSError if it does not go with this torch."""
+    spec = find_spec("sgl_kernel")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("there is no sglang-kernel: install the extra gpu")
+    torch.ops.load_library(Path(spec.submodule_search_locations[0]) / "flashmla_ops.abi3.so")
+    found = torch.ops.sgl_kernel.dense_decode_fwd.default
+    if str(found._schema) != SCHEMA:
+        raise ValueError(f"FlashMLA has {found._schema}, where {SCHEMA} was to be")
+    return found
+
+
+@triton.jit
+def _rotate(
+    pe, cos, sin, q, pe_row, pe_head, H: tl.constexpr, R: tl.constexpr, IS_INTERLEAVED: tl.constexpr
+):
+    row, h_H, r_R = tl.program_id(0).to(tl.int64), tl.arange(0, H), tl.arange(0, R)
+    is_HR = (h_H < H)[:, None] & (r_R < R)[None, :]
+    at_H, row_H = row * pe_row + h_H * pe_head, row + h_H * 0
+    pe_HR = rotated(pe, at_H, cos, sin, row_H, r_R, is_HR, R, IS_INTERLEAVED)
+    tl.store(q + (row * H + h_H)[:, None] * STEP + r_R[None, :], pe_HR.to(q.dtype.element_ty))
