@@ -32,6 +32,7 @@ SECTIONS = {
     "kernels": 120,
     "steps": 200,
     "costs": 60,
+    "libraries": 45,
     "prefill": 60,
     "handover": 30,
     "wire": 60,

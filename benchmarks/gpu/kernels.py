@@ -1,6 +1,6 @@
 """Each kernel against fp64 of the same inputs, and its time beside its floor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ def run(device: Device, say: Say) -> None:
         kernels = create_kernels("auto", config, device.kind)
         for num_rows, num_q, context in ((1, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)):
             size = (2, num_q, 100) if device.is_rehearsal else (num_rows, num_q, context)
-            _attention(device, say, name, config, kernels, *size)
+            attention(device, say, name, config, kernels, *size)
         for num_tokens in (100,) if device.is_rehearsal else (1024, 4096):
             _prompt(device, say, name, config, kernels, num_tokens)
         for num_tokens in (1, 4, 32, 128, 512):
@@ -44,8 +44,10 @@ def run(device: Device, say: Say) -> None:
             _rows(device, say, name, config, kernels, num_tokens)
             _sampling(device, say, name, config, kernels, num_tokens)
         if kernels.reads_blocks:
+            quantising = create_kernels("auto", config, device.kind, quantises=True)
+            forms = [("by rows as they are", kernels), ("by FP8 rows", quantising)]
             for num_tokens in (1, 32, 128, 4096):
-                _dense_fp8(device, say, name, config, kernels, num_tokens)
+                dense_fp8(device, say, name, config, forms, num_tokens)
 
 
 def draw(device: Device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -65,7 +67,7 @@ def _tell(
     say(what, is_right=is_right, error=wrong, us=1e6 * took, of_floor=floor / took)
 
 
-def _attention(
+def attention(
     device: Device,
     say: Say,
     name: str,
@@ -89,10 +91,12 @@ def _attention(
 
     def attend(kernels: Kernels, rows: slice, kind: torch.dtype) -> Tensor:
         flat = slice(rows.start * num_q, rows.stop * num_q)
-        angles, where = (cos[flat], sin[flat]), (cache.to(kind), table[rows])
+        is_whole = rows.stop == num_rows  # as all layers of a step have them
+        own_table, own_lens = (table, lens) if is_whole else (table[rows], lens[rows])
+        angles, where = (cos[flat], sin[flat]), (cache.to(kind), own_table)
         ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
         how = Attention(*angles, True, *where, c.softmax_scale)
-        return kernels.mla_attend(q[flat].to(kind), *ups, how, lens[rows])
+        return kernels.mla_attend(q[flat].to(kind), *ups, how, own_lens)
 
     wanted = attend(PLAIN, slice(0, 1), torch.float64)
     wrong = error(attend(kernels, slice(0, num_rows), BF16)[:num_q], wanted)
@@ -157,10 +161,15 @@ def _experts(
         _tell(device, say, what, run, work, error(run()[some], wanted))
 
 
-def _dense_fp8(
-    device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
+def dense_fp8(
+    device: Device,
+    say: Say,
+    name: str,
+    config: ModelConfig,
+    forms: Sequence[tuple[str, Kernels]],
+    num_tokens: int,
 ) -> None:
-    """The output projection, of rows as they are, and as prefill does of rows in FP8."""
+    """The output projection, of rows as they are, or as prefill does of rows in FP8."""
     from model.kernels.gpu.products import quantised
 
     width, num_out = config.num_attention_heads * config.v_head_dim, config.hidden_size
@@ -170,11 +179,11 @@ def _dense_fp8(
     matrix = dense(blocks, 1, 0)
     values, scales = quantised(x, by_powers=False)
     in_fp8 = values.double() * scales.double().repeat_interleave(BLOCK, 1)[:, :width]
-    quantising = create_kernels("auto", config, device.kind, quantises=True)
-    for how, rows, own in (("", x.double(), kernels), (" by FP8 rows", in_fp8, quantising)):
+    for how, own in forms:
+        rows = in_fp8 if how == "by FP8 rows" else x.double()
         run = partial(own.linear, x, packed, num_out)
         work = Work(num_out * width, 2 * num_out * width * num_tokens)
-        what = f"{name}, FP8 product{how}, {num_tokens} tokens"
+        what = f"{name}, FP8 product {how}, {num_tokens} tokens"
         _tell(device, say, what, run, work, error(run(), rows @ matrix.T))
 
 
@@ -208,15 +217,20 @@ def _routing(
 def _rows(
     device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
 ) -> None:
-    x, more = (draw(device, num_tokens, config.hidden_size) for _ in range(2))
-    weight = draw(device, config.hidden_size)
-    got = kernels.add_rms_norm(x, more, weight, 1e-6)[1]
-    total = (x + more).double()
-    wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    work = Work(4 * 2 * x.numel(), 0)
-    what = f"{name}, sum and norm, {num_tokens} rows"
-    run = lambda: kernels.add_rms_norm(x, more, weight, 1e-6)  # noqa: E731
-    _tell(device, say, what, run, work, error(got, wanted))
+    """After attention, and after experts, whose outputs are summed there."""
+    x, one = (draw(device, num_tokens, config.hidden_size) for _ in range(2))
+    weight, num_chosen = draw(device, config.hidden_size), config.num_experts_per_tok
+    out = draw(device, num_tokens, num_chosen, config.hidden_size)
+    given = out, torch.rand(num_tokens, num_chosen, device=device.kind), one
+    summed = PLAIN.combine(out.double(), *given[1:]).to(BF16)
+    for name_of, more, num_read in (("sum", one, 2), ("experts", given, 2 + num_chosen)):
+        told = kernels.combine(*given) if more is given else more
+        total = (x + (summed if more is given else one)).double()
+        wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        run = partial(kernels.add_rms_norm, x, told, weight, 1e-6)
+        work = Work((2 + num_read) * 2 * x.numel(), 0)
+        what = f"{name}, {name_of} and norm, {num_tokens} rows"
+        _tell(device, say, what, run, work, error(run()[1], wanted))
 
 
 def _sampling(

@@ -1,0 +1,28 @@
+"""What libraries have in place of our kernels (model.kernels=libraries), and ours beside them."""
+
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.kernels import attention, dense_fp8
+from benchmarks.gpu.say import Say
+from benchmarks.gpu.shapes import SHAPES
+from model.checkpoint.config import ModelConfig
+from model.kernels import create_kernels
+
+ATTENTIONS = (1, 1, 4096), (8, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)
+"""Rows, queries of each and contexts."""
+
+
+def run(device: Device, say: Say) -> None:
+    for shape in ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]:
+        config = ModelConfig.from_dict(SHAPES[shape])
+        for kind in ("auto", "libraries"):
+            try:
+                kernels = create_kernels(kind, config, device.kind)
+                quantising = create_kernels(kind, config, device.kind, quantises=True)
+            except ValueError as error:
+                say(f"{shape}, {kind}", why=str(error))
+                continue
+            name = f"{shape}, {kernels.name}"
+            for size in [(2, 4, 100)] if device.is_rehearsal else ATTENTIONS:
+                attention(device, say, name, config, kernels, *size)
+            for num_tokens in (1024, 4096) if quantising.reads_blocks else ():
+                dense_fp8(device, say, name, config, [("by FP8 rows", quantising)], num_tokens)
