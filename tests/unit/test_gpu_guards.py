@@ -13,6 +13,11 @@ if IS_INTERPRETED:
     pytest.skip("nothing is compiled", allow_module_level=True)
 pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.errors import CompilationError  # noqa: E402
+
+from benchmarks.gpu import compiled  # noqa: E402
+from benchmarks.gpu.compiled import Hopper, compiled_of  # noqa: E402
 from benchmarks.gpu.ledger import MOST, Line, line_of, lines_of, step_of  # noqa: E402
 
 HOT = {"_attend": 32, "_gate_up": 64, "_down": 64, "_product": 64}
@@ -70,6 +75,8 @@ def test_kernels_that_take_most_of_a_step_keep_memory_and_products_busy(at: At) 
         ("_attend", {"num_stages": 1}, "take turns"),
         ("_attend", {"BLOCK_S": 16}, "narrow products"),
         ("_attend", {"num_warps": 4}, "spills"),
+        ("_attend", {"maxnreg": 168}, "wait for one another"),
+        ("_down", {"F": 1407}, "less than 16 bytes"),
     ],
 )
 def test_guards_notice(name: str, options: dict[str, Any], fault: str) -> None:
@@ -81,3 +88,33 @@ def test_guards_notice(name: str, options: dict[str, Any], fault: str) -> None:
     assert any(fault in one for one in found), found
     few = replace(launch, grid=(16, 1))
     assert any("too little in flight" in one for one in faults(line_of(few, work)))
+
+
+@pytest.fixture
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What is compiled is for that one, and kept apart."""
+    capability: int = request.param
+    monkeypatch.setattr(Hopper, "get_current_target", lambda _: GPUTarget("cuda", capability, 32))
+    monkeypatch.setattr(Hopper, "get_current_device", lambda _: capability)
+    monkeypatch.setattr(compiled, "figures", lambda made: made.metadata.shared)
+    return capability
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [89, 100], indirect=True)
+def test_l4_and_b200_do_not_hold_what_hopper_does(card: int) -> None:
+    """Whoever makes it fit lets them have these kernels (model/kernels/__init__.py)."""
+    launches = step_of("v3-slice", 32, 4096, 3, False)[0]
+    needed = max(compiled_of(one) for one in launches if one.name == "_attend")
+    assert needed > 1024 * {89: 99, 100: 227}[card]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [80], indirect=True)
+def test_a100_has_no_fp8(card: int) -> None:
+    launches = step_of("v3-slice", 1, 4096, 0, True)[0]
+    for one in launches:
+        if one.name == "_gate_up":
+            with pytest.raises(CompilationError) as refused:
+                compiled_of(one)
+            assert "fp8e4nv not supported" in str(refused.value.__cause__ or refused.value)
