@@ -35,7 +35,7 @@ class CheckpointConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and cache; auto is the checkpoint's own, bfloat16 for all but float32"""
     kernels: Literal["auto", "native", "triton", "libraries", "plain"] = "auto"
-    """what computes steps: native is C++ for CPUs, triton is for GPUs, plain is torch on any"""
+    """native: C++ for CPUs; triton: for GPUs; libraries: that and FlashMLA; plain: torch, on any"""
     max_model_len: int | None = Field(default=None, ge=2)
     """most tokens of prompt and answer; null is the checkpoint's own"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")

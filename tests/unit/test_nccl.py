@@ -84,7 +84,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cuda = SimpleNamespace(
-        Stream=lambda device: None, stream=lambda _: contextlib.nullcontext(), Event=Event
+        Stream=lambda device, priority: priority, stream=lambda _: contextlib.nullcontext(), Event=Event
     )
     monkeypatch.setattr(nccl.torch, "cuda", cuda)
     for name in (*SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
@@ -203,7 +203,8 @@ def test_no_watchdog_acts_on_a_group_and_its_timeout_is_beyond_every_deadline(
     group.Options = lambda: options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    NcclBackend("127.0.0.1").join(dist.HashStore(), 0)
+    wire = NcclBackend("127.0.0.1").join(dist.HashStore(), 0)
+    assert options.is_high_priority_stream and vars(wire)["_stream"] == -1, "as steps' streams"
     told = made[0].environment
     for name in (
         "ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR",
