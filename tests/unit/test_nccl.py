@@ -84,7 +84,9 @@ class Work:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cuda = SimpleNamespace(
-        Stream=lambda device, priority: priority, stream=lambda _: contextlib.nullcontext(), Event=Event
+        Stream=lambda device, priority: priority,
+        stream=lambda _: contextlib.nullcontext(),
+        Event=Event,
     )
     monkeypatch.setattr(nccl.torch, "cuda", cuda)
     for name in (*SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
