@@ -4,11 +4,13 @@
         [--measured build/gpu/results.jsonl]
 
 A launch takes the largest of its bytes by BANDWIDTH x e, its multiplications by RATE x e, and
-SHORTEST, and NODE besides if nothing runs beside it. For kernels of ours e follows from what they
+SHORTEST, and NODE besides if nothing runs beside it; bytes and multiplications take turns where
+what is staged has one buffer. For kernels of ours e follows from what they
 compile to for Hopper. Of memory it is MOST x min(1, KB in flight on each processor / ENOUGH_KB): a
 program has in flight all stages but one of its shared memory, or where nothing is staged all it
 reads. Of multiplications it is MOST for wgmma with two programs on a processor; 0.6 of that with
-one, whose loads, softmax and products take turns; 0.4 of it without wgmma. Libraries reach MOST.
+one, whose loads, softmax and products take turns; 0.4 of it without wgmma; less by as much as its
+columns are fewer than WIDE. Libraries reach MOST.
 """
 
 import argparse
@@ -40,6 +42,8 @@ BANDWIDTH, RATE = 4.3e12, 7.9e14
 """An H200's, measured: bytes copied, and multiplications in bf16."""
 MOST, ENOUGH_KB = 0.85, 30
 SHORTEST_S, NODE_S = 2e-6, 1.3e-6
+WIDE = 32
+"""From so many columns on a wgmma multiplies as long as it reads its 64 rows from shared memory."""
 SMALL_BYTES = 1 << 20
 LONGEST_LOAD = 16 * 1024
 """Bytes that a program without stages has in flight at most: its registers."""
@@ -58,7 +62,9 @@ class Line:
     @property
     def seconds(self) -> float:
         moving = self.work.num_bytes / (BANDWIDTH * self.of_memory)
-        longest = max(moving, self.work.num_flops / (RATE * self.of_rate))
+        computing = self.work.num_flops / (RATE * self.of_rate)
+        take_turns = self.compiled is not None and self.compiled.num_buffers == 1
+        longest = moving + computing if take_turns else max(moving, computing)
         return longest if self.launch.is_beside else max(longest, SHORTEST_S) + NODE_S
 
 
@@ -108,6 +114,7 @@ def line_of(launch: Launch, work: floors.Work) -> Line:
         in_flight = max(in_flight, made.shared_bytes * (stages - 1) / stages)
     of_memory = MOST * min(1, resident * in_flight / 1024 / ENOUGH_KB)
     of_rate = MOST * (0.4 if not made.wgmma_n else 1 if made.per_sm > 1 else 0.6)
+    of_rate *= min(1, (made.wgmma_n or WIDE) / WIDE)
     return Line(launch, work, made, of_memory, of_rate)
 
 

@@ -90,6 +90,14 @@ def test_guards_notice(name: str, options: dict[str, Any], fault: str) -> None:
     assert any("too little in flight" in one for one in faults(line_of(few, work)))
 
 
+@pytest.mark.parametrize("options", [{"num_stages": 1}, {"BLOCK_S": 16}])
+def test_what_guards_notice_takes_longer_by_the_ledgers_rule(options: dict[str, Any]) -> None:
+    step = zip(*step_of("v3-slice", 32, 4096, 3, False), strict=True)
+    launch, work = next(pair for pair in step if pair[0].name == "_attend")
+    worse = replace(launch, given=launch.given | options)
+    assert line_of(worse, work).seconds > 1.1 * line_of(launch, work).seconds
+
+
 @pytest.fixture
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """What is compiled is for that one, and kept apart."""
