@@ -58,6 +58,7 @@ class PagedCaches:
         }
         self.device = self._tensors[groups[0].name][0].device
         self._copy = copy or copy_on(self.device)
+        # A priority of its own, as channels have (nccl.py).
         self._stream = torch.cuda.Stream(self.device, -1) if self.device.type == "cuda" else None
 
     def mark(self) -> Mark | None:

@@ -223,14 +223,20 @@ def _rows(
     out = draw(device, num_tokens, num_chosen, config.hidden_size)
     given = out, torch.rand(num_tokens, num_chosen, device=device.kind), one
     summed = PLAIN.combine(out.double(), *given[1:]).to(BF16)
-    for name_of, more, num_read in (("sum", one, 2), ("experts", given, 2 + num_chosen)):
-        told = kernels.combine(*given) if more is given else more
-        total = (x + (summed if more is given else one)).double()
+
+    def after_attention() -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, one, weight, 1e-6)
+
+    def after_experts() -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, kernels.combine(*given), weight, 1e-6)
+
+    runs = ("sum", after_attention, one, 2), ("experts", after_experts, summed, 2 + num_chosen)
+    for what, run, added, num_read in runs:
+        total = (x + added).double()
         wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-        run = partial(kernels.add_rms_norm, x, told, weight, 1e-6)
         work = Work((2 + num_read) * 2 * x.numel(), 0)
-        what = f"{name}, {name_of} and norm, {num_tokens} rows"
-        _tell(device, say, what, run, work, error(run()[1], wanted))
+        told = f"{name}, {what} and norm, {num_tokens} rows"
+        _tell(device, say, told, run, work, error(run()[1], wanted))
 
 
 def _sampling(

@@ -285,7 +285,7 @@ class Kernels(Sampler):
 
     def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> More:
         """The weighted sum [T, D] of each token's experts, in fp32, from the best one on; then
-        ``more`` is added. Some leave all that to `add_rms_norm`."""
+        ``more`` is added. Some leave all that to `add_rms_norm`, for which it is there once."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])

@@ -34,7 +34,8 @@ class Segments:
 class Batch:
     """Rows of one forward; all tensors int64 but for masks.
 
-    A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only.
+    A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only; one more
+    than the row before it, but for rows of trees and of nobody.
     ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
     trace write to the dummy page. ``segments`` selects MLA's prefill form: B is 1, and
     the page table holds the pages of one segment after the other. ``real_BQ`` is False for rows

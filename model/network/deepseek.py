@@ -76,14 +76,14 @@ class DeepseekV3(nn.Module):
         side by side; without any the hidden states themselves."""
         x_XD, more = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
         angles, found = self.rope.at(batch.positions_BQ.flatten()), []
-        layers = zip(self.model.layers, caches[MAIN], strict=True)
-        for i, (layer, cache) in enumerate(layers):
+        for i, (layer, cache) in enumerate(zip(self.model.layers, caches[MAIN], strict=True)):
             if i in taps:
-                found.append(self.model.norm.add(x_XD, more)[0])
+                x_XD, more = self.model.norm.add(x_XD, more)[0], None
+                found.append(x_XD)
             x_XD, more = layer(x_XD, more, batch, cache, angles)
-        hidden_BQD = self.model.norm.add(x_XD, more)[1].view(*batch.token_ids_BQ.shape, -1)
-        features_BQF = torch.cat(found, -1).view(*batch.token_ids_BQ.shape, -1) if found else None
-        return hidden_BQD, hidden_BQD if features_BQF is None else features_BQF
+        shape = batch.token_ids_BQ.shape
+        hidden_BQD = self.model.norm.add(x_XD, more)[1].view(*shape, -1)
+        return hidden_BQD, torch.cat(found, -1).view(*shape, -1) if found else hidden_BQD
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw fp32 logits [..., V]."""

@@ -3,7 +3,7 @@
 Shape legend: X rows, D hidden, C latent width, R rotary width; T tokens, K experts of each.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +14,16 @@ from model.kernels.base import Attention
 from model.kernels.gpu.rotary import rotated
 
 
-class Unsummed(NamedTuple):
-    """What Kernels.combine sums up, which the next norm does: a launch less."""
+class Unsummed:
+    """What Kernels.combine is given, for the next norm to sum up: a launch less. It is taken once,
+    and held no longer: outputs of many tokens' experts are large."""
 
-    out_TKD: Tensor
-    weights_TK: Tensor
-    more_TD: Tensor | None
+    def __init__(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> None:
+        self._given = [(out_TKD, weights_TK, more_TD)]
+
+    def taken(self) -> Any:
+        """All three, this once."""
+        return self._given.pop()
 
 
 def rms_norm(
@@ -29,12 +33,11 @@ def rms_norm(
     num_rows, dim = x_XD.shape
     y_XD = torch.empty(num_rows, dim, dtype=x_XD.dtype, device=x_XD.device)
     sum_XD = x_XD if more is None else torch.empty_like(y_XD)
-    out, weights, more_XD = more if isinstance(more, Unsummed) else (x_XD, x_XD, more)
+    out, weights, more_XD = more.taken() if isinstance(more, Unsummed) else (x_XD, x_XD, more)
     num_parts, block = out.shape[1] if out.ndim == 3 else 0, triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
         *(x_XD, out, weights, x_XD if more_XD is None else more_XD, weight_D, sum_XD, y_XD, eps),
-        x_XD.stride(0),
-        0 if more_XD is None else more_XD.stride(0),
+        *(x_XD.stride(0), 0 if more_XD is None else more_XD.stride(0)),
         D=dim,
         K=num_parts,
         HAS_MORE=more_XD is not None,
