@@ -46,8 +46,8 @@ class Streams:
 
 
 class Graph:
-    """Of whose ``captures`` streams remember the outcome: they fail, or what is captured runs at
-    once and is not replayed."""
+    """``captures`` are the modes in which they began. They fail as they end; or else what they
+    capture has run at once, and nothing is replayed."""
 
     captures: ClassVar[list[str]] = []
     fails = True
