@@ -1,12 +1,12 @@
-"""How much there is to read, and which of it a request walks through.
+"""Count the statements of the product and list the files of its spine.
 
-A line counts if it has a token that is neither comment nor docstring. Counted is what is shipped in
-Python, Triton in; generated code, the load generator (``cluster/bench``), C++ and .proto are apart.
+A statement is an AST statement node of shipped Python, Triton included. A docstring is none. A
+tuple that is assigned to a tuple of names counts once for each of its values, so that packing
+assignments into one line gains nothing. Generated code, the load generator (``cluster/bench``), C++
+and .proto files are not counted.
 """
 
 import ast
-import io
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,34 +23,14 @@ PRODUCT = (
     "text",
     "wires",
 )
-MOST_PLANNED = 17_000
-"""With everything that is planned; nothing that is built changes it."""
-HOUSES = {
-    "cluster": 3_488,
-    "colocated_node": 70,
-    "core": 1_079,
-    "decode_node": 1_629,
-    "kv_transfer": 1_505,
-    "model": 3_535,
-    "model/kernels": 2_316,
-    "prefill_node": 503,
-    "runtime": 967,
-    "tandem": 15,
-    "text": 190,
-    "wires": 310,
-}
-"""The most of each, which together are the most there may be now; 12,766 before houses had bounds
-of their own. Whoever builds something of size says how much it adds, and where."""
-MOST_SPINE = 5_200
-MOST_ENTERED = 7_942
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+MAX_STATEMENTS = 17_500
+"""Bound on the statements of the product, with everything that is planned."""
+MAX_SPINE_STATEMENTS = 5_500
+MAX_FUNCTION_LINES = 70
+"""Bound on the lines of a function without its docstring."""
+MAX_KERNEL_LINES = 90
+"""The same for a function in ``model/kernels/gpu``: a Triton kernel cannot be divided freely."""
+MAX_FILE_LINES = 400
 SPINE = {
     "cluster/client": ("client", "options", "stream"),
     "cluster/door": ("request_mapping", "servicer"),
@@ -76,63 +56,60 @@ SPINE = {
     "runtime": ("frames",),
     "text": ("stop_text",),
 }
-"""The path of a greedy split request with MTP, in the order of docs/structure.md: who reads these
-files has read how a request is served."""
-BESIDE = {
-    "cluster/door": ("calls",),
-    "cluster/gateway": ("affinity", "fan_out", "recovery", "retries"),
-    "cluster/proto": ("mapping",),
-    "core": (
-        *("beat", "control", "forms", "identity", "membership", "pace", "prefixes", "schema"),
-        *("stopping", "tasks"),
-    ),
-    "decode_node/planning": ("buckets",),
-    "decode_node/program": ("clock",),
-    "kv_transfer": (
-        *("accepted", "base", "caches", "gloo", "layout", "line", "links"),
-        *("offered", "staging", "waiting"),
-    ),
-    "model": ("loaded",),
-    "model/checkpoint": ("config", "tensors"),
-    "model/kernels": ("native",),
-    "model/network": ("experts",),
-    "model/sampling": ("thinking",),
-    "model/sampling/acceptance": ("paths",),
-    "prefill_node": ("page_source", "planner", "prefix_cache"),
-    "runtime": ("black_box", "engine_loop", "lockstep", "parts", "watch"),
-    "text": ("think", "token_bytes", "tokenizer"),
-    "wires": ("calls", "framing", "groups", "listener"),
-}
-"""What such a request enters besides: nouns, what every rank has, transports, the checkpoint; and
-what a rank says of itself when the answer takes longer than a beat."""
+"""Files on the path of a greedy split request with MTP, in the order of docs/structure.md."""
 
 
 def names(listed: dict[str, tuple[str, ...]]) -> set[str]:
-    """Paths of the listed files."""
+    """Return the paths of the listed files."""
     return {f"{folder}/{name}.py" for folder, files in listed.items() for name in files}
 
 
 def product() -> list[str]:
-    """Every file that counts."""
+    """Return the path of every file that counts, relative to the root of the repository."""
     found = (path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
     files = sorted(str(path.relative_to(ROOT)) for path in found)
     return [file for file in files if "_pb2" not in file and not file.startswith("cluster/bench/")]
 
 
-def num_lines(source: str) -> int:
-    """Lines of code, by the rule above."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - _docstrings(source))
+def num_statements(source: str) -> int:
+    """Return the number of statements in ``source``, by the rule above."""
+    nodes = ast.walk(ast.parse(source))
+    return sum(_weight(node) for node in nodes if isinstance(node, ast.stmt))
 
 
-def _docstrings(source: str) -> set[int]:
-    lines: set[int] = set()
+def function_lines(source: str) -> dict[str, int]:
+    """Return the lines of each function of ``source`` without its docstring, by name and line."""
+    found = {}
     for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str())):
-                assert node.end_lineno is not None
-                lines |= set(range(node.lineno, node.end_lineno + 1))
-    return lines
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[f"{node.name}:{node.lineno}"] = _span(node) - _span_of_docstring(node)
+    return found
+
+
+def _weight(node: ast.stmt) -> int:
+    if _is_docstring(node):
+        return 0
+    match node:
+        case ast.Assign(targets=targets, value=ast.Tuple(elts=values)):
+            is_packed = any(isinstance(target, ast.Tuple) for target in targets)
+            return len(values) if is_packed else 1
+        case _:
+            return 1
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _span(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def _span_of_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    return _span(first) if _is_docstring(first) else 0
