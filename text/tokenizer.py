@@ -42,7 +42,10 @@ def read_tokenizer(path: Path) -> _Tokenizer | None:
 
 
 class Tokenizer:
-    """Raises ValueError naming the file when one is missing, unreadable or of an unknown kind."""
+    """Token ids of prompts and the vocabulary's entries of tokens, from a checkpoint folder.
+
+    Raises ValueError naming the file when one is missing, unreadable or of an unknown kind.
+    """
 
     def __init__(self, path: str | Path) -> None:
         folder = Path(path)
@@ -76,11 +79,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the whole text, after the tokens that a prompt begins with.
 
-        Those are not added to a text that begins with them. Nothing is appended.
+        As far as the text begins with those itself they are not added. Nothing is appended.
         """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        has_begun = tuple(ids[: len(self._begin)]) == self._begin
-        return ids if has_begun else [*self._begin, *ids]
+        num_there = max(
+            num for num in range(len(self._begin) + 1) if tuple(ids[:num]) == self._begin[:num]
+        )
+        return [*self._begin, *ids[num_there:]]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; broken bytes become U+FFFD."""

@@ -159,6 +159,8 @@ def test_what_a_text_begins_with(
     assert tokenizer.encode("x") == [*begin, x]
     told = tokenizer.decode([*begin, x], skip_special_tokens=False)
     assert tokenizer.encode(told) == [*begin, x], "added once"
+    told = tokenizer.decode([*begin[:1], x], skip_special_tokens=False)
+    assert tokenizer.encode(told) == [*begin, x], "the first of two is added once too"
 
 
 def test_the_name_of_the_token_may_stand_in_special_tokens_map(tmp_path: Path) -> None:
