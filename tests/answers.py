@@ -154,6 +154,12 @@ class Reference:
         expected = len(request.prompt_ids), len(answer.token_ids)
         assert (usage.prompt, usage.completion) == expected, answer
         assert 0 <= usage.cached <= usage.prompt, answer
+        counts = answer.finished.speculation
+        accepted, drafted = counts.accepted_per_position, counts.drafted_per_position
+        assert counts.num_accepted == sum(accepted) <= max(0, usage.completion - 1), answer
+        assert counts.num_drafted == sum(drafted) <= counts.num_nodes, answer
+        assert list(accepted) == sorted(accepted, reverse=True), answer
+        assert all(one <= other for one, other in zip(accepted, drafted, strict=True)), answer
 
     def _adjusted(
         self, logits_V: Tensor, prompt: list[int], output: list[int], s: SamplingParams
