@@ -166,10 +166,10 @@ async def test_penalties_and_min_tokens_count_tokens(small_model: Path, name: st
     kernels = "model.kernels=plain" if "mtp" in name or name == "chain" else "model.kernels=native"
     async with rig(small_model, *PAGES, ALWAYS, kernels, *DRAFTERS[name]) as cluster:
         most = cluster.decodes[0].info.model.num_draft_tokens
-        for i, changes in enumerate((rules, again, rules | late, again | late, late)):
+        for i, changes in enumerate((rules, again, rules | late)):
             request = greedy(f"r{i}", repeating(40), 40, ignore_eos=True)
             request = replace(request, sampling=replace(request.sampling, **changes))
-            requests = [drafting(request, num) for num in (0, 1, 2, most)]
+            requests = [drafting(request, num) for num in (0, 2, most)]
             answers = await asyncio.gather(*(ask(cluster, one) for one in requests))
             reference.check(requests[0], answers[0])
             assert {one.token_ids for one in answers} == {answers[0].token_ids}
@@ -219,7 +219,7 @@ async def test_a_seed_depends_on_nothing_else(small_model: Path) -> None:
     for pages in PAGES, ("kv.num_pages=30", "kv.page_size=8"):
         async with rig(small_model, *pages) as cluster:
             preempted = watch(cluster)
-            for seed in (None, 77, 78):
+            for seed in (None, 78):
                 beside = [sampled(f"o{i}", one, 40, seed=seed) for i, one in enumerate(others)]
                 requests = [request, *beside]
                 answer, *_ = await asyncio.gather(*(ask(cluster, one) for one in requests))
