@@ -365,14 +365,14 @@ def test_truncated_and_missing_files(folder: Path) -> None:
     stored = tensors(folder)
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors.*not a readable"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: has [\d,]+ bytes, its header says"):
         network(folder)
     file.write_bytes(data)
     names = sorted(stored)
     shard(folder, [{n: stored[n] for n in names[i::2]} for i in range(2)])
     part = folder / "part-00001-of-000002.safetensors"
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"part-00001.*cannot read tensor"):
+    with pytest.raises(ValueError, match=r"part-00001.*has [\d,]+ bytes, its header says"):
         network(folder)
     part.unlink()
     with pytest.raises(ValueError, match=r"missing: part-00001"):
