@@ -1,9 +1,11 @@
 """Files of weights: found whatever they are called, and named if they are not whole."""
 
+import asyncio
 import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
+from cluster.control.launch import launch
+from core.config import TINY_MODEL
+from core.config import load as load_config
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import CheckpointFiles, read_headers
 from model.checkpoint.headers import read_header
@@ -149,6 +154,32 @@ def test_headers_are_those_that_safetensors_reads(folder: Path) -> None:
     assert {one["dtype"] for one in header.values()} == {"F32"}
 
 
+async def refused_before_ray(*sets: str) -> str:
+    """Return why a server does not start; nothing of Ray has begun by then."""
+    told: list[str] = []
+    with pytest.raises(ValueError) as refused:
+        async with launch(load_config(None, [*sets]), on_progress=told.append):
+            pass
+    assert told == []
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["pointer", "short", "absent tensor"])
+def test_files_are_looked_at_before_ray_starts(folder: Path, how: str) -> None:
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    broken(folder, how)
+    told = asyncio.run(refused_before_ray(f"model.path={folder}"))
+    assert "part-1.safetensors" in told
+    sets = ["speculation.drafter=draft_model", f"speculation.path={folder}"]
+    assert told == asyncio.run(refused_before_ray(*sets))
+
+
+def test_the_config_is_looked_at_before_ray_starts(folder: Path) -> None:
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps(tiny.BASE | {"swiglu_limit": 7.0}))
+    assert "swiglu_limit = 7.0" in asyncio.run(refused_before_ray(f"model.path={folder}"))
+
+
 def test_scales_that_are_not_used_are_skipped_and_said_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,3 +232,18 @@ def test_a_copy_in_bf16_that_kept_its_quantization_config_loads(tmp_path: Path, 
     assert torch.equal(experts.gate_up.weight[2], torch.cat(gate_up))
     adopt(model, PLAIN)
     assert experts._packed[0].dtype == torch.float32
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_mtp_layers_are_counted_by_either_name(folder: Path) -> None:
+    rewritten(folder, num_nextn_predict_layers=None, num_mtp_layers=1)
+    assert load(folder).drafter.name == "mtp"
+    rewritten(folder, num_mtp_layers=0)
+    assert load(folder).drafter.name == "none"
+    rewritten(folder, num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers = 1 and num_mtp_layers = 0"):
+        load(folder)
