@@ -156,7 +156,7 @@ def _remark(key: str, expected: JsonObject) -> str:
 def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each key that says something, with its value; of sections the keys inside."""
     for name, value in raw.items():
-        if name in _SECTIONS and isinstance(value, Mapping):
+        if not section and name in _SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
         elif value not in (None, {}) or name == "q_lora_rank":  # null is one of its values
             yield section + name, value

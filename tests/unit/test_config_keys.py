@@ -64,6 +64,7 @@ def without(name: str, **changes: Any) -> ModelConfig:
         ({"qk_head_dim": 1}, r"\(qk_nope_head_dim \+ qk_rope_head_dim = 28 would"),
         ({"rope_scaling": YARN | {"attn_factor": 0.87}}, r"rope_scaling\.attn_factor = 0\.87"),
         ({"rope_parameters": {"full_attention": {"a": 1}}}, r"rope_parameters\.full_attention"),
+        ({"rope_scaling": YARN | {"rope_parameters": {"factor": 4}}}, "rope_scaling.rope_param"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             r"rope_parameters\.partial_rotary_factor = 0\.5",
@@ -234,6 +235,8 @@ def test_groups_are_needed_by_what_uses_them() -> None:
         ({"model_type": "deepseek_v3"}, "model_type = deepseek_v3 has sigmoid/noaux_tc"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({"rope_theta": 1}, "rope_theta = 1"),
+        ({"hidden_size": 50}, "hidden_size = 50: must be a multiple of 8"),
+        ({"moe_intermediate_size": 26}, "moe_intermediate_size = 26: must be a multiple of 8"),
     ],
 )
 def test_what_no_reference_computes_is_refused(changes: dict[str, Any], expected: str) -> None:
