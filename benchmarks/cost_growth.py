@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = SHAPE | {
     "intermediate_size": 1024,
     "moe_intermediate_size": 192,
     "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "q_lora_rank": 192,
     "n_group": 1,
     "topk_group": 1,

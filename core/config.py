@@ -33,13 +33,15 @@ class CheckpointConfig(Section):
     path: Path = Field(default=TINY_MODEL, strict=False)
     """folder of the Hugging Face checkpoint"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of weights and cache; auto is the checkpoint's own, bfloat16 for all but float32"""
+    """of weights and cache; auto is the checkpoint's own; float16 is read as bfloat16"""
     kernels: Literal["auto", "native", "triton", "libraries", "plain"] = "auto"
     """native: C++ for CPUs; triton: for GPUs; libraries: that and FlashMLA; plain: torch, on any"""
     max_model_len: int | None = Field(default=None, ge=2)
     """most tokens of prompt and answer; null is the checkpoint's own"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
     """tokens that begin and end thinking, where acceptance may be relaxed"""
+    ignore_config_keys: tuple[str, ...] = Field(default=(), strict=False)
+    """keys of config.json that Tandem does not know, and that change nothing in the model"""
 
     @field_validator("think_tokens", mode="before")
     @classmethod

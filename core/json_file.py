@@ -8,16 +8,30 @@ from typing import Any
 def read_json(file: Path) -> dict[str, Any]:
     """The object in ``file``; empty if there is no such file.
 
-    Raises ValueError naming the file when it cannot be read or does not hold one JSON object.
+    Raises ValueError naming the file when it cannot be read, does not hold one JSON object, or has
+    two values for one key of an object.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
-    except ValueError as error:  # JSON and UTF-8 errors both
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: is not JSON ({error}); download it again") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: holds {type(content).__name__}, expected an object")
     return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a key with two values that differ."""
+    found = dict(pairs)
+    for key, value in pairs if len(found) < len(pairs) else ():
+        if found[key] != value:
+            raise ValueError(
+                f"{key} is there twice, as {value!r:.80} and {found[key]!r:.80}; keep one of them"
+            )
+    return found

@@ -94,7 +94,8 @@ def load_model(
     torch.set_num_threads(section.num_threads)
     if section.device == "cpu":
         keep_freed_memory()
-    model = ModelConfig.from_dir(path)
+    ignored = config.model.ignore_config_keys
+    model = ModelConfig.from_dir(path, ignored)
     max_model_len = _max_model_len(config.model.max_model_len, model)
     device = torch.device(section.device)
     dtype = _dtype(config.model.dtype, model)
@@ -103,7 +104,9 @@ def load_model(
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path) as files:
-        checkpoint = Checkpoint(files, model, dtype, device, keep_blocks, drafts=kind != PREFILL)
+        checkpoint = Checkpoint(
+            files, model, dtype, device, keep_blocks, drafts=kind != PREFILL, ignored_keys=ignored
+        )
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
         has_mtp = num_mtp(files, model) > 0
@@ -120,7 +123,7 @@ def load_model(
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
     if asked == AUTO:
-        asked = "float32" if model.dtype == "float32" else "bfloat16"
+        asked = "float32" if model.dtype in ("float32", "float64") else "bfloat16"
     dtype: torch.dtype = getattr(torch, asked)
     return dtype
 

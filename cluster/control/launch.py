@@ -8,6 +8,9 @@ from cluster.control.members import OnProgress, RayMembers, stop_cluster
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import Section, TandemConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.files import read_headers
+from model.checkpoint.headers import read_header
 from text.tokenizer import Tokenizer
 
 
@@ -26,6 +29,12 @@ async def launch(
     """
     config = absolute(config)
     tokenizer = Tokenizer(config.model.path)
+    # A gateway that joins ranks of other machines may be without weights, which ranks check.
+    if ray_address is None or any(config.model.path.glob("*.safetensors")):
+        ModelConfig.from_dir(config.model.path, config.model.ignore_config_keys)
+        read_headers(config.model.path)
+    for file in config.speculation.path.glob("*.safetensors") if config.speculation.path else ():
+        read_header(file)
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_session(ray_address, config.num_threads + 1))

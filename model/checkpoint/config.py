@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (  # fmt: skip
     AfterValidator,
-    AliasChoices,
+    BeforeValidator,
     Field,
     StrictBool,
     StrictFloat,
@@ -25,6 +25,8 @@ from pydantic import (  # fmt: skip
 from pydantic.dataclasses import dataclass
 
 from core.json_file import read_json
+from model.checkpoint.config_keys import QUANTIZATION, ROPE, JsonObject, refusals, settle
+from model.checkpoint.eos import read_eos, usable_ids
 
 _REFUSED = {
     "deepseek_v32": "it needs the sparse-attention (DSA) indexer, which Tandem does not have",
@@ -32,42 +34,63 @@ _REFUSED = {
     "glm": "GLM is another family, even where its attention is MLA",
     "kimi_k25": "it nests a vision model around its int4 text model",
 }
-_ROUTINGS = ("sigmoid/noaux_tc", "softmax/greedy", "softmax/group_limited_greedy")
+_V2, _GREEDY = "deepseek_v2", "greedy"
+_ROUTINGS = {_V2: ("softmax/greedy", "softmax/group_limited_greedy")}
 # Where a file says nothing these are the architecture's; transformers writes neither for V3.
-_OF_V2 = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
+_OF_V2 = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
 _OF_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_WITHOUT_GROUPS = {"n_group": 1, "topk_group": 1}
 # A different cache format or different arithmetic must never meet this one: raise the number.
 _IDENTITY_VERSION = 2
 # What does not change a single cached value: two nodes may differ in it.
 _NOT_IDENTITY = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
-_NUM_MTP = Field(validation_alias=AliasChoices("num_mtp_layers", "num_nextn_predict_layers"))
 _REMEDIES = {
     "attention_bias": ["linear layers with bias are not implemented"],
+    "moe_layer_freq": ["transformers, by which Tandem is checked, has every layer alike"],
     "mlp_bias": ["linear layers with bias are not implemented"],
     "quantization_config": ["only DeepSeek's fp8 (e4m3, block scales) is read; bring that or bf16"],
-    "rope_scaling": ["only yarn, without attention_factor, and default are implemented"],
+    "rope_scaling": ["only yarn without attention_factor, and default alone, are implemented"],
 }
 
-JsonObject = Mapping[str, Any]
+# All of torch's names of each type: transformers takes any.
+_DTYPES = {
+    **{name: name for name in ("bfloat16", "float16", "float32", "float64")},
+    **{"half": "float16", "float": "float32", "double": "float64"},
+}
 Positive = Annotated[StrictInt, Field(ge=1)]
 Amount = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"],
+    BeforeValidator(lambda name: _DTYPES.get(str(name).removeprefix("torch."), name)),
+]
 Whole = Annotated[StrictInt, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN's parameters, as in config.json's rope_scaling (spec §3)."""
+    """YaRN's parameters, as in config.json's rope_scaling (spec §3). ``mscale`` and
+    ``mscale_all_dim`` are 0 where the file has none."""
 
     type: Literal["yarn"]
     factor: Amount
     original_max_position_embeddings: Positive
     beta_fast: Amount = 32.0
     beta_slow: Amount = 1.0
-    mscale: Amount = 1.0
+    mscale: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] = 0.0
     mscale_all_dim: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] = 0.0
     attention_factor: None = None
     truncate: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "YarnScaling":
+        if bool(self.mscale) != bool(self.mscale_all_dim) and self.mscale != 1:
+            raise ValueError(
+                f"rope_scaling.mscale = {self.mscale}, rope_scaling.mscale_all_dim = "
+                f"{self.mscale_all_dim}: DeepSeek's code and transformers' read one without the "
+                "other differently; give both or none"
+            )
+        return self
 
     def magnitude(self, scale: float) -> float:
         """m(factor, scale): 1 for factor <= 1, else 0.1 * scale * ln(factor) + 1 (spec §3)."""
@@ -76,7 +99,7 @@ class YarnScaling:
     @property
     def cos_sin_factor(self) -> float:
         """What cos and sin are multiplied by: m(factor, mscale) / m(factor, mscale_all_dim)."""
-        return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude(self.mscale or 1.0) / self.magnitude(self.mscale_all_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +128,7 @@ class ModelConfig:
     intermediate_size: Positive
     moe_intermediate_size: Positive
     num_hidden_layers: Positive
-    num_nextn_predict_layers: Annotated[Whole, _NUM_MTP] = 0
+    num_nextn_predict_layers: Whole = 0
     num_attention_heads: Positive
     q_lora_rank: Annotated[Whole, AfterValidator(lambda n: n or None)] | None
     kv_lora_rank: Positive
@@ -113,18 +136,18 @@ class ModelConfig:
     qk_rope_head_dim: Annotated[StrictInt, Field(ge=2, multiple_of=2)]
     v_head_dim: Positive
     first_k_dense_replace: Whole
-    moe_layer_freq: Positive = 1
+    moe_layer_freq: Literal[1] = 1
     n_routed_experts: Positive
-    n_shared_experts: Whole = 0
+    n_shared_experts: Whole
     num_experts_per_tok: Positive
-    n_group: Positive = 1
-    topk_group: Positive = 1
+    n_group: Positive
+    topk_group: Positive
     scoring_func: str
     topk_method: str
     norm_topk_prob: StrictBool
     routed_scaling_factor: Amount
     rms_norm_eps: Amount
-    rope_theta: Amount
+    rope_theta: Annotated[StrictFloat, Field(gt=1, allow_inf_nan=False)]
     rope_interleave: StrictBool = True
     max_position_embeddings: Positive
     hidden_act: Literal["silu"] = "silu"
@@ -133,53 +156,72 @@ class ModelConfig:
     tie_word_embeddings: StrictBool = False
     eos_token_ids: Annotated[tuple[Whole, ...], _EOS]
     yarn: Annotated[YarnScaling | None, Field(validation_alias="rope_scaling")] = None
-    quantization: Annotated[Fp8Blocks | None, Field(validation_alias="quantization_config")] = None
-    dtype: Annotated[str, Field(validation_alias=AliasChoices("torch_dtype", "dtype"))] = "bfloat16"
-    lora_norm_eps: float = 1e-6
+    quantization: Annotated[Fp8Blocks | None, Field(validation_alias=QUANTIZATION)] = None
+    dtype: Dtype = "bfloat16"
+    lora_norm_eps: float = Field(default=1e-6, init=False)
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> "ModelConfig":
-        """The config of the checkpoint in folder `path` (config.json, generation_config.json).
+    def from_dir(cls, path: str | Path, ignored: tuple[str, ...] = ()) -> "ModelConfig":
+        """The config of the checkpoint in folder `path`: config.json, and the end-of-sequence
+        tokens of the files beside it. `ignored` is ``model.ignore_config_keys``.
 
-        Raises ValueError naming file, field, value and remedy for what is missing, wrong or beyond
-        what Tandem serves.
+        Raises ValueError naming file, key, value and remedy of all that is missing, wrong, unknown
+        or beyond what Tandem serves.
         """
-        file, extra = Path(path) / "config.json", Path(path) / "generation_config.json"
+        file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file}: no such file; is this the folder of a checkpoint?")
-        return cls.from_dict(read_json(file), read_json(extra), origin=str(file))
+        raw = read_json(file)
+        eos = {"eos_token_id": read_eos(Path(path), raw)}
+        return cls.from_dict(raw | eos, origin=str(file), ignored=ignored)
 
     @classmethod
     def from_dict(
-        cls, raw: JsonObject, generation: JsonObject | None = None, origin: str = "config.json"
+        cls, raw: JsonObject, origin: str = "config.json", ignored: tuple[str, ...] = ()
     ) -> "ModelConfig":
-        """As `from_dir`, from the parsed files; `origin` is the file named in errors."""
+        """As `from_dir`, from the parsed file alone; `origin` is the file named in errors."""
+        settled = settle(raw)
+        problems = [*settled.problems, *refusals(settled, USED_KEYS, ignored)]
         try:
-            return cls(**_one_spelling(raw, generation or {}))
+            config = cls(**_arguments(settled.values, origin))
         except ValidationError as error:
-            problem = _problem(dict(error.errors()[0]))
-        except ValueError as error:
-            problem = str(error)
-        raise ValueError(f"{origin}: {problem}")
+            details = [dict(detail) for detail in error.errors()]
+            of_type = [detail for detail in details if detail["loc"] == ("model_type",)]
+            # What else the file of another model says is no matter.
+            found = [_problem(detail, settled.names) for detail in of_type or details]
+            problems = found if of_type else found + problems
+        if problems:
+            raise ValueError("\n".join(f"{origin}: {problem}" for problem in problems))
+        return config
 
     @model_validator(mode="after")
     def _check_together(self) -> "ModelConfig":
         """What no field says alone."""
         num_layers, num_chosen = self.num_hidden_layers, self.num_experts_per_tok
-        routing = f"{self.scoring_func}/{self.topk_method}"
-        if routing not in _ROUTINGS:
-            raise ValueError(f"scoring_func/topk_method = {routing}: known are {_ROUTINGS}")
-        per_group, rest = divmod(self.n_routed_experts, self.n_group)
-        lonely = self.topk_method == "noaux_tc" and self.n_group > 1 and per_group < 2
-        eligible = per_group * self.topk_group
-        beyond = max(self.eos_token_ids, default=0) >= self.vocab_size
+        is_v2, routing = self.model_type == _V2, f"{self.scoring_func}/{self.topk_method}"
+        routings = _ROUTINGS.get(self.model_type, ("sigmoid/noaux_tc",))
+        if routing not in routings:
+            raise ValueError(
+                f"scoring_func/topk_method = {routing}: model_type = {self.model_type} has "
+                f"{' or '.join(routings)}"
+            )
+        is_greedy, num_experts = self.topk_method == _GREEDY, self.n_routed_experts
+        num_groups, num_kept = (1, 1) if is_greedy else (self.n_group, self.topk_group)
+        per_group, rest = divmod(num_experts, num_groups)
+        lonely = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
+        eligible = per_group * num_kept
+        of_all = f"of n_routed_experts = {num_experts} topk_group/n_group = {num_kept}/{num_groups}"
+        even = "must be a multiple of 8: torch multiplies matrices of experts by 16 bytes"
         for name, is_wrong, remedy in (
-            ("n_group", rest, f"must divide n_routed_experts = {self.n_routed_experts}"),
+            ("hidden_size", self.hidden_size % 8, even),
+            ("moe_intermediate_size", self.moe_intermediate_size % 8, even),
+            ("n_group", rest, f"must divide n_routed_experts = {num_experts}"),
             ("n_group", lonely, "each group needs two experts or more (its score sums two)"),
-            ("topk_group", self.topk_group > self.n_group, f"must be <= n_group = {self.n_group}"),
-            ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}, the eligible"),
+            ("topk_group", num_kept > num_groups, f"must be <= n_group = {num_groups}"),
+            ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}: {of_all}"),
             ("first_k_dense_replace", self.first_k_dense_replace > num_layers, "beyond the layers"),
-            ("eos_token_ids", beyond, f"must be < vocab_size = {self.vocab_size}"),
+            ("norm_topk_prob", is_v2 and self.norm_topk_prob, f"model_type = {_V2} has false"),
+            ("rope_interleave", is_v2 and not self.rope_interleave, f"model_type = {_V2} has true"),
         ):
             if is_wrong:
                 raise ValueError(f"{name} = {getattr(self, name)}: {remedy}")
@@ -204,8 +246,7 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts; an MTP layer (id >= L) always has."""
-        is_chosen = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
-        return is_chosen or layer >= self.num_hidden_layers
+        return layer >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
     def moe_layer(self, layer: int) -> int | None:
         """The number of a decoder layer among those with experts, None if it has none."""
@@ -225,34 +266,44 @@ class ModelConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _one_spelling(raw: JsonObject, generation: JsonObject) -> dict[str, Any]:
-    """Fields by their usual names; a null counts as absent, as checkpoints write both."""
-    given = _known(raw) | {name: raw[name] for name in ("q_lora_rank",) if name in raw}
-    rope = _known(given.pop("rope_scaling", {})) | _known(given.pop("rope_parameters", {}))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        given["rope_scaling"] = rope | {"type": kind}
-    if "rope_theta" in rope:
-        given.setdefault("rope_theta", rope["rope_theta"])
-    ids = _ids(raw) + _ids(generation)
-    given["eos_token_id"] = [one for i, one in enumerate(ids) if one not in ids[:i]]
-    return (_OF_V2 if raw.get("model_type") == "deepseek_v2" else _OF_V3) | given
+def _keys(of: type) -> list[str]:
+    """Return the keys that set the fields of a dataclass."""
+    fields = of.__pydantic_fields__.items()  # type: ignore[attr-defined]
+    return [
+        str(field.validation_alias or name) for name, field in fields if field.init is not False
+    ]
 
 
-def _known(section: Any) -> dict[str, Any]:
-    if not isinstance(section, Mapping):
-        raise ValueError(f"rope_scaling/rope_parameters = {section!r}: must be an object")
-    return {name: value for name, value in section.items() if value not in (None, {})}
+USED_KEYS = frozenset(
+    (
+        *_keys(ModelConfig),
+        *(f"{ROPE}.{key}" for key in _keys(YarnScaling)),
+        *(f"{QUANTIZATION}.{key}" for key in _keys(Fp8Blocks)),
+    )
+)
+"""Keys of config.json that Tandem reads."""
 
 
-def _ids(section: JsonObject) -> list[Any]:
-    """A file has one token id, a list of them, or none."""
-    value = section.get("eos_token_id", [])
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _arguments(values: JsonObject, origin: str) -> dict[str, Any]:
+    """Return what ModelConfig is made of: sections put together, and what the architecture says
+    where the file is silent."""
+    found = {key: values[key] for key in values if key in USED_KEYS and "." not in key}
+    for section in (ROPE, QUANTIZATION):
+        dotted = [key for key in values if key.startswith(f"{section}.")]
+        inside = {key.removeprefix(f"{section}."): values[key] for key in dotted}
+        if inside and inside != {"type": "default"}:
+            found[section] = inside
+    ids = [found.get("eos_token_id")]
+    found["eos_token_id"] = usable_ids(ids, values.get("vocab_size"), origin)
+    defaults = _OF_V2 if found.get("model_type") == _V2 else _OF_V3
+    is_greedy = (defaults | found)["topk_method"] == _GREEDY
+    return (_WITHOUT_GROUPS if is_greedy else {}) | defaults | found
 
 
-def _problem(detail: JsonObject) -> str:
+def _problem(detail: JsonObject, names: Mapping[str, str]) -> str:
+    """Return what pydantic found, naming the key as the file spells it."""
     name = ".".join(map(str, detail["loc"]))
+    name = names.get(name, name)
     if detail["type"] == "missing":
         return f"{name} is missing; take config.json from the checkpoint"
     if detail["type"] == "value_error":

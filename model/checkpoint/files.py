@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.json_file import read_json
 from core.pace import LOADING, on_start
+from model.checkpoint.headers import Header, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -23,7 +24,9 @@ class CheckpointFiles(ExitStack):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._file_of = _file_of(path)
+        headers = read_headers(path)
+        self._file_of = {name: file for file, header in headers.items() for name in header}
+        self._header = {name: one for header in headers.values() for name, one in header.items()}
         self._open: dict[str, safe_open] = {}
         self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
         self._num_read = 0
@@ -34,6 +37,10 @@ class CheckpointFiles(ExitStack):
     def where(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self.path / self._file_of[name]
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether there is such a tensor, of float8_e4m3fn."""
+        return name in self._header and self._header[name]["dtype"] == "F8_E4M3"
 
     def names(self) -> Iterator[str]:
         """Every tensor's name, file by file, so that each file is read in one go."""
@@ -56,30 +63,42 @@ class CheckpointFiles(ExitStack):
         return tensor
 
 
-def _file_of(path: Path) -> dict[str, str]:
+def read_headers(path: Path) -> dict[str, Header]:
+    """Return for each file of the checkpoint in ``path`` the header of those of its tensors that
+    are the checkpoint's: the index decides, and without one there is a single file.
+
+    Raises ValueError naming the file, and the tensor, for files that are missing, not whole or not
+    as the index says.
+    """
     index = path / INDEX
-    if index.is_file():
-        return _from_index(index)
-    if not (path / SINGLE).is_file():
-        raise ValueError(f"{path}: has neither {INDEX} nor {SINGLE}; give a checkpoint folder")
-    try:
-        with safe_open(str(path / SINGLE), framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), SINGLE)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path / SINGLE}: is not a readable safetensors file ({error}); download it again"
-        ) from None
-
-
-def _from_index(index: Path) -> dict[str, str]:
+    if not index.is_file():
+        file = _single(path)
+        return {file.name: read_header(file)}
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map; download it again")
-    weight_map = {str(name): str(file) for name, file in weight_map.items()}
-    missing = sorted({file for file in weight_map.values() if not (index.parent / file).is_file()})
+    files = sorted({str(file) for file in weight_map.values()})
+    missing = [file for file in files if not (path / file).is_file()]
     if missing:
         raise ValueError(f"{index}: names files that are missing: {', '.join(missing[:5])}")
-    return weight_map
+    headers = {file: read_header(path / file) for file in files}
+    found: dict[str, Header] = {file: {} for file in files}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"{path / file}: lacks {name}, which {INDEX} names; download both again"
+            )
+        found[file][name] = headers[file][name]
+    return found
+
+
+def _single(path: Path) -> Path:
+    """Return the only file of weights, whatever its name is."""
+    files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:5]) or "no .safetensors file at all"
+        raise ValueError(f"{path}: has neither {INDEX} nor one file: {names}; download it again")
+    return files[0]
 
 
 def dequantise(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:

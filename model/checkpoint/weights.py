@@ -5,6 +5,7 @@ less a prefix where a module is a part of it; only routed experts are fused, so 
 a slice of one parameter. Those that other ranks of the gang hold are not read.
 """
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,18 +21,22 @@ from model.network.dispatch.base import Dispatch
 from model.network.experts import Experts
 from model.network.layers import Linear
 
+log = logging.getLogger(__name__)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight(_scale_inv)?$")
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALE = "_scale_inv"
-_DERIVED = (_SCALE, "rotary_emb.inv_freq")
+_DERIVED = "rotary_emb.inv_freq"
+_UNUSED = (".input_scale", ".k_scale", ".prob_scale", ".q_scale", ".v_scale")
+"""Ends of names of scales for activations and caches in FP8, which Tandem scales itself or has
+not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
     FP8 matrices, if these ``keep_blocks``. A rank that never ``drafts`` writes cache entries of the
-    MTP layer and has no use for its experts."""
+    MTP layer and has no use for its experts. ``ignored_keys`` is ``model.ignore_config_keys``."""
 
     files: CheckpointFiles
     config: ModelConfig
@@ -39,6 +44,7 @@ class Checkpoint:
     device: torch.device
     keep_blocks: bool = False
     drafts: bool = True
+    ignored_keys: tuple[str, ...] = ()
 
 
 def mtp_prefix(config: ModelConfig, number: int) -> str:
@@ -62,6 +68,9 @@ def num_mtp(files: CheckpointFiles, config: ModelConfig) -> int:
 
 def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
     """The model alone: every tensor but those of MTP layers. Raises as load_weights does."""
+    unused = [name for name in checkpoint.files.names() if name.endswith(_UNUSED)]
+    if unused:
+        log.info("%d scales are not used, such as %s", len(unused), unused[0])
     with torch.device("meta"):
         network = DeepseekV3(checkpoint.config, dispatch)
     network.rope.to(checkpoint.device)
@@ -77,7 +86,9 @@ def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole:
     not to be whole. Raises as load_weights does."""
     prefix = mtp_prefix(checkpoint.config, number)
     own = (name for name in checkpoint.files.names() if name.startswith(prefix))
-    own = (name for name in own if name.removeprefix(prefix) not in _MTP_COPIES)
+    own = (
+        name for name in own if name.removeprefix(prefix).removesuffix(_SCALE) not in _MTP_COPIES
+    )
     if not is_whole:
         del layer.mlp
         own = (name for name in own if not name.startswith(prefix + "mlp."))
@@ -96,16 +107,21 @@ def load_weights(
     """
     files, config = checkpoint.files, checkpoint.config
     if checkpoint.keep_blocks:
-        keep_blocks(module, lambda name: f"{prefix}{name}{_SCALE}" in files)
+        keep_blocks(module, lambda name: files.is_fp8(prefix + name))
     tensors = _materialise(module, checkpoint)
     places: dict[str, list[Tensor]] = defaultdict(list)
     for item in tensors.items():
         for name, place in _pieces(module, *item):
             places[prefix + name].append(place)
+    weights = set(places)
     for name in names:
         if name in places:
             _fill(places.pop(name), files, name, config.quantization)
-        elif not (name.endswith(_DERIVED) or _is_elsewhere(name, config)):
+        elif not (
+            name.endswith((_DERIVED, *_UNUSED))
+            or name.removesuffix(_SCALE) in weights
+            or _is_elsewhere(name, config)
+        ):
             raise ValueError(
                 f"{files.where(name)}: unknown tensor {name}; "
                 f"this is not a {config.model_type} checkpoint as config.json describes it"
@@ -119,11 +135,15 @@ def load_weights(
 
 
 def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
-    """Before it is loaded: routed experts stay FP8, and other matrices that are, as their names
-    tell, where that can be read."""
+    """Before it is loaded: matrices that are FP8 stay so, where that can be read; routed experts
+    do if any of them is."""
     for name, part in module.named_modules():
-        is_kept = isinstance(part, Linear) and part.may_keep_blocks and is_fp8(f"{name}.weight")
-        if is_kept or isinstance(part, Experts):
+        if isinstance(part, Experts):
+            weights = [f"{name}.{expert}.gate_proj.weight" for expert in part.held]
+        else:
+            may_keep = isinstance(part, Linear) and part.may_keep_blocks
+            weights = [f"{name}.weight"] if may_keep else []
+        if any(map(is_fp8, weights)):
             part.keep_blocks()
 
 

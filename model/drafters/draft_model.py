@@ -54,7 +54,7 @@ class ModelDrafter(MtpDrafter):
         if (path := asked.path) is None:
             raise ValueError("speculation.path: is null; name the folder of the draft model")
         try:
-            config = ModelConfig.from_dir(path)
+            config = ModelConfig.from_dir(path, checkpoint.ignored_keys)
         except ValueError as error:
             raise ValueError(f"speculation.path={str(path)!r}: {error}") from None
         _check_tokens(path, config, checkpoint)

@@ -46,7 +46,12 @@ class EagleDrafter(MtpDrafter):
         """Raises ValueError for a folder without a head of this model."""
         if asked.path is None:
             raise ValueError(f"speculation.path: is null; name the folder of the {cls.name} head")
-        config = read_config(asked.path, checkpoint.files.path, issubclass(cls.kind, Eagle3Layer))
+        config = read_config(
+            asked.path,
+            checkpoint.files.path,
+            has_taps=issubclass(cls.kind, Eagle3Layer),
+            ignored=checkpoint.ignored_keys,
+        )
         file = found(asked.path, WEIGHTS)
         tensors = {_named(name): tensor for name, tensor in read(file).items()}
         d2t_U, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)

@@ -8,14 +8,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.json_file import read_json
-from model.checkpoint.config import ModelConfig
+from model.checkpoint.config import USED_KEYS, ModelConfig
+from model.checkpoint.config_keys import ROPE, settle
 
 CONFIG = "config.json"
 _OF_LATENTS = (
     *("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_interleave"),
 )
-_OF_ALL = "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"
+_OF_ALL = "rms_norm_eps", "rope_theta", ROPE, "rope_parameters"
 _DEEPER = "transformer_layer_config", "eagle_config"
 _REFUSED = "norm_before_fc", "fc_norm", "attention_bias", "mlp_bias"
 
@@ -67,9 +68,11 @@ class EagleConfig:
         return 2 * self.said.num_kv_heads * self.said.head_width or self.model.latent_dim
 
 
-def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
-    """Of the head in ``folder`` for the checkpoint ``main``. Raises ValueError with file, key,
-    value and remedy."""
+def read_config(
+    folder: Path, main: Path, has_taps: bool, ignored: tuple[str, ...] = ()
+) -> EagleConfig:
+    """Of the head in ``folder`` for the checkpoint ``main``; ``ignored`` is
+    ``model.ignore_config_keys``. Raises ValueError with file, key, value and remedy."""
     file, of_main = folder / CONFIG, read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(f"{file}: no such file; speculation.path names the folder of a head")
@@ -97,8 +100,16 @@ def read_config(folder: Path, main: Path, has_taps: bool) -> EagleConfig:
     own: dict[str, Any] = {name: raw[name] for name in names if name in raw}
     if is_grouped:
         own["qk_rope_head_dim"] = said.head_width
-    without = {n: value for n, value in of_main.items() if "rope_" not in n or not is_grouped}
-    model = ModelConfig.from_dict({"rope_theta": 10000.0} | without | own, origin=str(file))
+    mine = settle(own).values
+    has_section = any(key.startswith(f"{ROPE}.") for key in mine)
+    dropped = "rope_" if is_grouped else f"{ROPE}." if has_section else "none of them"
+    rest = {"rope_theta": 10000.0} | {
+        key: value
+        for key, value in settle(of_main).values.items()
+        if key in USED_KEYS and dropped not in key
+    }
+    rest = {key: value for key, value in rest.items() if key not in mine}
+    model = ModelConfig.from_dict(rest | own, origin=str(file), ignored=ignored)
     num_layers = model.num_hidden_layers
     taps = said.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
     if has_taps and (len(taps) < 2 or not all(0 <= tap < num_layers for tap in taps)):

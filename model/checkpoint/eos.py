@@ -1,0 +1,42 @@
+"""The tokens that end an answer, from whichever file of a checkpoint names them."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from core.json_file import read_json
+from text.tokenizer import read_tokenizer
+
+log = logging.getLogger(__name__)
+_BY_TEXT = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
+    """Return the ids of config.json and generation_config.json; if none of them is in the
+    vocabulary, that of the text in tokenizer_config.json or special_tokens_map.json."""
+    generation, size = read_json(folder / "generation_config.json"), config.get("vocab_size")
+    values = config.get("eos_token_id"), generation.get("eos_token_id")
+    ids = usable_ids(values, size, folder) or usable_ids(_ids_of_texts(folder), size, folder)
+    if not ids:
+        log.warning("%s: no file names an end-of-sequence token; answers end at max_tokens", folder)
+    return ids
+
+
+def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[Any]:
+    """Return the ids in ``values``, each of which is one, a list or None, once each. Those beyond
+    the vocabulary are dropped with a warning."""
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    ids = [one for listed in lists for one in listed if one is not None]
+    are_numbers = type(vocab_size) is int and all(type(one) is int for one in ids)
+    beyond = [one for one in ids if are_numbers and not 0 <= one < vocab_size]
+    if beyond:
+        log.warning("%s: eos_token_id %s: beyond vocab_size = %s", origin, beyond, vocab_size)
+    return [one for i, one in enumerate(ids) if one not in ids[:i] and one not in beyond]
+
+
+def _ids_of_texts(folder: Path) -> list[int | None]:
+    tokens = [read_json(folder / name).get("eos_token") for name in _BY_TEXT]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    tokenizer = read_tokenizer(folder) if any(texts) else None
+    return [tokenizer.token_to_id(text) for text in texts if isinstance(text, str) and tokenizer]
