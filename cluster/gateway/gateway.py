@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import WeakSet
 
 from cluster.gateway.affinity import PrefixAffinity
@@ -77,6 +78,11 @@ class ClusterGateway:
         """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
+        cold = self.fleet.cold_pairs()
+        ranks = [
+            replace(rank, cause=rank.cause or cold.get(handle, ""))
+            for rank, handle in zip(ranks, handles, strict=True)
+        ]
         ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
