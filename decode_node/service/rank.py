@@ -16,7 +16,7 @@ import torch
 from core.answer import TransferStats
 from core.beat import Beat, Held
 from core.control import Control, Methods, Service
-from core.errors import HandoverError, RankDied
+from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
 from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
@@ -132,20 +132,41 @@ class DecodeRank:
         return task.result()
 
     async def _arrive(self, asked: Start) -> TransferStats:
-        """Fetch the KV and start the sequence; a failure frees the row."""
+        """Fetch the KV and start the sequence; a failure frees the row.
+
+        Raises:
+            HandoverError, StepFailed: The attempt failed; another one may succeed.
+        """
         identity, offer = asked.identity, asked.offer
         row = await self.loop.call(lambda: self.engine.scheduler.held(identity))
         try:
             control = self._find_owner(offer.owner, offer.epoch)
             pulled = await self.intake.pull(offer, control, row.pages)
             await self.loop.call(lambda: self._activate(asked, pulled.seal))
-        except Exception:
+        except (TandemError, ValueError):
             await self._drop(identity)
             raise
+        except Exception as error:
+            await self._drop(identity)
+            raise HandoverError(f"{identity}: it did not arrive: {error!r}") from error
         return pulled.stats
 
     def _activate(self, asked: Start, seal: Seal) -> None:
-        """Engine thread. Features go to the device with the rest of their row (Rows)."""
+        """Start the steps of a sequence whose cache is complete. Runs on the engine thread.
+
+        Raises:
+            HandoverError: The row was given up meanwhile.
+            StepFailed: It could not be started, for instance for want of device memory.
+        """
+        try:
+            self._start_steps(asked, seal)
+        except TandemError:
+            raise
+        except Exception as error:
+            raise StepFailed(f"{asked.identity}: it was not started: {error!r}") from error
+
+    def _start_steps(self, asked: Start, seal: Seal) -> None:
+        # Features go to the device with the rest of their row (Rows).
         features_F = None
         if seal.features is not None:
             dtype = getattr(torch, seal.features_dtype)
