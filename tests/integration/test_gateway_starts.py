@@ -28,9 +28,10 @@ def unreachable(name: str, epoch: int) -> None:
 
 
 async def test_one_pair_that_cannot_work_does_not_keep_a_gateway_from_starting(
-    small_model: Path,
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two decode ranks cannot reach the prefill rank, as during a partial partition."""
+    monkeypatch.setattr(fleets, "WARM_UP_S", 10 * PATIENCE_S)
     async with rig(small_model, *TWO_DECODES) as cluster:
         cut = cluster.decodes[1]
         find_owner = cut._find_owner
