@@ -107,7 +107,7 @@ class Fleet:
 
     def cold_pairs(self) -> dict[Handle, str]:
         """Return why decode ranks get no requests from some prefill rank, by decode rank."""
-        causes = {}
+        causes: dict[Handle, str] = {}
         for pair in self._warm_ups.values():
             if pair.cause:
                 causes.setdefault(pair.ranks[1], pair.cause)
