@@ -19,7 +19,7 @@ from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
-MAX_CONNECTIONS = 1024
+MAX_GRPC_CONNECTIONS = 1024
 """Maximum of open connections; grpc turns away those beyond."""
 SPARE_CALLS = 256
 """Calls of a connection beyond the requests that the cluster can hold."""
@@ -27,7 +27,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     # A window that grows with the bandwidth holds megabytes of each call that nobody awaits yet.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_allowed_incoming_connections", MAX_GRPC_CONNECTIONS),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 128
+MAX_HTTP_CONNECTIONS = 128
 """Maximum of open connections: one more ends the one that has waited the longest for an answer."""
 MAX_EXCHANGE_S = 20.0
 """Time in which a connection must have sent a whole request and read the answer to it."""
@@ -21,7 +21,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_clock()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_HTTP_CONNECTIONS:
             oldest: Any = min(self.connections, key=lambda one: one.since)  # type: ignore[union-attr]
             oldest.transport.abort()
             self.connections.discard(oldest)

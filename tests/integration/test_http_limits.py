@@ -30,7 +30,7 @@ def is_ended(one: socket.socket) -> bool:
 
 
 async def test_silent_connections_fail_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", NUM_HELD)
+    monkeypatch.setattr(http_limits, "MAX_HTTP_CONNECTIONS", NUM_HELD)
     monkeypatch.setattr(http_limits, "MAX_EXCHANGE_S", 10 * PATIENCE_S)
     async with Server(load(None, list(SETS))) as server:
         silent = await connected(server, 2 * NUM_HELD)
