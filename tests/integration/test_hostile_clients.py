@@ -110,8 +110,8 @@ async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRp
     return caught.value
 
 
-@pytest.mark.parametrize("stops", [["x" * 15_000_000], ["x" * 1000] * 15_000], ids=["one", "many"])
-async def test_megabytes_of_stop_strings_are_refused(
+@pytest.mark.parametrize("stops", [["x" * 1_000_000], ["x" * 1000] * 1_000], ids=["one", "many"])
+async def test_a_megabyte_of_stop_strings_is_refused(
     stub: rpc.InferenceStub, gateway: EchoGateway, stops: list[str]
 ) -> None:
     """Before, each cost the gateway's only loop a search of them all at every token."""
