@@ -98,8 +98,9 @@ class Admission:
                 checked, replace(asked, request_id=name), gateway.model, gateway.tokenizer
             )
             answers = stream.answers = gateway.begin(request)
+            num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
             answers.on_overfull = lambda: stream.end(
-                f"more than {MAX_UNREAD_ANSWER_BYTES >> 10} kB of the answer were left unread; resume it"
+                f"more than {num_kb} kB of the answer were left unread; resume it"
             )
             if stream.is_aborted:
                 answers.abort()

@@ -199,7 +199,8 @@ async def test_trickling_readers_keep_nobody_out(
         trickling = asyncio.create_task(trickle(attacker, streams))
         for _ in range(cluster.gateway.max_streams):
             streams += await ask_without_reading(attacker, 1)
-            await until(lambda num=len(streams): len(server._streams) == num)
+            num_streams = len(streams)
+            await until(lambda num=num_streams: len(server._streams) == num)
             await until(lambda: not any(map(len, cluster.gateway.running)))
         assert len(server._streams) == cluster.gateway.max_streams
         async with AsyncClient(server.address, retry_s=0) as honest:
