@@ -141,8 +141,13 @@ class Fleet:
         self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow(self) -> None:
+        """Apply every membership. An error costs one of them, never those that follow."""
         while True:
-            self._apply(await self._members.changed(self.applied.version))
+            try:
+                self._apply(await self._members.changed(self.applied.version))
+            except Exception:
+                log.exception("the membership cannot be followed; it is tried again")
+                await asyncio.sleep(AGAIN_S)
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""

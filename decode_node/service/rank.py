@@ -18,6 +18,7 @@ from core.beat import Beat, Held
 from core.control import Control, Methods, Service
 from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
+from core.remembered import Remembered
 from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
 from decode_node.service.decode_calls import Grant, Start
@@ -66,7 +67,7 @@ class DecodeRank:
         self._server = FrameServer(parts.spec.host, self.frames)
         self._granting: dict[Identity, asyncio.Future[None]] = {}
         self._arriving: dict[Identity, asyncio.Task[TransferStats]] = {}
-        self._ended: dict[Identity, float] = {}
+        self._ended = Remembered[Identity, None](REMEMBER_S, self._asyncio.time)
         self._sweeper = self._asyncio.create_task(again(lease_s / 4, self._sweep))
         self.loop.on_failure(self._on_failure)
         self.loop.add(self.engine)
@@ -178,7 +179,7 @@ class DecodeRank:
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed, however often this is asked. What
         was overtaken is refused."""
-        self._ended[identity] = self._asyncio.time()
+        self._ended.add(identity, None)
         self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
         if identity in self._arriving:
             await cancelled(self._arriving[identity])
@@ -197,8 +198,7 @@ class DecodeRank:
         for identity in self.sessions.sweep():
             log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
             await self._end(identity)
-        horizon = self._asyncio.time() - REMEMBER_S
-        self._ended = {i: at for i, at in self._ended.items() if at > horizon}
+        self._ended.sweep()
 
     def _on_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped. Engine thread."""
