@@ -38,7 +38,8 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. ``seed`` None is
     replaced by a random one at admission. ``max_tokens`` counts every emitted token; no
-    answer ends before ``min_tokens``. ``logprobs`` is how many of the likeliest tokens to tell
+    answer ends before ``min_tokens``. Special tokens have no text unless ``skip_special_tokens``
+    is False. ``logprobs`` is how many of the likeliest tokens to tell
     at each place besides the token itself, None for no log probabilities at all.
     ``n`` answers: only the gateway sees more than one.
     """
@@ -59,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    skip_special_tokens: bool = True
 
     @property
     def adjusts_logits(self) -> bool:

@@ -11,13 +11,12 @@ def longest_token_bytes(tree: dict[str, Any]) -> int | None:
     """Most bytes of UTF-8 that one token of this tokenizer.json takes from a text.
 
     None where no number bounds it: something may shorten or drop text before it becomes tokens
-    (a normaliser, a pre-tokeniser that removes, truncation, bytes without a token, added tokens
-    that swallow spaces), or the tokens are not byte-level BPE.
+    (a normaliser, a pre-tokeniser that removes, bytes without a token, added tokens that swallow
+    spaces), or the tokens are not byte-level BPE. Truncation is switched off.
     """
     model, added = tree["model"], tree["added_tokens"]
     is_whole = (
-        tree["truncation"] is None
-        and (tree["normalizer"] is None or tree["normalizer"].get("normalizers") == [])
+        (tree["normalizer"] is None or tree["normalizer"].get("normalizers") == [])
         and _is_byte_level(tree["pre_tokenizer"] or {})
         and model["type"] == "BPE"
         and not (model["continuing_subword_prefix"] or model["end_of_word_suffix"])

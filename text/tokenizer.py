@@ -1,43 +1,71 @@
-"""Text to token ids and back, from the checkpoint's own tokenizer.json."""
+"""Text to token ids and back, from the checkpoint's own tokenizer.json.
+
+docs/prompts.md has the rule by which a text becomes token ids.
+"""
 
 import json
 from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
+from tokenizers.models import WordLevel
 
 from core.json_file import read_json
+from text.decoder import read_decoder
 from text.token_bytes import longest_token_bytes
 
-REPLACEMENT = "\ufffd"
-# Tokens looked back at: a character has at most 4 bytes, and a token with text at least one.
-_WINDOW = 4
+_TIKTOKEN = (
+    "tiktoken.model is there but is not read; convert it with transformers: "
+    "convert_tiktoken_to_fast(AutoTokenizer.from_pretrained(folder, trust_remote_code=True).model, "
+    "folder), see docs/prompts.md"
+)
 
 
 def read_tokenizer(path: Path) -> _Tokenizer | None:
-    """The tokenizer.json of a checkpoint folder, None without one. Raises ValueError naming the
-    file when it cannot be read."""
+    """Return the tokenizer.json of a checkpoint folder, None without one.
+
+    Its sections that cut, fill or vary a text are switched off. Raises ValueError naming the file
+    when it cannot be read.
+    """
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
     try:
-        return _Tokenizer.from_file(str(file))
+        found = _Tokenizer.from_file(str(file))
     except Exception as error:  # what the library raises has no type of its own
         raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
+    found.no_truncation()
+    found.no_padding()
+    if getattr(found.model, "dropout", None):
+        found.model.dropout = None
+    return found
 
 
 class Tokenizer:
-    """Raises ValueError naming the file when tokenizer.json is missing or unreadable."""
+    """Token ids of prompts and the vocabulary's entries of tokens, from a checkpoint folder.
+
+    Raises ValueError naming the file when one is missing, unreadable or of an unknown kind.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        found = read_tokenizer(Path(path))
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        found = read_tokenizer(folder)
         if found is None:
-            file = Path(path) / "tokenizer.json"
-            raise ValueError(f"{file}: is missing; give a checkpoint folder with a tokenizer")
+            has_tiktoken = (folder / "tiktoken.model").is_file()
+            remedy = _TIKTOKEN if has_tiktoken else "give a checkpoint folder with a tokenizer"
+            raise ValueError(f"{file}: is missing; {remedy}")
         self._tokenizer = found
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = {i for i, token in added.items() if token.special}
-        self._bos_id = self._find_bos(Path(path) / "tokenizer_config.json")
+        added = found.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {
+            token.content: token_id for token_id, token in added.items() if token.special
+        }
+        """The id of each token that has no text unless a request keeps special tokens."""
+        self._begin = _tokens_in_front(found, folder)
+        try:
+            self.new_decoder = read_decoder(found.decoder)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -49,57 +77,81 @@ class Tokenizer:
         return longest_token_bytes(json.loads(self._tokenizer.to_str()))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, the begin-of-sentence token once in front if the checkpoint wants one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        if self._bos_id is not None and ids[:1] != [self._bos_id]:
-            ids.insert(0, self._bos_id)
-        return ids
+        """Return the token ids of the whole text, after the tokens that a prompt begins with.
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of ``token_ids`` without special tokens; broken bytes become U+FFFD."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        As far as the text begins with those itself they are not added. Nothing is appended.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        num_there = max(
+            num for num in range(len(self._begin) + 1) if tuple(ids[:num]) == self._begin[:num]
+        )
+        return [*self._begin, *ids[num_there:]]
 
-    def has_text(self, token_id: int) -> bool:
-        """False for special tokens, and for ids beyond the vocabulary (padding rows of lm_head)."""
-        known = self._tokenizer.id_to_token(token_id) is not None
-        return known and token_id not in self._special_ids
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``; broken bytes become U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _find_bos(self, file: Path) -> int | None:
-        config = read_json(file)
-        token = config.get("bos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if not config.get("add_bos_token", token is not None) or token is None:
-            return None
-        return self._tokenizer.token_to_id(token)
+    def spelling(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """Return the vocabulary's entry of a token, None of one without text.
+
+        Special tokens have none if they are skipped, ids beyond the vocabulary (padding rows of
+        lm_head) never.
+        """
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return None if skip_special_tokens and token in self.special_tokens else token
+
+
+def _tokens_in_front(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
+    """Return the token ids that a prompt begins with.
+
+    A post-processor that adds the begin-of-sentence token decides, else an explicit
+    ``add_bos_token: true`` in tokenizer_config.json.
+    """
+    added = _added_by_post_processor(tokenizer)
+    file = folder / "tokenizer_config.json"
+    config = read_json(file)
+    if config.get("add_bos_token") is not True:
+        return added
+    name = config.get("bos_token") or read_json(folder / "special_tokens_map.json").get("bos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    bos_id = None if name is None else tokenizer.token_to_id(name)
+    if bos_id is None and not added:
+        raise ValueError(
+            f"{file}: add_bos_token is true, but bos_token={name!r} is no token of "
+            "tokenizer.json; name one, or set add_bos_token to false"
+        )
+    return added if bos_id is None or bos_id in added else (bos_id, *added)
+
+
+def _added_by_post_processor(tokenizer: _Tokenizer) -> tuple[int, ...]:
+    """Return the token ids that tokenizer.json's post-processor puts before any text."""
+    if tokenizer.post_processor is None:
+        return ()
+    one_token = _Tokenizer(WordLevel({"x": 0}, unk_token="x")).encode("x")
+    processed = tokenizer.post_processor.process(one_token)
+    return tuple(processed.ids[: processed.special_tokens_mask.index(0)])
 
 
 class TextStream:
-    """Text as tokens come; no piece ends inside a character.
+    """The text of one answer as its tokens come; no piece ends inside a character.
 
-    The pieces, with that of ``finish``, join to the text of all tokens. For byte-level BPE, as
-    this family uses: the cost of a token does not grow with what came before it.
+    The pieces, with that of ``finish``, join to the text of all tokens. The cost of a token does
+    not grow with what came before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._num_told = 0
+        self._skips = skip_special_tokens
+        self._decoder = tokenizer.new_decoder()
 
     def push(self, token_ids: tuple[int, ...] | list[int]) -> str:
-        """The text that became certain with ``token_ids``; "" inside a character."""
-        self._ids.extend(i for i in token_ids if self._tokenizer.has_text(i))
-        text = self._tokenizer.decode(self._ids)
-        piece = text[self._num_told : _num_certain(text)]
-        self._ids = self._ids[-_WINDOW:]
-        self._num_told = _num_certain(self._tokenizer.decode(self._ids))
-        return piece
+        """Return the text that became certain with ``token_ids``; "" inside a character."""
+        tokens = (
+            self._tokenizer.spelling(token_id, skip_special_tokens=self._skips)
+            for token_id in token_ids
+        )
+        return "".join(self._decoder.push(token) for token in tokens if token is not None)
 
     def finish(self) -> str:
-        """What was held back; call it once, at the end."""
-        return self._tokenizer.decode(self._ids)[self._num_told :]
-
-
-def _num_certain(text: str) -> int:
-    """Characters that no later token can change: an unfinished one is a single U+FFFD, last."""
-    return len(text) - text.endswith(REPLACEMENT)
+        """Return what was held back; call it once, at the end."""
+        return self._decoder.finish()

@@ -48,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
     """The answer does not end before so many tokens [0]."""
     ignore_eos: bool
     """Go on after the model's own end-of-sequence tokens [False]."""
+    skip_special_tokens: bool
+    """False gives special tokens a text, which stop strings then see [True]."""
     logprobs: int | None
     """Tell log probabilities of each token and of so many of the likeliest [None]."""
     n: int

@@ -32,6 +32,9 @@ class Asked:
     max_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128
     temperature: Annotated[float, Option(help="0 takes the likeliest token every time.")] = 0.0
     seed: Annotated[int | None, Option(help="Makes a sampled answer repeatable.")] = None
+    skip_special_tokens: Annotated[
+        bool, Option(help="Leave special tokens such as <think> out of the text.")
+    ] = True
     acceptance: Annotated[
         Literal[
             "strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy", "typical"

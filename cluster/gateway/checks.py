@@ -6,12 +6,13 @@ Fields are named as users know them: as those of ``Unchecked``, and as on the wi
 import math
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from core import request as kinds
 from core.info import ModelInfo
-from core.request import Request, Unchecked
+from core.request import Request, SamplingParams, Unchecked
 
 if TYPE_CHECKING:
     from text.tokenizer import Tokenizer
@@ -106,7 +107,7 @@ def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Reque
     if request.output_ids and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
         refuse("sampling.n", request.sampling.n, remedy)
-    return request
+    return replace(request, sampling=_with_stop_ids(asked.sampling, model, tokenizer))
 
 
 def refuse(field: str, value: Any, remedy: str) -> NoReturn:
@@ -176,6 +177,27 @@ def _check_lists(asked: Unchecked, token: Bounds) -> None:
     _token_ids("sampling.logit_bias", [item.token_id for item in sampling.logit_bias], token)
     for item in sampling.logit_bias:
         Bounds(-100, 100).check(f"sampling.logit_bias[{item.token_id}]", item.bias)
+
+
+def _with_stop_ids(
+    sampling: SamplingParams, model: ModelInfo, tokenizer: "Tokenizer"
+) -> SamplingParams:
+    """Add the ids of stop strings that are special tokens, which have no text.
+
+    Raises ValueError for a stop string that contains a special token: it could never be complete.
+    """
+    if not (sampling.stop and sampling.skip_special_tokens):
+        return sampling
+    special = tokenizer.special_tokens
+    for i, stop in enumerate(sampling.stop):
+        contained = next((name for name in special if name in stop), None)
+        if contained is not None and stop not in special:
+            remedy = f"contains the special token {contained!r}, which has no text; stop at it by "
+            remedy += f"stop_token_ids=[{special[contained]}], or set skip_special_tokens to false"
+            refuse(f"sampling.stop[{i}]", stop, remedy)
+    size = model.vocab_size
+    known = tuple(special[stop] for stop in sampling.stop if special.get(stop, size) < size)
+    return replace(sampling, stop_token_ids=sampling.stop_token_ids + known)
 
 
 def _check_acceptance(kind: str, model: ModelInfo) -> None:

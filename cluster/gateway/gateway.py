@@ -72,7 +72,9 @@ class ClusterGateway:
         return streams
 
     def _answer(self, index: int, request: Request) -> Answer:
-        return Answer(request, TextStream(self.tokenizer), self.model, index)
+        skips = request.sampling.skip_special_tokens
+        text = TextStream(self.tokenizer, skip_special_tokens=skips)
+        return Answer(request, text, self.model, index)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode rank are left that work together."""

@@ -23,6 +23,7 @@ class ByteTokenizer:
     """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
 
     longest_token_bytes = None
+    special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]

@@ -69,7 +69,7 @@ def test_generate_reads_the_prompt_from_stdin(address: str) -> None:
 
 def test_generate_json_is_one_object_with_the_fields_of_finished(address: str) -> None:
     args = ("--token-ids", "1,5,6", "--json", "--max-tokens", "12", "--seed", "9")
-    args += ("--acceptance", "rejection_greedy")
+    args += ("--acceptance", "rejection_greedy", "--no-skip-special-tokens")
     done = tandem("generate", *args, "--address", address)
     fields = json.loads(done.stdout.splitlines()[-1])
     ids = answer_to((1, 5, 6), 12)

@@ -8,7 +8,10 @@ import grpc
 import pytest
 
 from benchmarks.driven.engines import greedy
+from cluster.client.options import build_request
+from cluster.door.request_mapping import to_unchecked
 from cluster.door.server import Server
+from cluster.gateway.checks import checked
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.answer import Delta, Finished
@@ -168,3 +171,47 @@ async def test_preemption_changes_neither_penalties_nor_stops(small_model: Path)
                 assert counts.num_accepted == sum(counts.accepted_per_position) < len(ids)
             await cluster.check_empty()
     assert answers[0] == answers[1]
+
+
+async def test_special_tokens_stop_answers_and_are_text_on_request(small_model: Path) -> None:
+    """vllm#2123, strands#22: over the whole path, as a client asks."""
+    async with rig(small_model, *SMALL) as cluster:
+        gateway = cluster.gateway
+
+        async def complete(**options: object) -> tuple[list[int], str, str]:
+            message = build_request("def f(", GenerateOptions(**options))  # type: ignore[typeddict-item]
+            request = checked(to_unchecked(message), gateway.model, gateway.tokenizer)
+            ids, text, finished = await cluster.complete(request)
+            return ids, text, finished.finish_reason
+
+        for n in (0, 3):
+            think: dict[str, object] = {"logit_bias": {2: 100.0}, "max_tokens": 3, "max_drafts": n}
+            end: dict[str, object] = think | {"logit_bias": {1: 100.0}, "ignore_eos": True}
+            assert await complete(**think) == ([2, 2, 2], "", "length")
+            keep = think | {"skip_special_tokens": False}
+            assert await complete(**keep) == ([2, 2, 2], "<think>" * 3, "length")
+            assert await complete(**think, stop=["<think>"]) == ([2], "", "stop")
+            assert await complete(**keep, stop=["><"]) == ([2, 2], "<think", "stop")
+            assert await complete(**end, stop=["<｜end▁of▁sentence｜>"]) == ([1], "", "stop")
+        await cluster.check_empty()
+
+
+async def test_text_held_for_a_stop_string_survives_preemption(small_model: Path) -> None:
+    """Answers move while nearly all of their text is the beginning of a stop string."""
+    sets = ("kv.num_pages=26", "kv.page_size=8", "decode.max_rows=6")
+    asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
+    async with rig(small_model, *SMALL) as cluster:
+        texts = [(await cluster.complete(request))[1] for request in asked]
+    for completes in (False, True):
+        stops = [text[5:] + ("" if completes else "\0") for text in texts]
+        held = [
+            replace(request, sampling=replace(request.sampling, stop=(stop,)))
+            for request, stop in zip(asked, stops, strict=True)
+        ]
+        async with rig(small_model, *sets) as cluster:
+            preempted = watch(cluster)
+            answers = await asyncio.gather(*(cluster.complete(request) for request in held))
+            await cluster.check_empty()
+        assert preempted
+        expected = [text[:5] if completes else text for text in texts]
+        assert [text for _, text, _ in answers] == expected

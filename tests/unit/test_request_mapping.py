@@ -39,6 +39,8 @@ THINKER = replace(MODEL, think_token_ids=(8, 9))
 class Bytes:
     """A token a byte. ``longest_token_bytes`` is what it says of itself."""
 
+    special_tokens: dict[str, int] = {}
+
     def __init__(self, longest_token_bytes: int | None = None) -> None:
         self.longest_token_bytes = longest_token_bytes
 

@@ -1,0 +1,122 @@
+"""Turn tokens into text one at a time, by the rule that tokenizer.json names as its decoder.
+
+The ``tokenizers`` library decodes whole lists only. The pieces made here join to its text of the
+list.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from tokenizers.decoders import Decoder as _Decoder
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_SHIFTED = tuple(byte for byte in range(0x100) if byte not in _AS_THEMSELVES)
+_BYTE_OF = {chr(byte): byte for byte in _AS_THEMSELVES} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_SHIFTED)
+}
+"""The byte that each character of a byte-level token stands for (GPT-2's alphabet)."""
+_REMEDY = "use ByteLevel, or Replace, ByteFallback, Fuse and Strip at the start, in this order"
+
+
+class Decoder(Protocol):
+    """The state of one text between two of its tokens."""
+
+    def push(self, token: str) -> str:
+        """Return the text that no later token can change any more."""
+
+    def finish(self) -> str:
+        """Return the rest of the text, which ends here."""
+
+
+class ByteLevelDecoder:
+    """Tokens that spell bytes; bytes that are no UTF-8 become U+FFFD."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: str) -> str:
+        """Return the text of all characters that are complete."""
+        try:
+            spelled = bytes(map(_BYTE_OF.__getitem__, token))
+        except KeyError:  # an added token, which is text as it stands
+            spelled = token.encode()
+        return self._utf8.decode(spelled)
+
+    def finish(self) -> str:
+        """Return U+FFFD for a character that is not complete."""
+        return self._utf8.decode(b"", final=True)
+
+
+class ByteFallbackDecoder:
+    """Tokens that are text, and tokens such as ``<0xE4>`` that are one byte.
+
+    A run of bytes becomes text if all of it is UTF-8, else one U+FFFD per byte, as the library has
+    it. So nothing of a run is certain before the run ends.
+
+    Args:
+        replaced: What to replace in a token, and by what.
+        stripped: A character that is removed up to ``num_stripped`` times where the text begins.
+    """
+
+    def __init__(
+        self, replaced: tuple[tuple[str, str], ...], stripped: str, num_stripped: int
+    ) -> None:
+        self._replaced = replaced
+        self._stripped = stripped
+        self._num_left = num_stripped
+        self._run = bytearray()
+
+    def push(self, token: str) -> str:
+        """Return the text up to the end of ``token``; "" inside a run of bytes."""
+        for old, new in self._replaced:
+            token = token.replace(old, new)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            self._run.append(int(byte[1], 16))
+            return ""
+        return self._strip(self._end_run() + token)
+
+    def finish(self) -> str:
+        """Return the text of the last run of bytes."""
+        return self._strip(self._end_run())
+
+    def _end_run(self) -> str:
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError:
+            text = REPLACEMENT * len(self._run)
+        self._run.clear()
+        return text
+
+    def _strip(self, text: str) -> str:
+        head = text[: self._num_left]
+        kept = head.lstrip(self._stripped)
+        self._num_left = 0 if kept else self._num_left - len(head)
+        return kept + text[len(head) :]
+
+
+def read_decoder(whole: _Decoder | None) -> Callable[[], Decoder]:
+    """Return a function that makes a decoder for one text, which decodes as ``whole`` does lists.
+
+    Raises ValueError for a kind of decoder that cannot be streamed.
+    """
+    section: dict[str, Any] = {} if whole is None else json.loads(whole.__getstate__())
+    steps = section.get("decoders", [section])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteLevelDecoder
+    replaces = [step for step in steps if step.get("type") == "Replace"]
+    strip = steps[-1] if kinds[-1:] == ["Strip"] else {"content": " ", "start": 0, "stop": 0}
+    order = [*["Replace"] * len(replaces), "ByteFallback", "Fuse"]
+    is_known = kinds in (order, [*order, "Strip"]) and strip["stop"] == 0
+    if not is_known or any("String" not in step["pattern"] for step in replaces):
+        raise ValueError(
+            f"decoder={section or None}: answers cannot be streamed with it; {_REMEDY}"
+        )
+    replaced = tuple((step["pattern"]["String"], step["content"]) for step in replaces)
+    return partial(ByteFallbackDecoder, replaced, strip["content"], strip["start"])
