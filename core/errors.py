@@ -80,6 +80,14 @@ class StalePages(HandoverError):
     """Pages changed hands while a transfer still named them."""
 
 
+class TextTooLong(ValueError):
+    """A text has more tokens than were allowed: ``num_tokens``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class CannotCapture(RuntimeError):
     """A function cannot be had as a graph of the device, which goes on answering."""
 

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.gateway.checks import checked, request_id
 from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
+from cluster.gateway.tokenising import TokeniserThreads
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import Draining, Overloaded
@@ -58,6 +60,7 @@ class Admission:
         self.gateway: ClusterGateway | None = None
         self._is_leaving = self._is_draining = False
         self._streams: dict[str, _Stream] = {}
+        self._threads = TokeniserThreads()
         self.on_error: Callable[[str], None] = lambda code: None
         self.on_stream: Callable[[], Callable[[Piece], None]] = lambda: lambda piece: None
         """A door's: hears of calls that fail, and of streams, each of whose pieces it is told."""
@@ -94,9 +97,9 @@ class Admission:
         gateway, name = self.ready(), request_id(asked.request_id)
         async with self._admitted(name, nonce) as stream:
             self._check_room(gateway)
-            request = await asyncio.to_thread(
-                checked, replace(asked, request_id=name), gateway.model, gateway.tokenizer
-            )
+            named = replace(asked, request_id=name)
+            check = partial(checked, named, gateway.model, gateway.tokenizer)
+            request = await self._threads.run(len(asked.prompt or ""), check)
             answers = stream.answers = gateway.begin(request)
             num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
             answers.on_overfull = lambda: stream.end(
@@ -133,6 +136,7 @@ class Admission:
         for stream in self._streams.values():
             stream.end("the server shut down before the answer ended")
         await self._gone(CLOSE_S)
+        self._threads.close()
 
     def _check_room(self, gateway: "ClusterGateway") -> None:
         """Raise ``Overloaded`` if another request cannot be queued, or if too many streams are

@@ -25,7 +25,7 @@ class ByteTokenizer:
     longest_token_bytes = None
     special_tokens: dict[str, int] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]
 
 

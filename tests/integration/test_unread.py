@@ -93,7 +93,7 @@ async def test_a_request_aborted_while_it_is_tokenised_asks_for_no_row(
         tokenizer = cluster.gateway.tokenizer
         encode = tokenizer.encode
 
-        def held(text: str) -> list[int]:
+        def held(text: str, max_tokens: int | None = None) -> list[int]:
             loop.call_soon_threadsafe(begun.set)
             asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
             return encode(text)
