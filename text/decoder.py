@@ -111,7 +111,9 @@ def read_decoder(whole: _Decoder | None) -> Callable[[], Decoder]:
     if kinds == ["ByteLevel"]:
         return ByteLevelDecoder
     replaces = [step for step in steps if step.get("type") == "Replace"]
-    strip = steps[-1] if kinds[-1:] == ["Strip"] else {"content": " ", "start": 0, "stop": 0}
+    strip: dict[str, Any] = (
+        steps[-1] if kinds[-1:] == ["Strip"] else {"content": " ", "start": 0, "stop": 0}
+    )
     order = [*["Replace"] * len(replaces), "ByteFallback", "Fuse"]
     is_known = kinds in (order, [*order, "Strip"]) and strip["stop"] == 0
     if not is_known or any("String" not in step["pattern"] for step in replaces):

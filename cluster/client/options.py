@@ -40,8 +40,8 @@ class GenerateOptions(TypedDict, total=False):
     """Added to the logits, by token id [none]."""
     seed: int | None
     """0 to 2^63-1; None draws one here if temperature > 0, so that a resume keeps it [None]."""
-    stop: Sequence[str]
-    """Texts that end the answer and are not in it [none]."""
+    stop: str | Sequence[str]
+    """Text, or texts, that end the answer and are not in it [none]."""
     stop_token_ids: Sequence[int]
     """Tokens that end the answer, besides the model's own [none]."""
     min_tokens: int
@@ -81,6 +81,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     Raises ``ValueError`` if a value cannot be put into the message at all.
     """
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    _refuse_bytes({"prompt": prompt} | given)
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
         raise ValueError(f"{sorted(unknown)}: use {', '.join(GenerateOptions.__annotations__)}")
     if (max_tokens := given.get("max_tokens", 1)) < 1:
@@ -101,6 +104,14 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error
+
+
+def _refuse_bytes(values: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for bytes, which protobuf would read as a list of token ids."""
+    for name, value in values.items():
+        if isinstance(value, bytes | bytearray | memoryview):
+            kind = type(value).__name__
+            raise ValueError(f"{name}: is of type {kind}; use a str, or a list of token ids")
 
 
 def _part(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:

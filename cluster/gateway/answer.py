@@ -56,7 +56,7 @@ class Answer:
         self._past_lives += self._life
         self._life = self._life_before = SpeculationCounts()
         if not self.token_ids:
-            self._num_cached = prefilled.num_cached
+            self._num_cached = min(prefilled.num_cached, len(self.request.prompt_ids))
             times = prefilled.queue_ms, prefilled.prefill_ms, 0.0, self.elapsed_ms()
             self._timings = Timings(*times)
         num_left = self.num_most - len(self.request.output_ids) - len(self.token_ids)

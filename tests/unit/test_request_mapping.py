@@ -128,6 +128,21 @@ def test_the_clients_options_arrive() -> None:
     assert mapped(build_request("ab", {})).sampling == SamplingParams()
 
 
+def test_a_stop_string_alone_is_one_stop_string() -> None:
+    """Not one for each of its characters, as protobuf reads a str."""
+    assert mapped(build_request("ab", {"stop": "###"})).sampling.stop == ("###",)
+    assert mapped(build_request("ab", {"stop": ["#", "\n"]})).sampling.stop == ("#", "\n")
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+@pytest.mark.parametrize("name", ["prompt", "stop", "stop_token_ids", "resume_token_ids"])
+def test_bytes_are_neither_text_nor_token_ids(name: str, kind: type) -> None:
+    """Their values are no ids of the tokens that the text has."""
+    values: dict[str, Any] = {"prompt": "ab", name: kind(b"hello")}
+    with pytest.raises(ValueError, match=rf"^{name}: is of type {kind.__name__}; use a str, or"):
+        build_request(values.pop("prompt"), values)  # type: ignore[arg-type]
+
+
 def test_only_a_single_answer_can_be_resumed() -> None:
     assert mapped(make(sampling=pb.Sampling(n=3))).sampling.n == 3
     with pytest.raises(ValueError, match=r"^sampling\.n=3: .*one by one"):
