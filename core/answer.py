@@ -4,6 +4,9 @@ from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, ClassVar
 
+PIECE_BYTES = 16
+"""Size of a piece without its text and tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -23,6 +26,12 @@ class Delta:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the wire, estimated: 12 bytes for each log probability."""
+        num_logprobs = sum(1 + len(one.top_ids) for one in self.logprobs)
+        return PIECE_BYTES + len(self.text) + 4 * len(self.token_ids) + 12 * num_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,7 @@ class Finished:
 
     text: ClassVar[str] = ""
     token_ids: ClassVar[tuple[int, ...]] = ()
+    num_bytes: ClassVar[int] = PIECE_BYTES
 
 
 Piece = Delta | Finished

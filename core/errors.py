@@ -3,6 +3,14 @@
 import errno
 
 _OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
+_OUT_OF_TEXTS = (
+    "can't start new thread",
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+)
+"""Parts of the messages of RuntimeErrors that mean the same: CPython's for threads, torch's for
+allocators of the CPU, of CUDA and of NCCL."""
 
 
 class TandemError(Exception):
@@ -72,12 +80,23 @@ class StalePages(HandoverError):
     """Pages changed hands while a transfer still named them."""
 
 
+class TextTooLong(ValueError):
+    """A text has more tokens than were allowed: ``num_tokens``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class CannotCapture(RuntimeError):
     """A function cannot be had as a graph of the device, which goes on answering."""
 
 
 def is_out_of_resources(error: BaseException) -> bool:
-    """Whether a process has no memory, threads, open files or disk left; all may come back."""
-    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    no_file = isinstance(error, OSError) and error.errno in _OUT_OF
-    return no_thread or no_file or isinstance(error, MemoryError)
+    """Return whether a process has no memory (the host's or a device's), threads, open files or
+    disk space left; all may come back."""
+    if isinstance(error, OSError):
+        return error.errno in _OUT_OF
+    if isinstance(error, RuntimeError):
+        return any(text in str(error) for text in _OUT_OF_TEXTS)
+    return isinstance(error, MemoryError)

@@ -5,6 +5,7 @@ can name what it got. pydantic checks what arrives: types exactly (no "1" for 1)
 fields. Bytes cross Ray and sockets, never pickled objects.
 """
 
+import reprlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -71,25 +72,40 @@ def error_of(failure: Failure) -> Exception:
     return errors.TandemError(f"{failure.kind}: {failure.text}")
 
 
+class _Short(reprlib.Repr):
+    """The beginning of a value as text, at a cost that does not grow with the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = 80
+        self.maxother = 80
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[: self.maxstring])
+
+
+short = _Short().repr
+
+
 def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:
     try:
         body = msgpack.unpackb(data)
     except Exception as error:
         raise WireError(f"expected {cls.__name__}, got bytes that are not msgpack") from error
     if not (isinstance(body, list) and len(body) == 2 and isinstance(body[0], str)):
-        raise WireError(f"expected {cls.__name__} as [name, fields], got {body!r:.200}")
+        raise WireError(f"expected {cls.__name__} as [name, fields], got {short(body)}")
     return body[0], body[1]
 
 
 def _checked(cls: Any, name: str, fields: Any) -> Any:
     if name != cls.__name__:
-        raise WireError(f"expected message {cls.__name__}, got {name!r:.80}")
+        raise WireError(f"expected message {cls.__name__}, got {short(name)}")
     try:
         return _schema(cls)[1].validate_python(fields)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(map(str, (cls.__name__, *problem["loc"])))
-        got = f"{type(problem['input']).__name__} {problem['input']!r:.80}"
+        got = f"{type(problem['input']).__name__} {short(problem['input'])}"
         raise WireError(f"{path}: {problem['msg']}, got {got}") from None
 
 

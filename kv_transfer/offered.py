@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import SequenceEnded
 from core.identity import Identity
+from core.remembered import Remembered
 from core.tasks import resolve
 from kv_transfer.messages import Seal
 
@@ -50,7 +51,8 @@ class OfferBook:
         self.lease_s = lease_s
         self._clock = clock
         self._open: dict[Identity, Offered] = {}
-        self._ended: dict[Identity, tuple[str, float]] = {}
+        keep_s = max(RELEASE_KNOWN_S, 4 * lease_s)
+        self._ended = Remembered[Identity, str](keep_s, clock)
         self._waiters: dict[asyncio.Future[None], Identity] = {}
 
     @property
@@ -72,7 +74,7 @@ class OfferBook:
     def get(self, identity: Identity) -> Offered | None:
         """The open entry, None while unknown. Raises SequenceEnded once ended."""
         if identity in self._ended:
-            raise SequenceEnded(f"{identity}: {self._ended[identity][0]}")
+            raise SequenceEnded(f"{identity}: {self._ended[identity]}")
         return self._open.get(identity)
 
     def need(self, identity: Identity) -> Offered:
@@ -103,15 +105,14 @@ class OfferBook:
     def end(self, identity: Identity, reason: str) -> Offered | None:
         """End an identity, known or not; its entry if it was open."""
         entry = self._open.pop(identity, None)
-        self._ended.setdefault(identity, (reason, self._clock()))
+        self._ended.add(identity, reason)
         self._notify(identity)
         return entry
 
     def sweep(self) -> dict[Identity, Offered]:
         """End what expired and return it; forget what ended long ago."""
         now = self._clock()
-        horizon = now - max(RELEASE_KNOWN_S, 4 * self.lease_s)
-        self._ended = {key: end for key, end in self._ended.items() if end[1] >= horizon}
+        self._ended.sweep()
         expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}
         for identity in expired:
             self.end(identity, f"its lease of {self.lease_s} s expired")

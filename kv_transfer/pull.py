@@ -101,6 +101,11 @@ class Pulling:
             self.side.staging.free(buffer)
 
     async def _scatter(self, span: Span, buffer: Buffer) -> None:
+        """Copy a chunk from staging into the pages.
+
+        Raises:
+            HandoverError: The copy failed, for instance for want of device memory.
+        """
         posted = self.side.copier.submit(self.side.caches.scatter, span, staged(span, buffer))
         waiting = asyncio.wrap_future(posted)
         try:
@@ -109,3 +114,6 @@ class Pulling:
             if not posted.cancel():
                 await asyncio.wait([waiting])
             raise
+        except Exception as error:
+            identity = self.offer.identity
+            raise HandoverError(f"{identity}: a chunk was not copied: {error!r}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.models import WordLevel
 
+from core.errors import TextTooLong
 from core.json_file import read_json
 from text.decoder import read_decoder
 from text.token_bytes import longest_token_bytes
@@ -76,12 +77,19 @@ class Tokenizer:
         """Most bytes of text that one token stands for; None where no number bounds it."""
         return longest_token_bytes(json.loads(self._tokenizer.to_str()))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of the whole text, after the tokens that a prompt begins with.
 
-        As far as the text begins with those itself they are not added. Nothing is appended.
+        As far as the text begins with those itself they are not added. Nothing is appended. Other
+        threads run meanwhile: only the batch form of the library releases the interpreter lock.
+
+        Raises:
+            TextTooLong: The text alone has more than ``max_tokens``.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TextTooLong(len(encoding))
+        ids: list[int] = encoding.ids
         num_there = max(
             num for num in range(len(self._begin) + 1) if tuple(ids[:num]) == self._begin[:num]
         )

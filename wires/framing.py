@@ -16,8 +16,13 @@ from typing import Generic, TypeVar
 
 Peer = TypeVar("Peer")
 GREETING_S = 10.0
-MAX_STRANGERS = 64
-"""Who have not greeted yet: another one ends the oldest."""
+MAX_STRANGERS = 256
+"""Maximum of connections that have not greeted yet: another one ends the oldest. It is well above
+ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its connection is ended."""
+ACCEPTS_PER_TURN = 16
+"""Maximum of connections that an asyncio listener takes in before it reads from those it has."""
+BACKLOG = 4096
+"""Connections that the kernel may keep until they are accepted; it lowers this to somaxconn."""
 RECEIVE_BYTES = 1 << 16
 TOKEN_BYTES = 32
 _LENGTH = struct.Struct("!I")
@@ -99,11 +104,14 @@ class Strangers(Generic[Peer]):
         self._waiting.pop(peer, None)
 
     def sweep(self) -> None:
-        for peer, (came_at, _) in [*self._waiting.items()]:
+        """Turn away connections that are late, and the oldest of too many."""
+        while self._waiting:
+            peer, (came_at, _) = next(iter(self._waiting.items()))
             is_late = time.monotonic() - came_at >= GREETING_S
-            if is_late or len(self._waiting) > MAX_STRANGERS:
-                self.forget(peer)
-                self._turn_away(peer)
+            if not is_late and len(self._waiting) <= MAX_STRANGERS:
+                return
+            self.forget(peer)
+            self._turn_away(peer)
 
 
 def received(connection: socket.socket, inbox: Inbox) -> Iterator[bytes]:

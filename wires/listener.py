@@ -2,11 +2,19 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 
 from core.errors import RankLost
 from core.membership import PortAddress
-from wires.framing import GREETING_S, Strangers, framed, keep_alive
+from wires.framing import (
+    ACCEPTS_PER_TURN,
+    BACKLOG,
+    GREETING_S,
+    Strangers,
+    framed,
+    keep_alive,
+)
 
 log = logging.getLogger(__name__)
 NO_BYTES = framed(b"")
@@ -33,7 +41,11 @@ class Listener:
         """Listen on ``host`` only, on a port of the system's choice. Raises ValueError."""
         if self._server is None:
             try:
-                self._server = await asyncio.start_server(self._accept, self._host, 0)
+                listener = _bound(self._host)
+                self._server = await asyncio.start_server(
+                    self._accept, sock=listener, backlog=ACCEPTS_PER_TURN
+                )
+                listener.listen(BACKLOG)  # asyncio's number bounds its turns too
             except OSError as error:
                 raise ValueError(
                     f"kv_transfer.host={self._host!r}: nothing can be served there ({error}); "
@@ -71,6 +83,12 @@ class Listener:
             self._strangers.forget(writer)
             del self._connections[task]
             writer.close()
+
+
+def _bound(host: str) -> socket.socket:
+    """Bind a socket to a free port of ``host``. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
 
 async def connect(

@@ -23,14 +23,15 @@ from cluster.client.stream import Completion, InferenceError, StreamPlan, comple
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import from_proto
-from cluster.proto.wire import MESSAGE_SIZES
+from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.answer import Piece
 from core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
 """Deadline of every call but ``generate``."""
 _OPTIONS = (
-    *MESSAGE_SIZES,
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),

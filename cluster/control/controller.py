@@ -46,7 +46,10 @@ class Controller:
         self._background = Tasks()
         self._moving = set[str]()
         # Nobody may ask for a long time after a restart, and gangs die meanwhile.
-        ray.get_runtime_context().current_actor.begin.remote()
+        try:
+            ray.get_runtime_context().current_actor.begin.remote()
+        except Exception:  # Ray never restarts an actor whose creation failed
+            log.exception("what is there is adopted with the first call only")
 
     async def begin(self) -> None:
         """Adopt what is there, once: every other call waits for it, also while it fails."""

@@ -56,7 +56,8 @@ class GangKeeper:
     placement: Placement | None = None
     """Of experts, in the lives to come; None is the plain order."""
     history: History = History()
-    _is_draining: bool = False
+    is_draining: bool = field(default=False, init=False)
+    """It gets nothing new until it is stopped."""
     _look: asyncio.Event = field(default_factory=asyncio.Event)
     _task: "asyncio.Task[None] | None" = None
 
@@ -92,7 +93,7 @@ class GangKeeper:
 
     def drain(self) -> None:
         """It gets nothing new from now on, until it is stopped."""
-        self._is_draining = True
+        self.is_draining = True
         if self.gang.state == READY:
             self._set(state=DRAINING)
 
@@ -102,7 +103,7 @@ class GangKeeper:
             await cancelled(self._task)
         await self.ranks.stop(deadline_s)
         await self._clear()
-        self._is_draining = False
+        self.is_draining = False
         self._set(state=LOST, members=())
 
     async def _run(self) -> None:
@@ -149,7 +150,7 @@ class GangKeeper:
             proven_at = time.monotonic() + self.config.control.min_service_s
             self.history = replace(self.history, has_served=True, proven_at=proven_at)
         self._set(
-            state=STARTING if not is_ready else DRAINING if self._is_draining else READY,
+            state=STARTING if not is_ready else DRAINING if self.is_draining else READY,
             members=tuple(state.info for state in states if state.info is not None),
         )
 

@@ -1,5 +1,6 @@
-"""What holds for every call: bytes that are no message of its method are refused, an error becomes
-its status, and streams that cost a client nothing to keep are few."""
+"""What holds for every call: a message is received within bounds, bytes that are no message of its
+method are refused, an error becomes its status, and streams that cost a client nothing to keep are
+few."""
 
 import asyncio
 import inspect
@@ -7,11 +8,14 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
 from cluster.door.status_codes import status_of
+from cluster.door.uploads import Uploads
 
 MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
 MAX_IDLE_S = 300.0
@@ -28,6 +32,7 @@ class EveryCall(grpc.aio.ServerInterceptor):
     def __init__(self, on_error: Callable[[str], None]) -> None:
         self._on_error, self._idle = on_error, Counter[str]()
         """The latter of each connection, by the address of its other end."""
+        self._uploads = Uploads()
 
     async def intercept_service(
         self,
@@ -37,11 +42,11 @@ class EveryCall(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None
-        streams = handler.request_streaming, handler.response_streaming
-        shape = "_".join("stream" if stream else "unary" for stream in streams)
         is_idle = handler.response_streaming and not details.method.endswith("/Generate")
         place = self._place if is_idle else nullcontext
-        return _parsing(shape, handler, details.method, place, self._on_error)
+        call = _Call(handler, details.method, self._uploads, self._on_error)
+        make = getattr(grpc, f"stream_{_kind(handler.response_streaming)}_rpc_method_handler")
+        return make(partial(call.behave, place), response_serializer=handler.response_serializer)
 
     @asynccontextmanager
     async def _place(self, context: _Context) -> AsyncIterator[None]:
@@ -81,28 +86,41 @@ async def _reported(context: _Context, on_error: Callable[[str], None]) -> Async
             raise asyncio.CancelledError from None
 
 
-def _parsing(shape: str, handler: _Handler, method: str, place: Any, on_error: Any) -> _Handler:
-    """``handler`` in its ``place``, getting bytes from grpc and parsing them itself."""
+def _kind(is_stream: bool) -> str:
+    return "stream" if is_stream else "unary"
 
-    async def parse(data: bytes, context: _Context) -> Any:
-        try:
-            return handler.request_deserializer(data)
-        except Exception as error:  # what a parser raises has no type of its own
-            reason = f"{len(data)} bytes are no message of {method} ({error})"
-            _log.warning("%s; sent by %s", reason, context.peer())
-            raise ValueError(reason) from None
 
-    async def behave(asked: bytes | AsyncIterator[bytes], context: _Context) -> Any:
-        async with place(context), _reported(context, on_error):
-            if isinstance(asked, bytes):
-                message = await parse(asked, context)
+@dataclass(frozen=True)
+class _Call:
+    """A method as grpc calls it: every method takes a stream of bytes, also one of a single
+    message, so that this message can be awaited within ``uploads``' bounds."""
+
+    handler: _Handler
+    method: str
+    uploads: Uploads
+    on_error: Callable[[str], None]
+
+    async def behave(
+        self, place: Callable[[_Context], Any], received: AsyncIterator[bytes], context: _Context
+    ) -> Any:
+        async with place(context), _reported(context, self.on_error):
+            message: Any
+            if self.handler.request_streaming:
+                message = (self._parsed(data, context) async for data in received)
             else:
-                message = (await parse(data, context) async for data in asked)
-            answer = getattr(handler, shape)(message, context)
+                data = await self.uploads.receive(received, context.peer())
+                message = self._parsed(data, context)
+            kinds = self.handler.request_streaming, self.handler.response_streaming
+            answer = getattr(self.handler, "_".join(map(_kind, kinds)))(message, context)
             if not inspect.isasyncgen(answer):
                 return await answer
             async for piece in answer:
                 await context.write(piece)
 
-    make = getattr(grpc, f"{shape}_rpc_method_handler")
-    return make(behave, response_serializer=handler.response_serializer)
+    def _parsed(self, data: bytes, context: _Context) -> Any:
+        try:
+            return self.handler.request_deserializer(data)
+        except Exception as error:  # what a parser raises has no type of its own
+            reason = f"{len(data)} bytes are no message of {self.method} ({error})"
+            _log.warning("%s; sent by %s", reason, context.peer())
+            raise ValueError(reason) from None

@@ -12,19 +12,25 @@ from grpc_reflection.v1alpha import reflection
 from cluster.door.calls import EveryCall
 from cluster.door.listening import listening
 from cluster.door.servicer import InferenceServicer
+from cluster.door.uploads import max_message_bytes
 from cluster.gateway.admission import Admission
 from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import MESSAGE_SIZES
+from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
+MAX_GRPC_CONNECTIONS = 1024
+"""Maximum of open connections; grpc turns away those beyond."""
+SPARE_CALLS = 256
+"""Calls of a connection beyond the requests that the cluster can hold."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    *MESSAGE_SIZES,
+    # A window that grows with the bandwidth holds megabytes of each call that nobody awaits yet.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_GRPC_CONNECTIONS),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-SPARE_CALLS = 1024
 WATCH_S = 1.0
 """How often it looks for watchers whether something has changed."""
 
@@ -54,7 +60,11 @@ async def opened(admission: Admission) -> AsyncIterator[str]:
 
 
 def _bounds(config: TandemConfig) -> list[tuple[str, int]]:
-    bounds = [("grpc.max_concurrent_streams", max_streams(config))]
+    bounds = [
+        ("grpc.max_concurrent_streams", max_streams(config)),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_message_bytes(config)),
+    ]
     if (age_s := config.server.max_connection_age_s) is not None:
         bounds.append(("grpc.max_connection_age_ms", int(1e3 * age_s)))
         bounds.append(("grpc.max_connection_age_grace_ms", int(1e3 * config.server.drain_s)))
@@ -62,10 +72,13 @@ def _bounds(config: TandemConfig) -> list[tuple[str, int]]:
 
 
 def max_streams(config: TandemConfig) -> int:
-    """Calls that one connection may have open at once, well above the streams that a gateway lets
-    in: all clients may be behind one proxy. It bounds what a client can leave unread."""
+    """Return how many calls one connection may have open at once.
+
+    All clients may be behind one proxy, so this is above the number of requests that the cluster
+    can hold.
+    """
     num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
-    return 2 * (num_rows + config.server.max_queued) + SPARE_CALLS
+    return num_rows + config.server.max_queued + SPARE_CALLS
 
 
 async def _bound(server: grpc.aio.Server, address: str) -> str:

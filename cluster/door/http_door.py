@@ -12,7 +12,6 @@ from cluster.door.listening import listening
 from cluster.gateway.admission import Admission
 from core.tasks import again, cancelled
 
-MAX_CONNECTIONS = 128
 REFRESH_S = 10.0
 """Between two looks at statuses, for which those who are asked wait for their devices."""
 
@@ -27,6 +26,7 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
         return
     import uvicorn
 
+    from cluster.door.http_limits import BoundedProtocol
     from cluster.door.probes import Probes
 
     class Server(uvicorn.Server):
@@ -42,7 +42,7 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
         log_config=None,
         access_log=False,
         lifespan="off",
-        limit_concurrency=MAX_CONNECTIONS,
+        http=BoundedProtocol,
         timeout_graceful_shutdown=1,
     )
     server, listener = Server(config), listening("server.http_address", address)

@@ -1,15 +1,18 @@
 """Who is being answered: the open streams of all doors, their names, and how they end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.gateway.checks import checked, request_id
+from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
+from cluster.gateway.tokenising import TokeniserThreads
 from core.answer import Piece
 from core.config import TandemConfig
-from core.errors import Draining
+from core.errors import Draining, Overloaded
 from core.info import DRAINING, STARTING, ServerStatus
 from core.request import Unchecked
 
@@ -19,7 +22,6 @@ if TYPE_CHECKING:  # the client's commands need no torch
 
 CLOSE_S = 5.0
 """How long evicted streams may take to free what they hold."""
-Write = Callable[[Piece], Awaitable[None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +31,7 @@ class _Stream:
 
     nonce: str
     told: Callable[[Piece], None]
+    reading: Reading
     is_aborted: bool = False
     answers: "Streams | None" = None
     end_reason: str = ""
@@ -57,6 +60,7 @@ class Admission:
         self.gateway: ClusterGateway | None = None
         self._is_leaving = self._is_draining = False
         self._streams: dict[str, _Stream] = {}
+        self._threads = TokeniserThreads()
         self.on_error: Callable[[str], None] = lambda code: None
         self.on_stream: Callable[[], Callable[[Piece], None]] = lambda: lambda piece: None
         """A door's: hears of calls that fail, and of streams, each of whose pieces it is told."""
@@ -92,17 +96,21 @@ class Admission:
         """
         gateway, name = self.ready(), request_id(asked.request_id)
         async with self._admitted(name, nonce) as stream:
-            gateway.check_room(len(self._streams))
-            request = await asyncio.to_thread(
-                checked, replace(asked, request_id=name), gateway.model, gateway.tokenizer
-            )
+            self._check_room(gateway)
+            named = replace(asked, request_id=name)
+            check = partial(checked, named, gateway.model, gateway.tokenizer)
+            request = await self._threads.run(len(asked.prompt or ""), check)
             answers = stream.answers = gateway.begin(request)
+            num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
+            answers.on_overfull = lambda: stream.end(
+                f"more than {num_kb} kB of the answer were left unread; resume it"
+            )
             if stream.is_aborted:
                 answers.abort()
             async with aclosing(answers.pieces()) as pieces:
                 async for piece in pieces:
                     stream.told(piece)
-                    await self._write(piece, write)
+                    await stream.reading.write(piece, write)
 
     async def abort(self, name: str) -> bool:
         """End a request, also one that has not begun; False if there is none of this name."""
@@ -128,6 +136,18 @@ class Admission:
         for stream in self._streams.values():
             stream.end("the server shut down before the answer ended")
         await self._gone(CLOSE_S)
+        self._threads.close()
+
+    def _check_room(self, gateway: "ClusterGateway") -> None:
+        """Raise ``Overloaded`` if another request cannot be queued, or if too many streams are
+        open. Where one of them lags, that one is ended instead, so that its client resumes."""
+        gateway.check_queue(1)
+        if len(self._streams) > gateway.max_streams:
+            open_streams = [stream for stream in self._streams.values() if not stream.end_reason]
+            slowest = max(open_streams, key=lambda stream: stream.reading.lag_s)
+            if slowest.reading.lag_s < STALLED_S:
+                raise Overloaded(f"{len(self._streams) - 1} streams are open already")
+            slowest.end("it was read more slowly than others, and there is no room for all; resume")
 
     async def _gone(self, timeout_s: float) -> None:
         """Wait for those that are open now; none may be added meanwhile."""
@@ -149,7 +169,8 @@ class Admission:
             await asyncio.wait([earlier.gone])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")
-        stream = self._streams[name] = _Stream(nonce, self.on_stream())
+        reading = Reading(self.config.server.write_s)
+        stream = self._streams[name] = _Stream(nonce, self.on_stream(), reading)
         try:
             async with stream.scope:
                 yield stream
@@ -160,13 +181,3 @@ class Admission:
         finally:
             del self._streams[name]
             stream.gone.set_result(None)
-
-    async def _write(self, piece: Piece, write: Write) -> None:
-        """``Draining`` if the client does not read it, nor what came before, in that time."""
-        within_s = self.config.server.write_s
-        try:
-            async with asyncio.timeout(within_s):
-                await write(piece)
-        except TimeoutError:
-            reason = f"the answer was left unread for {within_s:g} s (server.write_s); resume it"
-            raise Draining(reason) from None

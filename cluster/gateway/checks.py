@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from core import request as kinds
+from core.errors import TextTooLong
 from core.info import ModelInfo
 from core.request import Request, SamplingParams, Unchecked
 
@@ -139,11 +140,15 @@ def _prompt_ids(
     if not ids:
         raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
     if len(ids) >= model.max_model_len:
-        raise ValueError(
-            f"{kind}: the prompt has {len(ids)} tokens; at most {model.max_model_len - 1} leave "
-            f"room for an answer in model.max_model_len={model.max_model_len}"
-        )
+        _refuse_length(kind, len(ids), model)
     return _token_ids(kind, ids, token, len(ids))
+
+
+def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:
+    raise ValueError(
+        f"{kind}: the prompt has {num_tokens} tokens; at most {model.max_model_len - 1} leave room "
+        f"for an answer in model.max_model_len={model.max_model_len}"
+    )
 
 
 def _encoded(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
@@ -156,13 +161,18 @@ def _encoded(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
             f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "
             f"in model.max_model_len={model.max_model_len} hold {most} at the very most"
         )
-    return tokenizer.encode(text)
+    try:
+        return tokenizer.encode(text, model.max_model_len - 1)
+    except TextTooLong as error:
+        _refuse_length("text", error.num_tokens, model)
 
 
 def _token_ids(field: str, ids: Collection[int], token: Bounds, most: int = 0) -> tuple[int, ...]:
     """In the order given; counted before they are looked at."""
-    for i, value in enumerate(few(field, ids, most)):
-        token.check(f"{field}[{i}]", value)
+    few(field, ids, most)
+    if ids and not token.low <= min(ids) <= max(ids) <= token.high:
+        for i, value in enumerate(ids):
+            token.check(f"{field}[{i}]", value)
     return tuple(ids)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from cluster.gateway.answer import Answer
+from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES
 from core.answer import Finished, Piece
 from core.request import Request
 
@@ -35,7 +36,10 @@ class Streams:
 
     def __init__(self, answers: Sequence[Answer], serve: Serve) -> None:
         self._queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
-        tell = self._queue.put_nowait
+        self.num_unread_bytes = 0
+        self.on_overfull: Callable[[], None] = lambda: None
+        """Called when more than MAX_UNREAD_ANSWER_BYTES wait to be read."""
+        tell = self._tell
         # Told here and not by their tasks, which an abort may end before they have begun.
         for finished in (answer.finished() for answer in answers if answer.is_finished):
             tell(finished)
@@ -62,15 +66,25 @@ class Streams:
                 piece = await self._queue.get()
                 if isinstance(piece, BaseException):
                     raise piece
+                self.num_unread_bytes -= piece.num_bytes
                 num_left -= isinstance(piece, Finished)
                 yield piece
         finally:
             if num_left:
                 self.abort()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            # An error that waits for the client to hear of it holds these frames.
+            self._queue = asyncio.Queue()
+            self.num_unread_bytes = 0
+
+    def _tell(self, piece: Piece) -> None:
+        self._queue.put_nowait(piece)
+        self.num_unread_bytes += piece.num_bytes
+        if self.num_unread_bytes > MAX_UNREAD_ANSWER_BYTES:
+            self.on_overfull()
 
     def _ended(self, answer: Answer, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._queue.put_nowait(error)
         elif task.cancelled() and not answer.is_finished:
-            self._queue.put_nowait(answer.aborted())
+            self._tell(answer.aborted())

@@ -6,18 +6,19 @@ New ranks are warmed before they get requests, those found lost are left out unt
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import product
 from typing import Protocol
 
-from cluster.gateway.frame_reader import LONGEST_PAUSE_S, listen
-from cluster.gateway.handles import Handle, Pair
+from cluster.gateway.frame_reader import listen
+from cluster.gateway.handles import Handle
 from cluster.gateway.liveness import Event, Phase
 from cluster.gateway.retries import Retries
 from cluster.gateway.router import Ranks
+from cluster.gateway.warm_up import SendRequest, WarmUp
 from core.config import TandemConfig
 from core.control import Control
-from core.identity import Identity, nonce
+from core.identity import nonce
 from core.info import COLOCATED, DECODE, PREFILL
 from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
 from core.tasks import Tasks, cancelled, until
@@ -25,6 +26,8 @@ from core.tasks import Tasks, cancelled, until
 log = logging.getLogger(__name__)
 AGAIN_S = 0.1
 LONGEST_BEAT_S = RELEASED_S = 1.0
+WARM_UP_S = 10.0
+"""Time after which a gateway that has a warm pair waits no longer for the other pairs."""
 
 
 class Members(Protocol):
@@ -48,9 +51,7 @@ class Fleet:
     """Owned by one asyncio loop. ``warm`` sends a request over a new pair, ``session`` is the nonce
     under which its ranks hold what they are asked for."""
 
-    def __init__(
-        self, members: Members, config: TandemConfig, warm: Callable[[Pair], Awaitable[None]]
-    ) -> None:
+    def __init__(self, members: Members, config: TandemConfig, warm: SendRequest) -> None:
         self.session = nonce()
         self.ranks: dict[str, Handle] = {}
         self._members = members
@@ -59,8 +60,7 @@ class Fleet:
         self._warm = warm
         self._background = Tasks()
         self._listeners: dict[Handle, asyncio.Task[None]] = {}
-        self._warming: dict[Ranks, asyncio.Task[None]] = {}
-        self._are_warm: set[Ranks] = set()
+        self._warm_ups: dict[Ranks, WarmUp] = {}
         self.deaths: deque[InStep] = deque(maxlen=256)
         """The latest steps that a rank died of, as far as is told by now: their answers may be
         elsewhere."""
@@ -68,17 +68,27 @@ class Fleet:
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
     async def ready(self) -> None:
-        """Every pair of today's ranks is warm that can be. If there is none, raises what kept one
-        from it; that its ranks' lives ended meanwhile is none of that."""
-        warmed = await asyncio.gather(*self._warming.values(), return_exceptions=True)
-        wrong = [one for one in warmed if isinstance(one, Exception)]
-        if wrong and not self._are_warm:
-            raise wrong[0]
+        """Wait until a pair of ranks is warm and each other pair was tried, or for WARM_UP_S.
+
+        Returns also when no pair is left to be warmed, because the ranks have left the cluster.
+
+        Raises:
+            ValueError: No pair of today's ranks can work together.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WARM_UP_S):
+                await asyncio.gather(*(pair.tried.wait() for pair in self._warm_ups.values()))
+        while self._warm_ups and not any(pair.is_warm for pair in self._warm_ups.values()):
+            refusals = [pair.failure for pair in self._warm_ups.values() if pair.is_refused]
+            if len(refusals) == len(self._warm_ups) and refusals[0] is not None:
+                raise refusals[0]
+            await asyncio.sleep(AGAIN_S)
 
     async def stop(self) -> None:
         """Hear nobody any more. The releases under way are finished, or given up with their rank
         after RELEASED_S."""
-        await cancelled(self._follower, *self._warming.values(), *self._listeners.values())
+        warm_ups = [pair.task for pair in self._warm_ups.values()]
+        await cancelled(self._follower, *warm_ups, *self._listeners.values())
         await asyncio.wait([asyncio.create_task(self._background.finish())], timeout=RELEASED_S)
 
     def of_kind(self, kind: str) -> list[Handle]:
@@ -92,7 +102,16 @@ class Fleet:
     def usable(self) -> list[Ranks]:
         """Warm pairs of ranks that cache alike and are not lost."""
         well = {rank for rank in self.ranks.values() if rank.liveness.is_well}
-        return [pair for pair in self._warming if pair in self._are_warm and well.issuperset(pair)]
+        warm = [pair.ranks for pair in self._warm_ups.values() if pair.is_warm]
+        return [ranks for ranks in warm if well.issuperset(ranks)]
+
+    def cold_pairs(self) -> dict[Handle, str]:
+        """Return why decode ranks get no requests from some prefill rank, by decode rank."""
+        causes: dict[Handle, str] = {}
+        for pair in self._warm_ups.values():
+            if pair.cause:
+                causes.setdefault(pair.ranks[1], pair.cause)
+        return causes
 
     async def pairs(self, patience_s: float) -> list[Ranks]:
         """``usable`` as soon as there is one, or after ``patience_s``."""
@@ -122,8 +141,13 @@ class Fleet:
         self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow(self) -> None:
+        """Apply every membership. An error costs one of them, never those that follow."""
         while True:
-            self._apply(await self._members.changed(self.applied.version))
+            try:
+                self._apply(await self._members.changed(self.applied.version))
+            except Exception:
+                log.exception("the membership cannot be followed; it is tried again")
+                await asyncio.sleep(AGAIN_S)
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
@@ -132,9 +156,8 @@ class Fleet:
         for name in [name for name in self.ranks if name not in infos]:
             rank = self.ranks.pop(name)
             self._listeners.pop(rank).cancel()
-            for pair in [pair for pair in self._warming if rank in pair]:
-                self._warming.pop(pair).cancel()
-                self._are_warm.discard(pair)
+            for ranks in [ranks for ranks in self._warm_ups if rank in ranks]:
+                self._warm_ups.pop(ranks).task.cancel()
         for name in [name for name in infos if name not in self.ranks]:
             control = self._members.control(infos[name].spec)
             rank = self.ranks[name] = Handle(infos[name], control, self._background)
@@ -149,21 +172,5 @@ class Fleet:
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
             # A colocated rank goes with itself alone.
             is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)
-            if (p, d) not in self._warming and (p is d or is_split):
-                name = f"warm-up-{p.life}-{d.life}"
-                self._warming[p, d] = asyncio.create_task(self._warm_up(p, d), name=name)
-
-    async def _warm_up(self, p: Handle, d: Handle) -> None:
-        """Channels and first calls are slow, and no user shall wait for them."""
-        retries = Retries(LONGEST_PAUSE_S)
-        while True:
-            try:
-                await p.liveness.heard.wait()
-                await d.liveness.heard.wait()
-                await self._warm(Pair(p, d, Identity("warm-up")))
-                return self._are_warm.add((p, d))
-            except Exception as error:
-                log.warning("%s and %s do not work together: %s", p.life, d.life, error)
-                if isinstance(error, ValueError):
-                    raise
-            await retries.pause()
+            if (p, d) not in self._warm_ups and (p is d or is_split):
+                self._warm_ups[p, d] = WarmUp((p, d), self._warm)

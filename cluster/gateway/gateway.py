@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import WeakSet
 
 from cluster.gateway.affinity import PrefixAffinity
@@ -47,12 +48,16 @@ class ClusterGateway:
         self.model = self.fleet.of_kind(DECODE)[0].info.model
         """What is served; the same for all lives of all ranks."""
 
-    def check_room(self, num_streams: int) -> None:
-        """Overloaded when a request more could not be queued, or when ``num_streams`` open ones are
-        more than can have or wait for a row, and some to spare. Costs nothing."""
-        if num_streams > self._num_rows() + self.config.server.max_queued + SPARE_STREAMS:
-            raise Overloaded(f"{num_streams - 1} streams are open already")
-        self._check_queue(1)
+    @property
+    def max_streams(self) -> int:
+        """Bound on open streams: those that may have or wait for a row, and some to spare."""
+        return self._num_rows() + self.config.server.max_queued + SPARE_STREAMS
+
+    def check_queue(self, num_answers: int) -> None:
+        """Raise Overloaded when so many more answers could not be queued. Costs nothing."""
+        num_queued = sum(map(len, self.running)) - self._num_rows()
+        if num_queued + num_answers > self.config.server.max_queued:
+            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
 
     def begin(self, request: Request) -> Streams:
         """Its answers, written from now on: who begins them reads their pieces at once. These raise
@@ -79,6 +84,11 @@ class ClusterGateway:
         """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
+        cold = self.fleet.cold_pairs()
+        ranks = [
+            replace(rank, cause=rank.cause or cold.get(handle, ""))
+            for rank, handle in zip(ranks, handles, strict=True)
+        ]
         ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
@@ -98,17 +108,12 @@ class ClusterGateway:
         """Of the decode ranks that are well."""
         return sum(r.info.max_rows for r in self.fleet.of_kind(DECODE) if r.liveness.is_well)
 
-    def _check_queue(self, num_answers: int) -> None:
-        num_queued = sum(map(len, self.running)) - self._num_rows()
-        if num_queued + num_answers > self.config.server.max_queued:
-            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
-
     def _admit(self, answers: Sequence[Answer]) -> None:
         """Refuse what no rank could ever hold, and more than may wait for the rows there are.
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        self._check_queue(len(answers))
+        self.check_queue(len(answers))
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
         most = len(answers[0].request.prompt_ids) + answers[0].num_most
         room = min((info.max_tokens for info in infos), default=most)

@@ -1,7 +1,7 @@
 """What both ends of a call know beside its messages."""
 
-MESSAGE_SIZES = tuple((f"grpc.max_{way}_message_length", 16 << 20) for way in ("receive", "send"))
-"""Bytes, as both ends are told."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Maximum size of a message; a server may receive less (cluster/door/uploads.py)."""
 STREAM_KEY = "tandem-stream"
 """Metadata of Generate: a nonce that all attempts at one stream carry. A later attempt ends what
 is left of an earlier one under its request id."""

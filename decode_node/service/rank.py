@@ -16,8 +16,9 @@ import torch
 from core.answer import TransferStats
 from core.beat import Beat, Held
 from core.control import Control, Methods, Service
-from core.errors import HandoverError, RankDied
+from core.errors import HandoverError, RankDied, StepFailed, TandemError
 from core.identity import Identity
+from core.remembered import Remembered
 from core.tasks import again, cancelled, resolve
 from decode_node.engine import DecodeEngine
 from decode_node.service.decode_calls import Grant, Start
@@ -66,7 +67,7 @@ class DecodeRank:
         self._server = FrameServer(parts.spec.host, self.frames)
         self._granting: dict[Identity, asyncio.Future[None]] = {}
         self._arriving: dict[Identity, asyncio.Task[TransferStats]] = {}
-        self._ended: dict[Identity, float] = {}
+        self._ended = Remembered[Identity, None](REMEMBER_S, self._asyncio.time)
         self._sweeper = self._asyncio.create_task(again(lease_s / 4, self._sweep))
         self.loop.on_failure(self._on_failure)
         self.loop.add(self.engine)
@@ -132,20 +133,41 @@ class DecodeRank:
         return task.result()
 
     async def _arrive(self, asked: Start) -> TransferStats:
-        """Fetch the KV and start the sequence; a failure frees the row."""
+        """Fetch the KV and start the sequence; a failure frees the row.
+
+        Raises:
+            HandoverError, StepFailed: The attempt failed; another one may succeed.
+        """
         identity, offer = asked.identity, asked.offer
         row = await self.loop.call(lambda: self.engine.scheduler.held(identity))
         try:
             control = self._find_owner(offer.owner, offer.epoch)
             pulled = await self.intake.pull(offer, control, row.pages)
             await self.loop.call(lambda: self._activate(asked, pulled.seal))
-        except Exception:
+        except (TandemError, ValueError):
             await self._drop(identity)
             raise
+        except Exception as error:
+            await self._drop(identity)
+            raise HandoverError(f"{identity}: it did not arrive: {error!r}") from error
         return pulled.stats
 
     def _activate(self, asked: Start, seal: Seal) -> None:
-        """Engine thread. Features go to the device with the rest of their row (Rows)."""
+        """Start the steps of a sequence whose cache is complete. Runs on the engine thread.
+
+        Raises:
+            HandoverError: The row was given up meanwhile.
+            StepFailed: It could not be started, for instance for want of device memory.
+        """
+        try:
+            self._start_steps(asked, seal)
+        except TandemError:
+            raise
+        except Exception as error:
+            raise StepFailed(f"{asked.identity}: it was not started: {error!r}") from error
+
+    def _start_steps(self, asked: Start, seal: Seal) -> None:
+        # Features go to the device with the rest of their row (Rows).
         features_F = None
         if seal.features is not None:
             dtype = getattr(torch, seal.features_dtype)
@@ -157,7 +179,7 @@ class DecodeRank:
     async def _end(self, identity: Identity) -> None:
         """The pull ends first: only then may its pages be freed, however often this is asked. What
         was overtaken is refused."""
-        self._ended[identity] = self._asyncio.time()
+        self._ended.add(identity, None)
         self._settle(identity, HandoverError(f"{identity} was aborted while it waited"))
         if identity in self._arriving:
             await cancelled(self._arriving[identity])
@@ -176,8 +198,7 @@ class DecodeRank:
         for identity in self.sessions.sweep():
             log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
             await self._end(identity)
-        horizon = self._asyncio.time() - REMEMBER_S
-        self._ended = {i: at for i, at in self._ended.items() if at > horizon}
+        self._ended.sweep()
 
     def _on_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped. Engine thread."""

@@ -32,7 +32,7 @@ class HeldTokenizer(ByteTokenizer):
         self.go_on = threading.Event()
         self.num_begun = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         self.num_begun += 1
         assert self.go_on.wait(30)
         return super().encode(text)
@@ -110,8 +110,8 @@ async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRp
     return caught.value
 
 
-@pytest.mark.parametrize("stops", [["x" * 15_000_000], ["x" * 1000] * 15_000], ids=["one", "many"])
-async def test_megabytes_of_stop_strings_are_refused(
+@pytest.mark.parametrize("stops", [["x" * 1_000_000], ["x" * 1000] * 1_000], ids=["one", "many"])
+async def test_a_megabyte_of_stop_strings_is_refused(
     stub: rpc.InferenceStub, gateway: EchoGateway, stops: list[str]
 ) -> None:
     """Before, each cost the gateway's only loop a search of them all at every token."""
@@ -129,7 +129,7 @@ async def test_a_flood_is_refused_before_it_is_tokenised(
     gateway.max_streams = 3
     text = "x" * 100
     first = [asyncio.create_task(pieces_of(stub.Generate(asked(text)))) for _ in range(3)]
-    await until(lambda: held.num_begun == 3)
+    await until(lambda: held.num_begun == 1 and len(server._streams) == 3)
     flood = [refusal_of(stub.Generate(asked(text))) for _ in range(200)]
     *errors, alive, status = await asyncio.gather(
         *flood,
@@ -138,7 +138,7 @@ async def test_a_flood_is_refused_before_it_is_tokenised(
     )
     assert {error.code() for error in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert all(RETRY_AFTER_KEY in dict(error.trailing_metadata()) for error in errors)
-    assert alive and status.num_running >= 3 and held.num_begun == 3
+    assert alive and status.num_running >= 3 and held.num_begun == 1
     held.go_on.set()
     for pieces in await asyncio.gather(*first):
         assert pieces[-1].HasField("finished")

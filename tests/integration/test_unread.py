@@ -9,10 +9,14 @@ import grpc
 import pytest
 
 from benchmarks.driven.exact import near_ties
+from cluster.client.client import AsyncClient
 from cluster.door.server import Server
+from cluster.gateway import admission, fan_out
+from cluster.gateway import gateway as gateway_module
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.errors import Overloaded
+from tests.http2 import Connection, connection
 from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
@@ -44,6 +48,10 @@ def long_answer(ids: list[int]) -> pb.GenerateRequest:
 def num_unread(cluster: Rig) -> int:
     [streams] = cluster.gateway.running
     return streams._queue.qsize()
+
+
+def num_unread_bytes(cluster: Rig) -> int:
+    return sum(streams.num_unread_bytes for streams in cluster.gateway.running)
 
 
 def num_rows(cluster: Rig) -> int:
@@ -85,7 +93,7 @@ async def test_a_request_aborted_while_it_is_tokenised_asks_for_no_row(
         tokenizer = cluster.gateway.tokenizer
         encode = tokenizer.encode
 
-        def held(text: str) -> list[int]:
+        def held(text: str, max_tokens: int | None = None) -> list[int]:
             loop.call_soon_threadsafe(begun.set)
             asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
             return encode(text)
@@ -108,19 +116,18 @@ async def test_a_full_queue_refuses_before_it_tokenises(
     async with scene(small_model, "server.max_queued=1") as at:
         gateway = at.cluster.gateway
         for name in ("runs", "waits"):
-            gateway.check_room(3)
+            gateway.check_queue(1)
             at.ask(name, prompts(1, 10)[0], 4)
             await until(lambda name=name: at.is_answered(name), at.answer)
         with pytest.raises(Overloaded, match="1 requests are queued already"):
-            gateway.check_room(1)
+            gateway.check_queue(1)
         monkeypatch.delattr(type(gateway.tokenizer), "encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(at.stub.Generate(pb.GenerateRequest(text="x" * 10_000))))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await go_on(at)
-        gateway.check_room(2 + 1 + 64)
-        with pytest.raises(Overloaded, match="67 streams are open already"):
-            gateway.check_room(2 + 1 + 65)
+        gateway.check_queue(1)
+        assert gateway.max_streams == 2 + 1 + 64
 
 
 @pytest.mark.parametrize("way", ["abort", "drop"])
@@ -149,3 +156,88 @@ async def go_on(at: Scene) -> None:
     for stream in at.streams.values():
         assert await stream.task == "length"
     await at.cluster.check_empty()
+
+
+TRICKLE_BYTES, TRICKLE_S = 700, 0.25
+
+
+async def trickle(attacker: Connection, streams: list[int]) -> None:
+    """Read a little of each stream again and again."""
+    while True:
+        await asyncio.sleep(TRICKLE_S)  # time: the rate is what is tested
+        for stream in streams:
+            if stream not in attacker.ended:
+                attacker.allow(stream, TRICKLE_BYTES)
+
+
+async def ask_without_reading(attacker: Connection, num: int) -> list[int]:
+    sampling = pb.Sampling(max_tokens=400, ignore_eos=True, logprobs=20)
+    streams = []
+    for i in range(num):
+        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5 + i, 6, 7]), sampling=sampling)
+        data = message.SerializeToString()
+        stream = attacker.open("/tandem.v1.Inference/Generate")
+        frame = b"\0" + len(data).to_bytes(4, "big") + data
+        await attacker.upload(stream, frame, is_end=True)
+        streams.append(stream)
+    return streams
+
+
+async def test_trickling_readers_keep_nobody_out(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have all places for open streams, and read too little to be done soon."""
+    monkeypatch.setattr(gateway_module, "SPARE_STREAMS", 1)
+    monkeypatch.setattr(admission, "STALLED_S", 0.1)
+    async with (
+        rig(small_model, *SETS, "server.max_queued=1", "server.write_s=60") as cluster,
+        Server(cluster.config) as server,
+        connection(server.address, stream_window=1000) as attacker,
+    ):
+        await server.attach(cluster.gateway)
+        streams: list[int] = []
+        trickling = asyncio.create_task(trickle(attacker, streams))
+        for _ in range(cluster.gateway.max_streams):
+            streams += await ask_without_reading(attacker, 1)
+            num_streams = len(streams)
+            await until(lambda num=num_streams: len(server._streams) == num)
+            await until(lambda: not any(map(len, cluster.gateway.running)))
+        assert len(server._streams) == cluster.gateway.max_streams
+        async with AsyncClient(server.address, retry_s=0) as honest:
+            for _ in range(8):
+                assert (await honest.complete([9, 9], max_tokens=2)).token_ids
+        trickling.cancel()
+
+
+async def test_a_reader_that_is_too_slow_is_ended_after_its_bound(
+    small_model: Path,
+) -> None:
+    """No piece waits for as long as the bound; all of them together do."""
+    async with (
+        rig(small_model, *SETS, "server.write_s=2") as cluster,
+        Server(cluster.config) as server,
+        connection(server.address, stream_window=1000) as attacker,
+    ):
+        await server.attach(cluster.gateway)
+        streams = await ask_without_reading(attacker, 1)
+        trickling = asyncio.create_task(trickle(attacker, streams))
+        await until(lambda: server._streams)
+        await until(lambda: not server._streams)
+        assert attacker.num_received[streams[0]] < 60_000, "it was written whole"
+        trickling.cancel()
+
+
+async def test_what_is_left_unread_is_bounded_in_bytes(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "MAX_UNREAD_ANSWER_BYTES", 20_000)
+    [ids] = prompts(1, 20)
+    async with served(small_model) as (cluster, stub):
+        call = stub.Generate(long_answer(ids))
+        await until(lambda: num_unread_bytes(cluster) > 0)
+        await until(lambda: num_unread_bytes(cluster) == 0 and num_rows(cluster) == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [piece async for piece in call]
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "left unread" in str(caught.value.details())
+        await until(lambda: num_rows(cluster) == 0)

@@ -202,7 +202,7 @@ async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     async with served() as (board, server):
         address, silent = await server.listen(), framing.MAX_STRANGERS
         strangers = [
-            await asyncio.open_connection(address.host, address.port) for _ in range(3 * silent)
+            await asyncio.open_connection(address.host, address.port) for _ in range(silent + 20)
         ]
         await until(lambda: len(server._connections) <= silent)
         stream = await connect("d", address, 1)

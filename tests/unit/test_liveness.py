@@ -20,12 +20,12 @@ from core.control import Done
 from core.errors import RankDied, RankLost
 from core.identity import Identity
 from core.info import DECODE, PREFILL
-from core.membership import DRAINING, READY, Gang
+from core.membership import DRAINING, LOST, READY, Gang, Membership
 from core.pace import Pace
 from core.schema import pack
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
-from tests.waiting import PATIENCE_S, turns, until
+from tests.waiting import PATIENCE_S, for_ever, turns, until
 
 TOLD = (Event.HEARD, Event.LOST, Event.ACCUSED, Event.ANSWERED)
 NEXT = {
@@ -167,3 +167,27 @@ async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
     members.tell(gang)
     await until(lambda: rank.is_well)
     await owner.stop()
+
+
+class FailingMembers(LocalMembers):
+    """Raises once where a gateway follows it."""
+
+    num_failures = 1
+
+    async def changed(self, after: tuple[int, int]) -> Membership:
+        now = await super().changed(after)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("Event loop is closed")
+        return now
+
+
+async def test_an_error_does_not_end_the_following_of_membership(tmp_path: Path) -> None:
+    members = FailingMembers()
+    fleet = Fleet(members, load(None, [f"model.path={tmp_path}"]), lambda pair: for_ever())
+    members.tell(Gang("decode-0", DECODE, 1, LOST))
+    await until(lambda: fleet.applied.version == members.membership.version)
+    assert not members.num_failures
+    members.tell()
+    await until(lambda: fleet.applied.version == members.membership.version)
+    await fleet.stop()

@@ -109,6 +109,24 @@ async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> Non
         await moving
 
 
+async def test_a_gang_makes_way_for_one_reason_at_a_time() -> None:
+    """A machine drains while its gang is rebalanced: the new placement is not put back."""
+    kept = Kept(SKEWED)
+    await kept.ready()
+    first = kept.machines.ranks[2]
+    first.says(num_held=1)
+    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
+    await until(lambda: kept.keeper.gang.state == DRAINING)
+    with pytest.raises(RankLost, match="prefill-0 makes way already"):
+        await drain.renew(kept.keeper, kept.changing, kept.keeper.placement)
+    first.says(num_held=0)
+    assert (await moving).is_moved
+    assert len(kept.machines.begun) == 2 and kept.keeper.placement is not None
+    await drain.renew(kept.keeper, kept.changing, kept.keeper.placement)
+    await until(lambda: len(kept.machines.begun) == 3)
+    await kept.keeper.stop(0.05)
+
+
 async def test_what_gains_nothing_is_left_alone() -> None:
     kept = Kept(SKEWED)
     kept.rows = replace(kept.rows, placement=rebalance(SKEWED, 12, 2, 1, 4))

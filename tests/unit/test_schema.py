@@ -1,5 +1,6 @@
 """Messages survive the trip; whatever does not match its schema is refused by name."""
 
+import tracemalloc
 from dataclasses import dataclass
 
 import msgpack
@@ -12,7 +13,7 @@ from core.errors import Overloaded, RankLost
 from core.identity import Identity
 from core.pace import Pace
 from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
-from core.schema import WireError, decode, encode_failure, pack, unpack
+from core.schema import Failure, WireError, decode, encode_failure, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,19 @@ def test_failures_travel_as_messages() -> None:
         decode(Sample, encode_failure(RankLost("gone")))
     with pytest.raises(ValueError, match="bad"):
         decode(Sample, encode_failure(WireError("bad")))
+
+
+@pytest.mark.parametrize(
+    "body", [[None] * 3_000_000, b"x" * 3_000_000, ["Failure", b"x" * 3_000_000], "x" * 3_000_000]
+)
+def test_an_error_quotes_little_of_a_large_body(body: object) -> None:
+    data = msgpack.packb(body)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError) as caught:
+            unpack(Failure, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 400
+    assert peak < 40_000_000, "a list of nils is 24 MB, its text would be 18 MB more"

@@ -1,0 +1,41 @@
+"""Bounds on the connections of an HTTP port, which uvicorn does not have."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_HTTP_CONNECTIONS = 128
+"""Maximum of open connections: one more ends the one that has waited the longest for an answer."""
+MAX_EXCHANGE_S = 20.0
+"""Time in which a connection must have sent a whole request and read the answer to it."""
+
+
+class BoundedProtocol(H11Protocol):
+    """An HTTP/1.1 connection that cannot be held open for nothing.
+
+    The clock starts with the connection and again with each answer that has been sent. A client
+    that is silent, sends a byte now and then or does not read runs out of time.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_clock()
+        if len(self.connections) > MAX_HTTP_CONNECTIONS:
+            oldest: Any = min(self.connections, key=lambda one: one.since)  # type: ignore[union-attr]
+            oldest.transport.abort()
+            self.connections.discard(oldest)
+
+    def on_response_complete(self) -> None:
+        self._clock.cancel()
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clock.cancel()
+        super().connection_lost(exc)
+
+    def _start_clock(self) -> None:
+        self.since = self.loop.time()
+        self._clock = self.loop.call_later(MAX_EXCHANGE_S, self.transport.abort)

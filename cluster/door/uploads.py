@@ -1,0 +1,102 @@
+"""Bounds on messages that are still being received: how many, how large, how long each may take.
+
+grpc keeps the bytes of a message until it is whole. A message that is not awaited is not received:
+the client is held up by its HTTP/2 window.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from cluster.proto.wire import MAX_MESSAGE_BYTES
+from core.config import TandemConfig
+from core.json_file import read_json
+
+MAX_UPLOADS_OF_CONNECTION = 8
+MAX_UPLOADS = 64
+UPLOAD_S = 10.0
+"""Time that a message has to arrive whole."""
+CONTENDED_UPLOAD_S = 1.0
+"""The same while other messages wait for their turn."""
+FIXED_MESSAGE_BYTES = 1 << 20
+BYTES_PER_TOKEN = 24
+"""Bytes that a message may have for each token of the context: a token id takes at most 5, English
+text and code take 3 to 5, runs of white space many more."""
+
+
+def max_message_bytes(config: TandemConfig) -> int:
+    """Return the bound on a message, which follows from the longest context of the model."""
+    raw = read_json(config.model.path / "config.json")
+    longest = config.model.max_model_len or raw.get("max_position_embeddings")
+    if not isinstance(longest, int):  # what is wrong with the file is said where it is loaded
+        return MAX_MESSAGE_BYTES
+    return min(FIXED_MESSAGE_BYTES + BYTES_PER_TOKEN * longest, MAX_MESSAGE_BYTES)
+
+
+class _Turns:
+    """A number of turns to receive a message. Turns are short while others wait for one."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._free = asyncio.Semaphore(num_turns)
+        self._num_waiting = 0
+        self._began: dict[asyncio.Timeout, float] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._began or self._num_waiting)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, and raise TimeoutError in it when its time is over."""
+        await self._wait()
+        try:
+            limit_s = CONTENDED_UPLOAD_S if self._num_waiting else UPLOAD_S
+            async with asyncio.timeout(limit_s) as scope:
+                self._began[scope] = asyncio.get_running_loop().time()
+                try:
+                    yield
+                finally:
+                    del self._began[scope]
+        finally:
+            self._free.release()
+
+    async def _wait(self) -> None:
+        if self._free.locked():
+            for scope, began in self._began.items():
+                if not scope.expired():
+                    scope.reschedule(began + CONTENDED_UPLOAD_S)
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+
+
+class Uploads:
+    """Turns of all connections of a server, owned by one asyncio loop."""
+
+    def __init__(self) -> None:
+        self._all = _Turns(MAX_UPLOADS)
+        self._of_connection: defaultdict[str, _Turns] = defaultdict(
+            lambda: _Turns(MAX_UPLOADS_OF_CONNECTION)
+        )
+
+    async def receive(self, messages: AsyncIterator[bytes], connection: str) -> bytes:
+        """Return the first of ``messages``, which come over a ``connection``.
+
+        Raises:
+            ValueError: The client ended its side of the call without a message.
+            TimeoutError: The message did not arrive whole in time.
+        """
+        own = self._of_connection[connection]
+        try:
+            async with own.turn(), self._all.turn():
+                async for data in messages:
+                    return data
+            raise ValueError("the call has no message; send one")
+        except TimeoutError:
+            raise TimeoutError("the message did not arrive whole in time; send it again") from None
+        finally:
+            if own.is_idle:
+                self._of_connection.pop(connection, None)

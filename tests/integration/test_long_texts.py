@@ -1,0 +1,83 @@
+"""A long text holds up no other request, whatever its tokens take."""
+
+import asyncio
+import time
+
+import pytest
+
+from cluster.client.client import AsyncClient
+from cluster.gateway import tokenising
+from cluster.gateway.tokenising import TokeniserThreads
+from core.config import TINY_MODEL
+from core.errors import Overloaded, TextTooLong
+from tests.integration.echo_gateway import EchoGateway, echo_server
+from tests.integration.test_hostile_clients import HeldTokenizer
+from tests.waiting import until
+from text.tokenizer import Tokenizer
+
+NUM_CHARS = 1_000_000
+
+
+async def longest_pause_s(work: asyncio.Future[object]) -> float:
+    """Return the longest time in which the loop did not turn while ``work`` went on."""
+    longest = 0.0
+    while not work.done():
+        before = time.thread_time(), time.monotonic()
+        await asyncio.sleep(0)
+        longest = max(longest, time.monotonic() - before[1] - (time.thread_time() - before[0]))
+    return longest
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return x\n", "a", " "])
+async def test_the_loop_turns_while_a_text_is_tokenised(text: str) -> None:
+    tokenizer = Tokenizer(TINY_MODEL)
+    text *= NUM_CHARS // len(text)
+    began = time.monotonic()
+    work = asyncio.ensure_future(asyncio.to_thread(tokenizer.encode, text))
+    pause_s = await longest_pause_s(work)
+    took_s = time.monotonic() - began
+    assert len(await work) > NUM_CHARS // 100
+    assert pause_s < took_s / 4, f"it stood still for {pause_s:.3f} s of {took_s:.3f}"
+
+
+def test_a_text_that_is_too_long_has_no_list_of_ids() -> None:
+    tokenizer = Tokenizer(TINY_MODEL)
+    num_tokens = len(tokenizer.encode("abc " * 100))
+    with pytest.raises(TextTooLong) as caught:
+        tokenizer.encode("abc " * 100, 50)
+    assert caught.value.num_tokens in (num_tokens, num_tokens - 1)
+
+
+async def test_short_texts_do_not_wait_for_a_long_one() -> None:
+    gateway = EchoGateway()
+    gateway.tokenizer = held = HeldTokenizer()
+    async with echo_server(gateway, "model.max_model_len=200000") as server:
+        gateway.model = gateway.model.__class__("echo", "x", 200_000, 300, (2,), 3, True, "float32")
+        async with AsyncClient(server.address, retry_s=0) as client:
+            long_text = "x" * (tokenising.LONG_CHARS + 1)
+            slow = asyncio.create_task(client.complete(long_text, max_tokens=1))
+            await until(lambda: held.num_begun == 1)
+            gateway.tokenizer = EchoGateway().tokenizer
+            assert (await client.complete("abc", max_tokens=4)).token_ids
+            assert not slow.done()
+            held.go_on.set()
+            await slow
+
+
+async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenising, "MAX_CHARS", 100)
+    threads = TokeniserThreads()
+    assert await threads.run(1000, lambda: "alone it may be longer") == "alone it may be longer"
+    held = HeldTokenizer()
+    await until(lambda: not threads._num_chars)
+    first = asyncio.create_task(threads.run(60, lambda: held.encode("x")))
+    await until(lambda: held.num_begun == 1)
+    with pytest.raises(Overloaded, match="60 characters are being tokenised already"):
+        await threads.run(60, lambda: None)
+    first.cancel()
+    with pytest.raises(Overloaded):
+        await threads.run(60, lambda: None)
+    held.go_on.set()
+    await until(lambda: not threads._num_chars)
+    assert await threads.run(60, lambda: "again") == "again"
+    threads.close()
