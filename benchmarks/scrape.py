@@ -85,10 +85,11 @@ def scrape_ms(num_ranks: int) -> tuple[float, int]:
 def scraping(address: str) -> Iterator[None]:
     """Once a second meanwhile."""
     over = threading.Event()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def scrape() -> None:
         while not over.wait(1.0):
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            with opener.open(f"http://{address}/metrics", timeout=60) as answer:
                 answer.read()
 
     thread = threading.Thread(target=scrape)

@@ -35,7 +35,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 async def ask(server: Server, path: str) -> tuple[int, str]:
-    address = server.addresses[1]
+    address = server.addresses["http"]
     assert address is not None
     return await asyncio.to_thread(get, address, path)
 
@@ -121,7 +121,7 @@ async def test_probes_say_what_health_says() -> None:
 async def test_a_loop_that_hangs_is_not_alive() -> None:
     """Who asks it here keeps it from turning."""
     async with served() as (_, server, _):
-        host, _, port = str(server.addresses[1]).rpartition(":")
+        host, _, port = str(server.addresses["http"]).rpartition(":")
         with socket.create_connection((host, int(port))) as asker:
             asker.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
             asker.settimeout(0.2)
@@ -133,7 +133,7 @@ async def test_a_loop_that_hangs_is_not_alive() -> None:
 
 async def test_who_speaks_another_protocol_is_sent_away() -> None:
     async with served() as (_, server, client):
-        grpc_address, http_address = map(str, server.addresses)
+        grpc_address, http_address = map(str, server.addresses.values())
         async with grpc.aio.insecure_channel(http_address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -181,7 +181,8 @@ def _rank(name: str, kind: str) -> tuple[tuple[str, str], ...]:
 
 async def test_an_address_that_is_taken_is_told() -> None:
     async with rig(TINY_MODEL, *SETS) as cluster, Server(cluster.config) as server:
-        taken = load(None, [f"server.address={ANY}", f"server.http_address={server.addresses[1]}"])
+        address = server.addresses["http"]
+        taken = load(None, [f"server.address={ANY}", f"server.http_address={address}"])
         with pytest.raises(ValueError, match=r"server\.http_address='127.*Address already in use"):
             async with Server(taken):
                 pass
