@@ -7,24 +7,30 @@ from pathlib import Path
 
 REMEDY = "set XDG_CACHE_HOME to a folder that only this user can write to"
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MAY_FILL = os.W_OK | os.X_OK
+
+
+def user_home() -> Path:
+    """Return the home folder of this user, or a private temporary one where there is none to write
+    to, as with the arbitrary user ids of OpenShift.
+
+    Raises ValueError if a temporary one cannot be had either.
+    """
+    home = os.path.expanduser("~")  # unchanged if neither HOME nor an entry in passwd names one
+    if os.access(home, _MAY_FILL):
+        return Path(home)
+    return private_folder(Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}")
 
 
 def user_cache() -> Path:
-    """Return the cache folder of this user: XDG_CACHE_HOME, else ``~/.cache``.
+    """Return the cache folder of this user: XDG_CACHE_HOME, else ``.cache`` in a home folder.
 
-    A user without a home to write to, such as the arbitrary user ids of OpenShift, gets a private
-    folder beside other temporary files. Raises ValueError if that one cannot be had either.
+    Raises what ``user_home`` raises.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named)
-    try:
-        folder = Path.home() / ".cache"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except (OSError, RuntimeError):  # no such folder can be made, or nothing says where
-        pass
-    return private_folder(Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}")
+    cache = Path(os.path.expanduser("~"), ".cache")  # may be there in a home that is read-only
+    return cache if os.access(cache, _MAY_FILL) else user_home() / ".cache"
 
 
 def private_folder(folder: Path) -> Path:
