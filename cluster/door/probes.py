@@ -47,4 +47,4 @@ class Probes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests.registry.collect()
-        yield from known(self._admission, self._requests.num_told, self._status)
+        yield from known(self._admission, self._status)

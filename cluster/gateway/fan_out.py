@@ -37,6 +37,7 @@ class Streams:
         self._queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         tell = self._queue.put_nowait
         # Told here and not by their tasks, which an abort may end before they have begun.
+        self._answers = answers
         for finished in (answer.finished() for answer in answers if answer.is_finished):
             tell(finished)
         self._tasks = [asyncio.create_task(serve(answer, tell)) for answer in answers]
@@ -45,6 +46,12 @@ class Streams:
 
     def __len__(self) -> int:
         return sum(not task.done() for task in self._tasks)
+
+    @property
+    def num_begun(self) -> int:
+        """Number of the answers that go on and have a token."""
+        pairs = zip(self._tasks, self._answers, strict=True)
+        return sum(bool(answer.token_ids) for task, answer in pairs if not task.done())
 
     def abort(self) -> None:
         """Every answer that goes on ends with a Finished of reason abort."""

@@ -15,9 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.door.server import Server
+from cluster.proto import tandem_pb2_grpc as rpc
 from core.config import TINY_MODEL, load
 from core.membership import LOST
+from decode_node.planning.step_plan import StepKey
 from tandem import AsyncClient, Finished, InferenceError
+from tests.integration.test_unread import NARROW, long_answer
 from tests.rig import Rig, rig
 from tests.waiting import until
 
@@ -100,6 +103,103 @@ async def test_counts_are_the_clients_own() -> None:
 
 async def _pieces(client: AsyncClient, **asked: object) -> list[object]:
     return [piece async for piece in client.generate(**asked)]  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def unread(*sets: str) -> AsyncIterator[tuple[Rig, Server]]:
+    """A long answer whose client reads one message."""
+    async with (
+        served(*sets) as (cluster, server, _),
+        grpc.aio.insecure_channel(server.address, NARROW) as channel,
+    ):
+        call = rpc.InferenceStub(channel).Generate(long_answer([5, 6, 7]))
+        await call.read()
+        yield cluster, server
+        call.cancel()
+
+
+def number(found: Samples, name: str, **labels: str) -> float:
+    return found[f"tandem_{name}", tuple(sorted(labels.items()))]
+
+
+async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
+    """Whether it was complete, aborted, or left by its client, with and without a token."""
+    async with served("decode.max_rows=1", "kv.num_pages=40") as (cluster, server, client):
+        how = {"max_tokens": 900, "ignore_eos": True}
+        running = client.generate("abc", **how)
+        await anext(running)
+        waiting = {
+            name: asyncio.create_task(_pieces(client, prompt=name, request_id=name, n=2, **how))
+            for name in ("aborted", "left")
+        }
+        late = asyncio.create_task(_pieces(client, prompt="late", timeout_s=0.3, **how))
+        await until(lambda: len(cluster.gateway.running) == 4)
+        found = await samples(server)
+        assert number(found, "num_requests_running") == 1
+        assert number(found, "num_requests_waiting") == 5
+        assert await client.abort("aborted")
+        ends = await waiting["aborted"]
+        waiting["left"].cancel()
+        with pytest.raises(InferenceError, match="DEADLINE_EXCEEDED"):
+            await late
+        await running.aclose()
+        await until(lambda: not server._streams)
+        [*_, end] = await _pieces(client, prompt="xyz", max_tokens=5, ignore_eos=True)
+        found = await samples(server)
+    assert isinstance(end, Finished) and [one.finish_reason for one in ends] == ["abort"] * 2  # type: ignore[attr-defined]
+    assert number(found, "request_success_total", finished_reason="abort") == 2
+    assert number(found, "request_success_total", finished_reason="length") == 1
+    assert number(found, "request_incomplete_total") == 1 + 2 + 1
+    assert number(found, "e2e_request_latency_seconds_count") == 3
+    assert number(found, "time_to_first_token_seconds_count") == 2
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert number(found, f"{name}_seconds_count") == 1, "that of the one that was computed"
+    assert number(found, "prefix_cache_queries_total") == end.usage.prompt
+    assert number(found, "num_requests_running") == number(found, "num_requests_waiting") == 0
+
+
+async def test_a_call_that_fails_leaves_an_answer_incomplete() -> None:
+    async with unread("server.write_s=0.5") as (_, server):
+        await until(lambda: not server._streams)
+        found = await samples(server)
+    assert number(found, "request_incomplete_total") == 1
+    assert number(found, "time_to_first_token_seconds_count") == 1
+
+
+async def test_an_answer_that_is_only_left_unread_counts_no_more() -> None:
+    async with unread("kv.num_pages=300", "kv.page_size=16") as (cluster, server):
+        scheduler = cluster.decodes[0].engine.scheduler
+        running = cluster.gateway.running
+        await until(lambda: not scheduler.sequences and not sum(map(len, running)))
+        assert server._streams, "its client has not read it"
+        found = await samples(server)
+    assert number(found, "num_requests_running") == number(found, "num_requests_waiting") == 0
+
+
+async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
+    async with served() as (cluster, server, client):
+        before = {key for key in await samples(server) if key[0] == "tandem_rank_info"}
+        programs = cluster.decodes[0].engine.programs
+        for num in (1, 2, 57):
+            programs._feeder.num_lost = num
+            programs.refused[StepKey(0, 0, num)] = f"a program could not be made: {num}"
+            await server_refreshed(cluster, num)
+            found = await samples(server)
+            assert {key for key in found if key[0] == "tandem_rank_info"} == before
+            counted = _rank("decode-0", "decode")
+            assert found["tandem_rank_draftless_steps_total", counted] == num
+        assert found["tandem_rank_refused_programs_total", counted] == 3
+        [rank] = [rank for rank in (await client.status()).ranks if rank.kind == "decode"]
+        assert "57 steps without drafts" in rank.kernels and "could not be made: 57" in rank.kernels
+    labels = {dict(labels)["rank"]: dict(labels)["kernels"] for _, labels in before}
+    assert labels["prefill-0"] in ("native", "plain")
+    assert labels["decode-0"] in ("native, recorded", "plain, eager")
+
+
+async def server_refreshed(cluster: Rig, num: int) -> None:
+    """Wait for a heartbeat that counts so many lost steps."""
+    [rank] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
+    await until(lambda: rank.beat.held.counters["num_draftless_steps"] == num)
 
 
 async def test_probes_say_what_health_says() -> None:
