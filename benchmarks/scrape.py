@@ -65,8 +65,7 @@ class MadeUp(Collector):
             applied=SimpleNamespace(gangs=gangs),
         )
         self.statuses = [
-            RankStatus(name=name, kind="decode", epoch=1, balance_ratio=0.9)
-            for name in names
+            RankStatus(name=name, kind="decode", epoch=1, balance_ratio=0.9) for name in names
         ]
         self.requests = RequestMetrics()
 

@@ -1,17 +1,21 @@
 """The HTTP port: probes and figures of a server over a real cluster in this process."""
 
 import asyncio
+import gzip
 import http.client
 import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.door.server import Server
@@ -264,6 +268,77 @@ async def test_ranks_and_gangs_by_name() -> None:
         assert found["tandem_gang_state", state] == 1
         assert found["tandem_gang_deaths_total", state[:2]] == 1
         assert found["tandem_gang_deaths_total", (("gang", "decode-0"), ("kind", "decode"))] == 0
+
+
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+OPEN, PLAIN = "application/openmetrics-text; version=1.0.0", "text/plain; version=0.0.4"
+"""What a scraper gets that knows OpenMetrics, and one that says nothing."""
+
+
+FORMATS = {
+    PROMETHEUS_2: OPEN,
+    PROMETHEUS_3: OPEN,
+    "application/openmetrics-text": OPEN,
+    "text/plain;version=1.0.0;escaping=allow-utf-8,*/*;q=0.2": "text/plain; version=1.0.0",
+    "text/plain;version=0.0.4;q=0.5": PLAIN,
+    "text/plain;version=none": PLAIN,
+    "*/*": PLAIN,
+    "": PLAIN,
+}
+"""By what a scraper says that it takes."""
+
+
+async def test_a_scraper_gets_a_format_that_it_knows() -> None:
+    """By prometheus_client's own parsers; all formats say the same."""
+    async with served() as (_, server, client):
+        await client.complete("abc", max_tokens=6, ignore_eos=True)
+        for accept, expected in FORMATS.items():
+            got = await scrape(server, accept=accept)
+            kind = got.headers["content-type"]
+            assert kind.startswith(expected) and "charset=utf-8" in kind, (accept, kind)
+            names = names_of(got.body, kind)
+            assert "tandem_generation_tokens_total" in names and "tandem_rank_up" in names
+            assert "tandem_time_to_first_token_seconds_bucket" in names
+            zipped = await scrape(server, accept=accept, **{"accept-encoding": "gzip"})
+            assert zipped.headers["content-encoding"] == "gzip"
+            assert "content-encoding" not in got.headers
+            assert names_of(gzip.decompress(zipped.body), kind) == names
+            head = await scrape(server, "HEAD", accept=accept)
+            assert (head.status, head.body, head.headers["content-type"]) == (200, b"", kind)
+
+
+def names_of(body: bytes, kind: str) -> set[str]:
+    parse = openmetrics_families if kind.startswith(OPEN) else text_string_to_metric_families
+    return {sample.name for family in parse(body.decode()) for sample in family.samples}
+
+
+@dataclass(frozen=True)
+class Scraped:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def scrape(server: Server, method: str = "GET", **headers: str) -> Scraped:
+    address = server.addresses["http"]
+    assert address is not None
+    return await asyncio.to_thread(_scrape, address, method, headers)
+
+
+def _scrape(address: str, method: str, headers: dict[str, str]) -> Scraped:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request(method, "/metrics", headers={"accept-encoding": "identity"} | headers)
+    answer = connection.getresponse()
+    told = {name.lower(): value for name, value in answer.getheaders()}
+    return Scraped(answer.status, told, answer.read())
 
 
 async def test_the_page_has_them_all() -> None:
