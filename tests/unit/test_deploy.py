@@ -154,6 +154,13 @@ def pods_are_restricted(it: Deployed) -> None:
         assert {"/tmp", "/home/tandem/.cache"} <= written
 
 
+def loopback_needs_no_proxy(it: Deployed) -> None:
+    """A policy may give every pod an http_proxy, which wget would use for localhost too."""
+    for pod in it.pods:
+        [value] = [one["value"] for one in container(pod)["env"] if one["name"] == "no_proxy"]
+        assert {"localhost", "127.0.0.1"} <= {*value.split(",")}
+
+
 def ray_wants_its_token(it: Deployed) -> None:
     """The operator keeps it in a Secret of the cluster's name."""
     assert it.cluster["spec"]["authOptions"] == {"mode": "token"}
@@ -254,6 +261,7 @@ CHECKS = (
     workers_may_drain,
     probes_ask_what_answers,
     pods_are_restricted,
+    loopback_needs_no_proxy,
     ray_wants_its_token,
     others_reach_what_is_told,
     evictions_are_few,
@@ -277,11 +285,11 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
     (pods_hold_their_gangs, "cluster", f"{GROUP}/replicas", 2),
     (pods_hold_their_gangs, "cluster", f"{GROUP}/numOfHosts", 1),
     (gangs_lie_in_one_replica, "cluster", f"{GROUP}/numOfHosts", 1),
-    (gangs_lie_in_one_replica, "cluster", f"{POD}/containers/0/env/2/value", '{"replica": ""}'),
+    (gangs_lie_in_one_replica, "cluster", f"{POD}/containers/0/env/3/value", '{"replica": ""}'),
     (
         gangs_lie_in_one_replica,
         "cluster",
-        f"{POD}/containers/0/env/1/valueFrom/fieldRef/fieldPath",
+        f"{POD}/containers/0/env/2/valueFrom/fieldRef/fieldPath",
         "metadata.name",
     ),
     (
@@ -324,6 +332,7 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
         False,
     ),
     (pods_are_restricted, "gateway", f"{GATEWAY}/containers/0/volumeMounts/2/mountPath", "/t"),
+    (loopback_needs_no_proxy, "cluster", f"{POD}/containers/0/env/1/value", "127.0.0.1"),
     (ray_wants_its_token, "cluster", "/spec/authOptions/mode", "disabled"),
     (ray_wants_its_token, "cluster", "/metadata/name", "other"),
     (others_reach_what_is_told, "gateway", f"{GATEWAY}/containers/0/ports/0/name", "rpc"),
