@@ -2,7 +2,11 @@
 of the manifests, the config and the image meet. Each check is also seen to fail."""
 
 import json
+import os
 import re
+import shutil
+import socket
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -275,6 +279,32 @@ CHECKS = (
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_overlays_fit_together(folder: str, check: Callable[[Deployed], None]) -> None:
     check(deployed(folder))
+
+
+@pytest.mark.skipif(shutil.which("wget") is None, reason="needs wget, as the image has it")
+def test_the_operators_probe_passes_by_a_proxy() -> None:
+    """Its command, with the variables of each pod and with none."""
+    it = deployed("base")
+    with socket.create_server(("127.0.0.1", 0)) as asked:
+        command = ["wget", "-q", "-T", "5", "--tries", "1", "-O-"]
+        command.append(f"http://localhost:{asked.getsockname()[1]}/healthz")
+
+        def probe(given: list[dict[str, Any]]) -> tuple[int, str]:
+            own = {one["name"]: one["value"] for one in given if "value" in one}
+            env = os.environ | own | {"http_proxy": "http://127.0.0.1:9"}
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                if given:
+                    connection, _ = asked.accept()
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nsuccess")
+                    connection.close()
+                told, _ = process.communicate(timeout=60)
+            return process.returncode, told
+
+        assert probe([])[0] != 0, "no connection comes"
+        asked.settimeout(60)
+        for pod in it.pods:
+            assert probe(container(pod)["env"]) == (0, "success")
 
 
 GROUP = "/spec/workerGroupSpecs/1"
