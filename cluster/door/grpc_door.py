@@ -17,7 +17,6 @@ from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.wire import MESSAGE_SIZES
 from core.config import TandemConfig
 
-NAME = "grpc"
 SERVICE = "tandem.v1.Inference"
 _OPTIONS = (
     ("grpc.so_reuseport", 0),

@@ -12,7 +12,6 @@ from cluster.door.listening import listening
 from cluster.gateway.admission import Admission
 from core.tasks import again, cancelled
 
-NAME = "http"
 MAX_CONNECTIONS = 128
 REFRESH_S = 10.0
 """Between two looks at statuses, for which those who are asked wait for their devices."""

@@ -7,12 +7,12 @@ from typing import Self
 from cluster.gateway.admission import Admission
 from core.config import TandemConfig
 
-DOORS = (
-    "cluster.door.grpc_door",
-    "cluster.door.http_door",
-)  # fmt: skip
-"""Modules with a ``NAME`` and ``opened(admission)``, a context that listens and gives its address,
-None if it is not wanted."""
+DOORS = {
+    "grpc": "cluster.door.grpc_door",
+    "http": "cluster.door.http_door",
+}
+"""Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
+not wanted. By the names that ``tandem serve`` prints."""
 
 
 class Server(Admission):
@@ -39,9 +39,9 @@ class Server(Admission):
     async def __aenter__(self) -> Self:
         """Open every door. ``ValueError`` if one of them cannot have its address."""
         async with AsyncExitStack() as doors:
-            for module in map(import_module, DOORS):
-                opened = module.opened(self)
-                self.addresses[module.NAME] = await doors.enter_async_context(opened)
+            for name, module in DOORS.items():
+                opened = import_module(module).opened(self)
+                self.addresses[name] = await doors.enter_async_context(opened)
             self._doors = doors.pop_all()
         return self
 

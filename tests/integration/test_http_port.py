@@ -136,16 +136,13 @@ async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
             name: asyncio.create_task(_pieces(client, prompt=name, request_id=name, n=2, **how))
             for name in ("aborted", "left")
         }
-        late = asyncio.create_task(_pieces(client, prompt="late", timeout_s=0.3, **how))
-        await until(lambda: len(cluster.gateway.running) == 4)
+        await until(lambda: len(cluster.gateway.running) == 3)
         found = await samples(server)
         assert number(found, "num_requests_running") == 1
-        assert number(found, "num_requests_waiting") == 5
+        assert number(found, "num_requests_waiting") == 4
         assert await client.abort("aborted")
         ends = await waiting["aborted"]
         waiting["left"].cancel()
-        with pytest.raises(InferenceError, match="DEADLINE_EXCEEDED"):
-            await late
         await running.aclose()
         await until(lambda: not server._streams)
         [*_, end] = await _pieces(client, prompt="xyz", max_tokens=5, ignore_eos=True)
@@ -153,7 +150,7 @@ async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
     assert isinstance(end, Finished) and [one.finish_reason for one in ends] == ["abort"] * 2  # type: ignore[attr-defined]
     assert number(found, "request_success_total", finished_reason="abort") == 2
     assert number(found, "request_success_total", finished_reason="length") == 1
-    assert number(found, "request_incomplete_total") == 1 + 2 + 1
+    assert number(found, "request_incomplete_total") == 1 + 2
     assert number(found, "e2e_request_latency_seconds_count") == 3
     assert number(found, "time_to_first_token_seconds_count") == 2
     for name in ("request_queue_time", "request_prefill_time", "request_decode_time"):
