@@ -3,8 +3,9 @@
     make demo            (or: python -m benchmarks.demo [--set key=value ...])
     make gang            the same with gangs of two ranks
 
-Starts Ray with one prefill node and one decode node, continues pieces of Python files that the
-shipped checkpoint was not trained on, and shows what each answer cost and what the nodes did.
+Starts Ray with one prefill node and one decode node, continues pieces of Python in the manner of
+the standard library, on which the shipped checkpoint was trained, and shows what each answer cost
+and what the nodes did.
 """
 
 import argparse
@@ -15,17 +16,43 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from cluster.client.options import GenerateOptions
 from cluster.commands.common import running_server
 from cluster.commands.status import rank_table
 from core.config import load
 from tandem import AsyncClient, Finished
 
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to continue, for at most ``max_tokens`` and up to one of the ``stop`` strings."""
+
+    text: str
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
 PROMPTS = (
-    "import argparse\nimport sys\n\n\ndef main(argv=None):\n    parser = ",
-    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n',
-    "def read_config(path):\n    with open(path, encoding='utf-8') as f:\n",
+    Prompt(
+        "import codecs\n\n### Codec APIs\n\nclass Codec(codecs.Codec):\n\n"
+        "    def encode(self,input,errors='strict'):\n        return",
+        max_tokens=320,
+    ),
+    Prompt(
+        "    '1'        #  0x31 -> DIGIT ONE\n"
+        "    '2'        #  0x32 -> DIGIT TWO\n"
+        "    '3'        #",
+        max_tokens=160,
+        stop=("    ':'",),
+    ),
+    Prompt(
+        "    def send(self, data):\n        if self.closed:\n            raise ValueError(",
+        max_tokens=64,
+        stop=("\n\n",),
+    ),
 )
-MAX_TOKENS = 96
+"""What the shipped checkpoint has learnt to go on with: a module of the standard library that ends
+by itself, a table of one, and a method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +64,12 @@ class Row:
     finished: Finished
 
 
-async def answer(client: AsyncClient, console: Console, prompt: str) -> Row:
+async def answer(client: AsyncClient, console: Console, prompt: Prompt) -> Row:
     """Stream one answer to the console: the prompt dim, the new text bright."""
-    console.print(prompt, end="", style="dim", markup=False, highlight=False)
+    console.print(prompt.text, end="", style="dim", markup=False, highlight=False)
     started_at, first_at = time.perf_counter(), None
-    async for piece in client.generate(prompt, max_tokens=MAX_TOKENS):
+    how: GenerateOptions = {"max_tokens": prompt.max_tokens, "stop": prompt.stop}
+    async for piece in client.generate(prompt.text, **how):
         if isinstance(piece, Finished):
             ended_at = time.perf_counter()
             console.print("\n")

@@ -32,7 +32,10 @@ from core.membership import Gang
 from core.pace import Pace
 from tandem import Client
 
-COUNTERS = "num_steps", "step_s", "program_s", "num_preempted"
+COUNTERS = (
+    *("num_steps", "step_s", "program_s", "num_preempted"),
+    *("num_draftless_steps", "num_refused_programs"),
+)
 NUM_SCRAPES, WARM_UP = 200, 20
 NUM_CLIENTS, NUM_TOKENS = 8, 400
 
@@ -49,7 +52,11 @@ class MadeUp(Collector):
             "liveness": SimpleNamespace(is_well=True),
         }
         infos = [
-            SimpleNamespace(max_tokens=4096, spec=SimpleNamespace(label=name, kind="decode"))
+            SimpleNamespace(
+                max_tokens=4096,
+                spec=SimpleNamespace(label=name, kind="decode"),
+                kernels="native, recorded",
+            )
             for name in names
         ]
         gangs = [Gang(name, "decode", 1, state="ready") for name in names]
@@ -58,8 +65,7 @@ class MadeUp(Collector):
             applied=SimpleNamespace(gangs=gangs),
         )
         self.statuses = [
-            RankStatus(name=name, kind="decode", epoch=1, balance_ratio=0.9, kernels="recorded")
-            for name in names
+            RankStatus(name=name, kind="decode", epoch=1, balance_ratio=0.9) for name in names
         ]
         self.requests = RequestMetrics()
 
@@ -85,10 +91,11 @@ def scrape_ms(num_ranks: int) -> tuple[float, int]:
 def scraping(address: str) -> Iterator[None]:
     """Once a second meanwhile."""
     over = threading.Event()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def scrape() -> None:
         while not over.wait(1.0):
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            with opener.open(f"http://{address}/metrics", timeout=60) as answer:
                 answer.read()
 
     thread = threading.Thread(target=scrape)

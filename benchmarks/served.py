@@ -33,6 +33,7 @@ from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import serving
 from cluster.client.client import AsyncClient
 from cluster.proto import tandem_pb2 as pb
+from cluster.proto.wire import proxy_options
 from core.config import TINY_MODEL
 
 ARM = "recorded bf16"
@@ -75,7 +76,7 @@ async def served(pid: int, address: str, num: int, num_tokens: int) -> Figures:
 
 async def by_grpc(pid: int, address: str, num: int, num_tokens: int, step_ms: float) -> Figures:
     asked = json.dumps([num_tokens + 1, step_ms]).encode()
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, proxy_options()) as channel:
         call = channel.unary_stream("/bare/Stream")
         return await measured(pid, [aiter(call(asked)) for _ in range(num)])
 

@@ -2,10 +2,11 @@
 defaults of keys are shown: as one would write them."""
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -91,12 +92,10 @@ def _suggestion(path: str, fields: Iterable[str]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A default as YAML; of a path the two last parts."""
+    """Return a default as one writes it in YAML; of a path the two last parts."""
     if isinstance(value, Path):
         return "/".join(value.parts[-2:])
-    if isinstance(value, tuple):
-        return str(list(value))
-    return "null" if value is None else str(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def type_text(annotation: Any) -> str:
@@ -109,6 +108,6 @@ def type_text(annotation: Any) -> str:
         return "|".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
         return f"[{', '.join(map(type_text, get_args(annotation)))}]"
-    if isinstance(annotation, UnionType):
+    if get_origin(annotation) in (Union, UnionType):
         return "|".join(map(type_text, get_args(annotation)))
     return "null" if annotation is type(None) else annotation.__name__.lower()

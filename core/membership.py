@@ -82,7 +82,8 @@ class Meeting:
 @dataclass(frozen=True, slots=True)
 class RankInfo:
     """A rank that is ready; fixed for its life. ``caches`` are what it has of a sequence, or wants,
-    ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels."""
+    ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels,
+    ``kernels`` what computes its steps, and the form of its programs if it decodes."""
 
     spec: RankSpec
     caches: tuple[str, ...]
@@ -92,6 +93,7 @@ class RankInfo:
     max_rows: int
     frames: PortAddress | None = None
     why_plain: str = ""
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,61 @@
-"""Where what can be made again is kept between runs."""
+"""Folders for files that can be made again, kept between runs of one user."""
 
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+REMEDY = "set XDG_CACHE_HOME to a folder that only this user can write to"
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MAY_FILL = os.W_OK | os.X_OK
+
+
+def user_home() -> Path:
+    """Return the home folder of this user, or a private temporary one where there is none to write
+    to, as with the arbitrary user ids of OpenShift.
+
+    Raises ValueError if a temporary one cannot be had either.
+    """
+    home = os.path.expanduser("~")  # unchanged if neither HOME nor an entry in passwd names one
+    if os.access(home, _MAY_FILL):
+        return Path(home)
+    return private_folder(Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}")
 
 
 def user_cache() -> Path:
-    """Of this user, as XDG_CACHE_HOME says."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return the cache folder of this user: XDG_CACHE_HOME, else ``.cache`` in a home folder.
+
+    Raises what ``user_home`` raises.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    cache = Path(os.path.expanduser("~"), ".cache")  # may be there in a home that is read-only
+    return cache if os.access(cache, _MAY_FILL) else user_home() / ".cache"
+
+
+def private_folder(folder: Path) -> Path:
+    """Create a folder that this user alone can write to, or make sure that it is one.
+
+    Raises ValueError if it cannot be created or belongs to another user.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"{folder}: it is another user's, or no folder; {REMEDY}")
+        if status.st_mode & _OTHERS_MAY_WRITE:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise ValueError(f"{folder}: no cache can be kept there ({error}); {REMEDY}") from error
+    return folder
+
+
+def own_bytes(file: Path) -> bytes | None:
+    """Return what is in a file that this user alone can write to, None if there is no such file."""
+    try:
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
+            status = os.fstat(opened.fileno())
+            is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE
+            return opened.read() if is_own else None
+    except OSError:
+        return None

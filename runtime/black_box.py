@@ -4,6 +4,7 @@ Whoever buries a rank reads it, and learns which requests may have killed it (de
 """
 
 import mmap
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +12,13 @@ from pathlib import Path
 from core.identity import Identity
 from core.membership import InStep
 from core.schema import pack, unpack
+from core.user_cache import own_bytes
 
 _NUM_BYTES = 1 << 20
 _LENGTH = struct.Struct("!I")
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+MAX_NOTED = 1024
+"""Sequences of a step that are noted: with the longest request ids, a little over half of a box."""
 
 
 class BlackBox:
@@ -26,8 +31,9 @@ class BlackBox:
         self._map: mmap.mmap | None = None
         self.path = path
         if path:
-            with open(path, "wb+") as file:
-                file.truncate(_NUM_BYTES)
+            Path(path).unlink(missing_ok=True)  # of an earlier life of this process
+            with open(os.open(path, _NEW, 0o600), "rb+") as file:
+                os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)  # or a full disk is a SIGBUS later
                 self._map = mmap.mmap(file.fileno(), _NUM_BYTES)
 
     def note(self, engine: str, identities: Iterable[Identity], is_alone: bool = False) -> None:
@@ -44,11 +50,11 @@ class BlackBox:
         """The length is written last: a file is whole or empty. The same rows step after step cost
         their length alone."""
         steps = [step for step in self._now.values() if step.identities]
-        everyone = tuple(identity for step in steps for identity in step.identities)
+        everyone = tuple(identity for step in steps for identity in step.identities)[:MAX_NOTED]
         now = InStep(everyone, len(everyone) == 1 and steps[0].is_alone)
         if everyone and now != self._written:
             data = pack(now)
-            assert len(data) <= _NUM_BYTES - _LENGTH.size, f"{len(everyone)} in one step"
+            assert len(data) <= _NUM_BYTES - _LENGTH.size, "a request id is longer than is let in"
             target[: _LENGTH.size] = _LENGTH.pack(0)
             target[_LENGTH.size : _LENGTH.size + len(data)] = data
             self._written, self._num_bytes = now, len(data)
@@ -61,10 +67,10 @@ class BlackBox:
 
 
 def read_box(path: str) -> InStep | None:
-    """Who was in the step of a process that has died; None if it was in none, or kept no box."""
-    file = Path(path)
-    if not path or not file.is_file():
+    """Return the sequences in the step of a process that has died; None if there were none, or if
+    no box of this user is there: whoever replaces a box would choose what counts as poison."""
+    data = own_bytes(Path(path)) if path else None
+    if data is None:
         return None
-    data = file.read_bytes()
     [num_bytes] = _LENGTH.unpack(data[: _LENGTH.size])
     return unpack(InStep, data[_LENGTH.size : _LENGTH.size + num_bytes]) if num_bytes else None

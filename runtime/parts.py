@@ -10,7 +10,7 @@ from typing import Any
 
 from core.beat import Held
 from core.config import TandemConfig
-from core.info import ModelInfo, RankStatus
+from core.info import PREFILL, ModelInfo, RankStatus
 from core.levels import Levels
 from core.membership import Meeting, RankInfo, RankSpec
 from core.placement import Placement
@@ -66,6 +66,7 @@ class RankParts:
     def info(self) -> RankInfo:
         """What this rank tells the cluster about itself."""
         config, loaded = self.config, self.loaded
+        form = "" if self.spec.kind == PREFILL else f", {loaded.form}"
         return RankInfo(
             spec=self.spec,
             caches=self.transfer_caches().layout.facts(),
@@ -85,6 +86,7 @@ class RankParts:
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,
             why_plain=loaded.kernels.why_plain,
+            kernels=f"{loaded.kernels.name}{form}",
         )
 
     async def status(self, held: Callable[[], Held], form: str = "") -> RankStatus:

@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -64,7 +65,8 @@ class RankShell:
         self._doing: tuple[str, float] | None = None
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
-        box = f"{os.path.dirname(log_path) or tempfile.gettempdir()}/{self._spec.process}.box"
+        folder = os.path.dirname(log_path) or tempfile.gettempdir()
+        box = f"{folder}/{self._spec.process}.{secrets.token_hex(16)}.box"  # none can foresee it
         digest = self._placement.digest if self._placement else ""
         self._state = RankState(
             self._spec, config_json, os.getpid(), log_path, seen, box_path=box, placement=digest

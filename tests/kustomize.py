@@ -18,8 +18,11 @@ SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
 FIELDS = {
     "kustomization": {
         *("apiVersion", "kind", "resources", "components"),
-        *("configMapGenerator", "images", "patches"),
+        *("configMapGenerator", "images", "patches", "replacements"),
     },
+    "replacements": {"source", "targets"},
+    "source": {"kind", "name", "fieldPath"},
+    "targets": {"select", "fieldPaths"},
     "configMapGenerator": {"name", "behavior", "files"},
     "images": {"name", "newName", "newTag"},
     "patches": {"target", "path"},
@@ -62,6 +65,8 @@ def _build(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
         patch(_found(manifests, target["kind"], target["name"]), operations)
     for image in tree.get("images", []):
         _set_image(manifests, _checked(image, "images"))
+    for replacement in tree.get("replacements", []):
+        _replace(manifests, _checked(replacement, "replacements"))
     return manifests
 
 
@@ -107,6 +112,25 @@ def _set_image(manifests: list[Manifest], image: Manifest) -> None:
         raise ValueError(f"no container has the image {image['name']!r}")
     for container in containers:
         container["image"] = f"{image['newName']}:{image['newTag']}"
+
+
+def _replace(manifests: list[Manifest], replacement: Manifest) -> None:
+    """Copy what a field holds to fields of others; ``*`` in a path is every item of a list."""
+    source = _checked(replacement["source"], "source")
+    [value] = _fields(_found(manifests, source["kind"], source["name"]), source["fieldPath"])
+    for target in replacement["targets"]:
+        selected = _checked(_checked(target, "targets")["select"], "target")
+        manifest = _found(manifests, selected["kind"], selected["name"])
+        for path in target["fieldPaths"]:
+            parents, _, last = path.rpartition(".")
+            for node in _fields(manifest, parents):
+                node[_key(node, last, path)] = _copy(value)
+
+
+def _fields(node: Any, path: str) -> list[Any]:
+    name, _, rest = path.partition(".")
+    children = node if name == "*" else [node[_key(node, name, path)]]
+    return [found for child in children for found in (_fields(child, rest) if rest else [child])]
 
 
 def _mappings(node: Any) -> Iterator[Manifest]:

@@ -23,7 +23,7 @@ from cluster.client.stream import Completion, InferenceError, StreamPlan, comple
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from cluster.proto.mapping import from_proto
-from cluster.proto.wire import MAX_MESSAGE_BYTES
+from cluster.proto.wire import MAX_MESSAGE_BYTES, proxy_options
 from core.answer import Piece
 from core.info import ModelInfo, ServerStatus
 
@@ -52,7 +52,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     _sleep: ClassVar[Any] = staticmethod(asyncio.sleep)
 
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
-        self._channel = self._open_channel(address, options=_OPTIONS)
+        self._channel = self._open_channel(address, options=(*_OPTIONS, *proxy_options()))
         self._stub = rpc.InferenceStub(self._channel)
         self._retry_s, self._backoff_s = retry_s, backoff_s
         start = f"`tandem serve --set server.address={address}`"

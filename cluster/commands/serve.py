@@ -73,9 +73,8 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
             signals.install()  # Ray may have put its own in their place
             signals.ready = True
             gc.freeze()  # what starting made stays, and need not be looked at again and again
-            names = zip(("grpc", "http"), server.addresses, strict=True)
-            told = [f"{name}={address}" for name, address in names if address is not None]
-            print("ready", *told, flush=True)
+            opened = {name: at for name, at in server.addresses.items() if at is not None}
+            print("ready", *(f"{name}={at}" for name, at in opened.items()), flush=True)
             await signals.stop.wait()
             await server.drain()
     except asyncio.CancelledError:

@@ -15,6 +15,7 @@ import ray
 from cluster.control import ray_private, reaper
 from cluster.control.actors import NAMESPACE
 from core.tasks import in_thread
+from core.user_cache import user_home
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_S = 10.0
@@ -81,5 +82,6 @@ def _join(address: str) -> None:
 
 def _start(num_cpus: int) -> None:
     ray_private.be_alone()
+    os.environ["HOME"] = str(user_home())  # where Ray keeps its token, and ranks what they compile
     sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(address="local", include_dashboard=False, **sizes, **COMMON)

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -27,7 +30,10 @@ class Probes(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         asked = self.livez, self.readyz, self.metrics
-        self.app = Starlette(routes=[Route(f"/{one.__name__}", one) for one in asked])
+        routes = [Route(f"/{one.__name__}", one) for one in asked]
+        self.app = Starlette(
+            routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=5)]
+        )
 
     async def refresh(self) -> None:
         self._status = await self._admission.status()
@@ -41,10 +47,14 @@ class Probes(Collector):
             return PlainTextResponse("serving\n")
         return PlainTextResponse("not serving\n", 503)
 
-    async def metrics(self, _: Request) -> Response:
-        told = generate_latest(self._registry)
-        return Response(told, headers={"content-type": CONTENT_TYPE_LATEST})
+    async def metrics(self, request: Request) -> Response:
+        """Answer in the format that the scraper prefers, the oldest if it names none we know."""
+        try:
+            encode, content_type = choose_encoder(",".join(request.headers.getlist("accept")))
+        except TypeError:  # a version that is no number
+            encode, content_type = choose_encoder("")
+        return Response(encode(self._registry), headers={"content-type": content_type})
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests.registry.collect()
-        yield from known(self._admission, self._requests.num_told, self._status)
+        yield from known(self._admission, self._status)

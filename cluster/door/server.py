@@ -7,28 +7,29 @@ from typing import Self
 from cluster.gateway.admission import Admission
 from core.config import TandemConfig
 
-DOORS = (
-    "cluster.door.grpc_door",
-    "cluster.door.http_door",
-)  # fmt: skip
+DOORS = {
+    "grpc": "cluster.door.grpc_door",
+    "http": "cluster.door.http_door",
+}
 """Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
-not wanted."""
+not wanted. By the names that ``tandem serve`` prints."""
 
 
 class Server(Admission):
     """An async context: listens from its begin on, serves from ``attach`` on, until ``drain`` and
-    ``stop``, its end at the latest; ``addresses`` are those of its doors."""
+    ``stop``, its end at the latest; ``addresses`` are those of its doors, by name."""
 
     def __init__(self, config: TandemConfig) -> None:
         super().__init__(config)
-        self.addresses: list[str | None] = []
+        self.addresses: dict[str, str | None] = {}
         self._doors = AsyncExitStack()
 
     @property
     def address(self) -> str:
         """Of gRPC."""
-        assert self.addresses[0] is not None
-        return self.addresses[0]
+        address = self.addresses["grpc"]
+        assert address is not None
+        return address
 
     async def stop(self) -> None:
         """Close the doors; streams still open end with UNAVAILABLE."""
@@ -38,8 +39,9 @@ class Server(Admission):
     async def __aenter__(self) -> Self:
         """Open every door. ``ValueError`` if one of them cannot have its address."""
         async with AsyncExitStack() as doors:
-            for module in map(import_module, DOORS):
-                self.addresses.append(await doors.enter_async_context(module.opened(self)))
+            for name, module in DOORS.items():
+                opened = import_module(module).opened(self)
+                self.addresses[name] = await doors.enter_async_context(opened)
             self._doors = doors.pop_all()
         return self
 

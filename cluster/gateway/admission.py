@@ -24,13 +24,23 @@ CLOSE_S = 5.0
 """How long evicted streams may take to free what they hold."""
 
 
+class StreamWatcher:
+    """Observes one stream; this one keeps nothing of it."""
+
+    def told(self, piece: Piece) -> None:
+        """Take note of a piece that goes to the client."""
+
+    def ended(self, num_answers: int) -> None:
+        """Take note that no piece follows; the stream was to have ``num_answers`` last ones."""
+
+
 @dataclass(eq=False, slots=True)
 class _Stream:
     """An open one. ``nonce`` is that of the client's stream, "" if it sent none; its ``answers``
     begin when the request is checked."""
 
     nonce: str
-    told: Callable[[Piece], None]
+    watcher: StreamWatcher
     reading: Reading
     is_aborted: bool = False
     answers: "Streams | None" = None
@@ -62,8 +72,8 @@ class Admission:
         self._streams: dict[str, _Stream] = {}
         self._threads = TokeniserThreads()
         self.on_error: Callable[[str], None] = lambda code: None
-        self.on_stream: Callable[[], Callable[[Piece], None]] = lambda: lambda piece: None
-        """A door's: hears of calls that fail, and of streams, each of whose pieces it is told."""
+        self.on_stream: Callable[[], StreamWatcher] = StreamWatcher
+        """A door's: hears of calls that fail, and makes the watcher of each stream."""
 
     async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
@@ -107,10 +117,13 @@ class Admission:
             )
             if stream.is_aborted:
                 answers.abort()
-            async with aclosing(answers.pieces()) as pieces:
-                async for piece in pieces:
-                    stream.told(piece)
-                    await stream.reading.write(piece, write)
+            try:
+                async with aclosing(answers.pieces()) as pieces:
+                    async for piece in pieces:
+                        stream.watcher.told(piece)
+                        await stream.reading.write(piece, write)
+            finally:
+                stream.watcher.ended(request.sampling.n)
 
     async def abort(self, name: str) -> bool:
         """End a request, also one that has not begun; False if there is none of this name."""

@@ -25,20 +25,22 @@ _COUNTERS = {
     "rank_steps": ("Steps of a rank in this life.", "num_steps"),
     "rank_step_seconds": ("Time of all of them.", "step_s"),
     "rank_program_seconds": ("Of that the tensor programs'.", "program_s"),
+    "rank_draftless_steps": ("Steps whose drafter failed.", "num_draftless_steps"),
+    "rank_refused_programs": ("Programs that cannot be kept.", "num_refused_programs"),
     "num_preemptions": ("Sequences that made way for others.", "num_preempted"),
 }
 """Meaning, and the name among a rank's counters."""
 _Sample = tuple[Sequence[str], float]
 
 
-def known(admission: Admission, num_told: int, status: ServerStatus | None) -> Iterator[Metric]:
-    """``num_told`` answers go on that have a token; ``status`` is the latest, for what beats do not
-    tell."""
+def known(admission: Admission, status: ServerStatus | None) -> Iterator[Metric]:
+    """Yield what a gateway knows of its cluster; ``status`` is the latest, for what beats lack."""
     yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
     if (gateway := admission.gateway) is None:
         return
-    num_waiting = sum(map(len, gateway.running)) - num_told
-    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_told)])
+    num_begun = sum(streams.num_begun for streams in gateway.running)
+    num_waiting = sum(map(len, gateway.running)) - num_begun
+    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_begun)])
     yield gauge("num_requests_waiting", "Answers without one.", (), [((), num_waiting)])
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
     yield counter("migrations", "Attempts that others went on from.", ["reason"], migrations)
@@ -59,7 +61,7 @@ def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
     yield gauge("rank_up", "Whether it gets requests.", RANK, up)
     ratios = [((one.name, one.kind), one.balance_ratio) for one in statuses if one.balance_ratio]
-    info = [((one.name, one.kind, one.kernels), 1.0) for one in statuses if one.kernels]
+    info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
     yield gauge("rank_info", "What computes its steps, in which form.", (*RANK, "kernels"), info)
     yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, ratios)
 

@@ -41,6 +41,7 @@ class Streams:
         """Called when more than MAX_UNREAD_ANSWER_BYTES wait to be read."""
         tell = self._tell
         # Told here and not by their tasks, which an abort may end before they have begun.
+        self._answers = answers
         for finished in (answer.finished() for answer in answers if answer.is_finished):
             tell(finished)
         self._tasks = [asyncio.create_task(serve(answer, tell)) for answer in answers]
@@ -49,6 +50,12 @@ class Streams:
 
     def __len__(self) -> int:
         return sum(not task.done() for task in self._tasks)
+
+    @property
+    def num_begun(self) -> int:
+        """Number of the answers that go on and have a token."""
+        pairs = zip(self._tasks, self._answers, strict=True)
+        return sum(bool(answer.token_ids) for task, answer in pairs if not task.done())
 
     def abort(self) -> None:
         """Every answer that goes on ends with a Finished of reason abort."""

@@ -3,11 +3,10 @@ the same (with ``tandem_`` for ``vllm:``). A label is never what a client chose.
 """
 
 import time
-from collections.abc import Callable
-from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
+from cluster.gateway.admission import StreamWatcher
 from core.answer import Finished, Piece
 
 disable_created_metrics()  # a second series beside each, which nothing here reads
@@ -29,6 +28,7 @@ _TOTALS = {
     "prefix_cache_queries": "Tokens of prompts that were looked for in prefix caches.",
     "prefix_cache_hits": "Those that were there.",
     "kv_transfer_bytes": "Bytes of cache that went from prefill to decode ranks.",
+    "request_incomplete": "Answers that broke off: the client left, or the call failed.",
     "spec_decode_num_drafts": "Steps of an answer that had drafts.",
     "spec_decode_num_draft_tokens": "Drafts that were verified.",
     "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
@@ -55,17 +55,10 @@ class RequestMetrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position"
         )
         self._failed = self._labelled("rejections", "Calls that ended with an error.", "code")
-        self._streams = WeakSet[StreamMetrics]()
 
-    @property
-    def num_told(self) -> int:
-        """Answers that have begun to be told, and go on."""
-        return sum(len(stream.running) for stream in self._streams)
-
-    def stream(self) -> Callable[[Piece], None]:
-        """What hears the pieces of one that begins, for as long as somebody has it."""
-        self._streams.add(one := StreamMetrics(self))
-        return one.told
+    def stream(self) -> "StreamMetrics":
+        """Return the watcher of a stream that starts now."""
+        return StreamMetrics(self)
 
     def failed(self, code: str) -> None:
         self._failed.labels(code).inc()
@@ -83,6 +76,9 @@ class RequestMetrics:
         ms, usage, counts, pulled = told.timings_ms, told.usage, told.speculation, told.kv_transfer
         self._ended.labels(told.finish_reason).inc()
         self.see("e2e_request_latency", ms.total / 1e3)
+        self.add("prompt_tokens", usage.prompt)
+        if not ms.first_token:
+            return  # it ended before it had a token: the rest has no meaning
         self.see("request_queue_time", ms.queue / 1e3)
         self.see("request_prefill_time", ms.prefill / 1e3)
         self.see("request_decode_time", decode_s := (ms.total - ms.first_token) / 1e3)
@@ -90,7 +86,6 @@ class RequestMetrics:
             self.see("request_time_per_output_token", decode_s / (usage.completion - 1))
         if pulled.bytes:
             self.see("kv_transfer", pulled.seconds)
-        self.add("prompt_tokens", usage.prompt)
         self.add("prefix_cache_queries", usage.prompt)
         self.add("prefix_cache_hits", usage.cached)
         self.add("kv_transfer_bytes", pulled.bytes)
@@ -101,22 +96,26 @@ class RequestMetrics:
             self._accepted.labels(str(position)).inc(num)
 
 
-class StreamMetrics:
-    """Times the messages of one stream; ``running`` are its answers that have begun to be told."""
+class StreamMetrics(StreamWatcher):
+    """Times the messages of one stream."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics, self._began_at = metrics, time.monotonic()
-        self.running: dict[int, float] = {}
+        self._last_at: dict[int, float] = {}
+        self._num_finished = 0
+
+    def ended(self, num_answers: int) -> None:
+        self._metrics.add("request_incomplete", num_answers - self._num_finished)
 
     def told(self, piece: Piece) -> None:
         if isinstance(piece, Finished):
-            self.running.pop(piece.index, None)
+            self._num_finished += 1
             self._metrics.finished(piece)
             return
-        now, last = time.monotonic(), self.running.get(piece.index)
+        now, last = time.monotonic(), self._last_at.get(piece.index)
         if last is None:
             self._metrics.see("time_to_first_token", now - self._began_at)
         else:
             self._metrics.see("inter_token_latency", now - last)
-        self.running[piece.index] = now
+        self._last_at[piece.index] = now
         self._metrics.add("generation_tokens", len(piece.token_ids))

@@ -73,6 +73,11 @@ class Programs:
         told += [f"{lost} steps without drafts"] if (lost := self._feeder.num_lost) else []
         return ", ".join([*told, *filter(None, [self._loaded.drafter.trouble])])
 
+    def counts(self) -> dict[str, float]:
+        """Return the steps whose drafter failed, and the programs that could not be made."""
+        lost = self._feeder.num_lost
+        return {"num_draftless_steps": lost, "num_refused_programs": len(self.refused)}
+
     def run(self, step: Prepared) -> StepResult:
         """The step, which may make its program."""
         inputs, function = self._inputs(step), self._function(step)

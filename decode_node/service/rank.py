@@ -223,7 +223,7 @@ class DecodeRank:
             num_open_leases=counts["pulls"],
             num_channels=counts["channels"],
             num_quarantined=counts.get("quarantined", 0),
-            counters=steps | self._parts.counters,
+            counters=steps | engine.programs.counts() | self._parts.counters,
         )
 
 

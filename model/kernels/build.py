@@ -16,7 +16,7 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from core.pace import on_start
-from core.user_cache import user_cache
+from core.user_cache import own_bytes, private_folder, user_cache
 
 log = logging.getLogger(__name__)
 SOURCES = tuple(sorted(Path(__file__).with_name("cpu").glob("*.cpp")))
@@ -28,6 +28,8 @@ FLAGS = (
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
 NEWS_S = 1.0
 NOTE_BYTES = 64
+DIGEST = ".sha256"
+"""Suffix of the file that holds the digest of a library."""
 
 
 def built() -> Path:
@@ -40,15 +42,32 @@ def built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise ValueError("no C++ compiler; install g++, or name one in CXX")
-    folder = user_cache() / "tandem" / "kernels"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(user_cache() / "tandem" / "kernels")
     library = folder / f"{_key(compiler)}.so"
-    if not library.exists():
-        with open(os.open(library.with_suffix(".lock"), os.O_RDWR | os.O_CREAT), "rb+") as lock:
+    if not _is_whole(library):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(library.with_suffix(".lock"), flags, 0o600), "rb+") as lock:
             _wait_for(lock)
-            if not library.exists():
+            if not _is_whole(library):
                 _compile(compiler, library, lock)
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library is this user's and has the digest that was noted beside it.
+
+    One that was cut short would end the process by SIGBUS when it is loaded.
+    """
+    code, noted = own_bytes(library), own_bytes(library.with_suffix(DIGEST))
+    return code is not None and noted == hashlib.sha256(code).hexdigest().encode()
+
+
+def _keep(made: Path, target: Path) -> None:
+    """Give a file its name when its bytes are on the disk."""
+    made.chmod(0o600)
+    with made.open("rb") as file:
+        os.fsync(file)
+    made.rename(target)
 
 
 def _key(compiler: str) -> str:
@@ -96,7 +115,10 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
                 said = process.communicate(timeout=NEWS_S)[0]
     if process.returncode != 0:
         raise ValueError(f"{compiler} cannot compile kernels: {said[:2000]}")
-    made.rename(library)
+    digest = made.with_name(f"{made.name}{DIGEST}")
+    digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+    _keep(digest, library.with_suffix(DIGEST))
+    _keep(made, library)
 
 
 def _computed_s(pid: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.door.server import Server
 from tandem import AsyncClient, InferenceError
+from tests.integration.test_cli_edge import serving
 from tests.rig import Rig, rig
 
 PROMPT = [5, 6, 7]
@@ -31,8 +32,8 @@ async def refusal_of(address: str, **fields: Any) -> str:
 
 
 async def check(cluster: Rig, server: Server, client: AsyncClient) -> None:
-    own, _, planted = server.addresses
-    assert own == server.address
+    planted = server.addresses["echo"]
+    assert planted is not None and server.addresses["grpc"] == server.address
     assert (await refusal_of(planted, prompt="x")).startswith("Draining: the server is still start")
     await server.attach(cluster.gateway)
 
@@ -72,6 +73,8 @@ async def main(path: Path) -> None:
         AsyncClient(server.address, retry_s=0) as client,
     ):
         await check(cluster, server, client)
+    with serving() as (_, addresses):
+        assert " echo=127.0.0.1:" in addresses, addresses
 
 
 if __name__ == "__main__":

@@ -1,23 +1,30 @@
 """The HTTP port: probes and figures of a server over a real cluster in this process."""
 
 import asyncio
+import gzip
 import http.client
 import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.door.server import Server
+from cluster.proto import tandem_pb2_grpc as rpc
 from core.config import TINY_MODEL, load
 from core.membership import LOST
+from decode_node.planning.step_plan import StepKey
 from tandem import AsyncClient, Finished, InferenceError
+from tests.integration.test_unread import NARROW, long_answer
 from tests.rig import Rig, rig
 from tests.waiting import until
 
@@ -35,7 +42,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 async def ask(server: Server, path: str) -> tuple[int, str]:
-    address = server.addresses[1]
+    address = server.addresses["http"]
     assert address is not None
     return await asyncio.to_thread(get, address, path)
 
@@ -102,6 +109,100 @@ async def _pieces(client: AsyncClient, **asked: object) -> list[object]:
     return [piece async for piece in client.generate(**asked)]  # type: ignore[arg-type]
 
 
+@asynccontextmanager
+async def unread(*sets: str) -> AsyncIterator[tuple[Rig, Server]]:
+    """A long answer whose client reads one message."""
+    async with (
+        served(*sets) as (cluster, server, _),
+        grpc.aio.insecure_channel(server.address, NARROW) as channel,
+    ):
+        call = rpc.InferenceStub(channel).Generate(long_answer([5, 6, 7]))
+        await call.read()
+        yield cluster, server
+        call.cancel()
+
+
+def number(found: Samples, name: str, **labels: str) -> float:
+    return found[f"tandem_{name}", tuple(sorted(labels.items()))]
+
+
+async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
+    """Whether it was complete, aborted, or left by its client, with and without a token."""
+    async with served("decode.max_rows=1", "kv.num_pages=40") as (cluster, server, client):
+        how = {"max_tokens": 900, "ignore_eos": True}
+        running = client.generate("abc", **how)
+        await anext(running)
+        waiting = {
+            name: asyncio.create_task(_pieces(client, prompt=name, request_id=name, n=2, **how))
+            for name in ("aborted", "left")
+        }
+        await until(lambda: len(cluster.gateway.running) == 3)
+        found = await samples(server)
+        assert number(found, "num_requests_running") == 1
+        assert number(found, "num_requests_waiting") == 4
+        assert await client.abort("aborted")
+        ends = await waiting["aborted"]
+        waiting["left"].cancel()
+        await running.aclose()
+        await until(lambda: not server._streams)
+        [*_, end] = await _pieces(client, prompt="xyz", max_tokens=5, ignore_eos=True)
+        found = await samples(server)
+    assert isinstance(end, Finished) and [one.finish_reason for one in ends] == ["abort"] * 2  # type: ignore[attr-defined]
+    assert number(found, "request_success_total", finished_reason="abort") == 2
+    assert number(found, "request_success_total", finished_reason="length") == 1
+    assert number(found, "request_incomplete_total") == 1 + 2
+    assert number(found, "e2e_request_latency_seconds_count") == 3
+    assert number(found, "time_to_first_token_seconds_count") == 2
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert number(found, f"{name}_seconds_count") == 1, "that of the one that was computed"
+    assert number(found, "prefix_cache_queries_total") == end.usage.prompt
+    assert number(found, "num_requests_running") == number(found, "num_requests_waiting") == 0
+
+
+async def test_a_call_that_fails_leaves_an_answer_incomplete() -> None:
+    async with unread("server.write_s=0.5") as (_, server):
+        await until(lambda: not server._streams)
+        found = await samples(server)
+    assert number(found, "request_incomplete_total") == 1
+    assert number(found, "time_to_first_token_seconds_count") == 1
+
+
+async def test_an_answer_that_is_only_left_unread_counts_no_more() -> None:
+    async with unread("kv.num_pages=300", "kv.page_size=16") as (cluster, server):
+        scheduler = cluster.decodes[0].engine.scheduler
+        running = cluster.gateway.running
+        await until(lambda: not scheduler.sequences and not sum(map(len, running)))
+        assert server._streams, "its client has not read it"
+        found = await samples(server)
+    assert number(found, "num_requests_running") == number(found, "num_requests_waiting") == 0
+
+
+async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
+    async with served() as (cluster, server, client):
+        before = {key for key in await samples(server) if key[0] == "tandem_rank_info"}
+        programs = cluster.decodes[0].engine.programs
+        for num in (1, 2, 57):
+            programs._feeder.num_lost = num
+            programs.refused[StepKey(0, 0, num)] = f"a program could not be made: {num}"
+            await server_refreshed(cluster, num)
+            found = await samples(server)
+            assert {key for key in found if key[0] == "tandem_rank_info"} == before
+            counted = _rank("decode-0", "decode")
+            assert found["tandem_rank_draftless_steps_total", counted] == num
+        assert found["tandem_rank_refused_programs_total", counted] == 3
+        [rank] = [rank for rank in (await client.status()).ranks if rank.kind == "decode"]
+        assert "57 steps without drafts" in rank.kernels and "could not be made: 57" in rank.kernels
+    labels = {dict(labels)["rank"]: dict(labels)["kernels"] for _, labels in before}
+    assert labels["prefill-0"] in ("native", "plain")
+    assert labels["decode-0"] in ("native, recorded", "plain, eager")
+
+
+async def server_refreshed(cluster: Rig, num: int) -> None:
+    """Wait for a heartbeat that counts so many lost steps."""
+    [rank] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
+    await until(lambda: rank.beat.held.counters["num_draftless_steps"] == num)
+
+
 async def test_probes_say_what_health_says() -> None:
     async with rig(TINY_MODEL, *SETS) as cluster, Server(cluster.config) as server:
         assert await ask(server, "/livez") == (200, "alive\n")
@@ -121,7 +222,7 @@ async def test_probes_say_what_health_says() -> None:
 async def test_a_loop_that_hangs_is_not_alive() -> None:
     """Who asks it here keeps it from turning."""
     async with served() as (_, server, _):
-        host, _, port = str(server.addresses[1]).rpartition(":")
+        host, _, port = str(server.addresses["http"]).rpartition(":")
         with socket.create_connection((host, int(port))) as asker:
             asker.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
             asker.settimeout(0.2)
@@ -133,7 +234,7 @@ async def test_a_loop_that_hangs_is_not_alive() -> None:
 
 async def test_who_speaks_another_protocol_is_sent_away() -> None:
     async with served() as (_, server, client):
-        grpc_address, http_address = map(str, server.addresses)
+        grpc_address, http_address = map(str, server.addresses.values())
         async with grpc.aio.insecure_channel(http_address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -166,6 +267,77 @@ async def test_ranks_and_gangs_by_name() -> None:
         assert found["tandem_gang_deaths_total", (("gang", "decode-0"), ("kind", "decode"))] == 0
 
 
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+OPEN, PLAIN = "application/openmetrics-text; version=1.0.0", "text/plain; version=0.0.4"
+"""What a scraper gets that knows OpenMetrics, and one that says nothing."""
+
+
+FORMATS = {
+    PROMETHEUS_2: OPEN,
+    PROMETHEUS_3: OPEN,
+    "application/openmetrics-text": OPEN,
+    "text/plain;version=1.0.0;escaping=allow-utf-8,*/*;q=0.2": "text/plain; version=1.0.0",
+    "text/plain;version=0.0.4;q=0.5": PLAIN,
+    "text/plain;version=none": PLAIN,
+    "*/*": PLAIN,
+    "": PLAIN,
+}
+"""By what a scraper says that it takes."""
+
+
+async def test_a_scraper_gets_a_format_that_it_knows() -> None:
+    """By prometheus_client's own parsers; all formats say the same."""
+    async with served() as (_, server, client):
+        await client.complete("abc", max_tokens=6, ignore_eos=True)
+        for accept, expected in FORMATS.items():
+            got = await scrape(server, accept=accept)
+            kind = got.headers["content-type"]
+            assert kind.startswith(expected) and "charset=utf-8" in kind, (accept, kind)
+            names = names_of(got.body, kind)
+            assert "tandem_generation_tokens_total" in names and "tandem_rank_up" in names
+            assert "tandem_time_to_first_token_seconds_bucket" in names
+            zipped = await scrape(server, accept=accept, **{"accept-encoding": "gzip"})
+            assert zipped.headers["content-encoding"] == "gzip"
+            assert "content-encoding" not in got.headers
+            assert names_of(gzip.decompress(zipped.body), kind) == names
+            head = await scrape(server, "HEAD", accept=accept)
+            assert (head.status, head.body, head.headers["content-type"]) == (200, b"", kind)
+
+
+def names_of(body: bytes, kind: str) -> set[str]:
+    parse = openmetrics_families if kind.startswith(OPEN) else text_string_to_metric_families
+    return {sample.name for family in parse(body.decode()) for sample in family.samples}
+
+
+@dataclass(frozen=True)
+class Scraped:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def scrape(server: Server, method: str = "GET", **headers: str) -> Scraped:
+    address = server.addresses["http"]
+    assert address is not None
+    return await asyncio.to_thread(_scrape, address, method, headers)
+
+
+def _scrape(address: str, method: str, headers: dict[str, str]) -> Scraped:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    connection.request(method, "/metrics", headers={"accept-encoding": "identity"} | headers)
+    answer = connection.getresponse()
+    told = {name.lower(): value for name, value in answer.getheaders()}
+    return Scraped(answer.status, told, answer.read())
+
+
 async def test_the_page_has_them_all() -> None:
     """docs/metrics.md names what a scrape has, and nothing else."""
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -181,7 +353,8 @@ def _rank(name: str, kind: str) -> tuple[tuple[str, str], ...]:
 
 async def test_an_address_that_is_taken_is_told() -> None:
     async with rig(TINY_MODEL, *SETS) as cluster, Server(cluster.config) as server:
-        taken = load(None, [f"server.address={ANY}", f"server.http_address={server.addresses[1]}"])
+        address = server.addresses["http"]
+        taken = load(None, [f"server.address={ANY}", f"server.http_address={address}"])
         with pytest.raises(ValueError, match=r"server\.http_address='127.*Address already in use"):
             async with Server(taken):
                 pass

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -107,3 +109,69 @@ def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
         wait_until(lambda: one.told[-1][0] == "compiling kernels")
         (folder / "end").touch()  # for both compilers
         assert one.done.result(60).exists()
+
+
+def test_a_library_that_was_cut_short_or_touched_is_built_again(folder: Path) -> None:
+    """A truncated one would end every process that loads it by SIGBUS."""
+    (folder / "end").touch()
+    library = build.built()
+    digest = library.with_suffix(build.DIGEST)
+    damages: list[Callable[[], object]] = [
+        lambda: os.truncate(library, 2),
+        lambda: library.write_text("mode\n"),
+        lambda: library.chmod(0o666),
+        lambda: (library.rename(folder / "away"), library.symlink_to(folder / "away")),
+        digest.unlink,
+        lambda: digest.write_text("0" * 64),
+    ]
+    if os.geteuid() == 0:
+        damages.append(lambda: os.chown(library, 4242424, -1))
+    for damage in damages:
+        (folder / "pid").unlink()
+        damage()
+        assert build.built() == library and library.read_text() == "made\n"
+        assert (folder / "pid").exists(), "it was compiled"
+        assert library.lstat().st_mode & 0o777 == 0o600
+        (folder / "pid").rename(folder / "before")
+        build.built()
+        assert not (folder / "pid").exists(), "it was kept"
+        (folder / "before").rename(folder / "pid")
+
+
+def test_the_cache_is_this_users_alone_whatever_the_umask(folder: Path) -> None:
+    (folder / "end").touch()
+    before = os.umask(0)
+    try:
+        library = build.built()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in library.parent.iterdir()}
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert len(modes) == 3 and set(modes.values()) == {0o600}
+
+
+def test_a_library_has_its_name_only_when_it_is_on_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "end").touch()
+    synced: list[tuple[str, bool]] = []
+
+    def fsync(file: IO[bytes]) -> None:
+        has_name = any((folder / "tandem" / "kernels").glob("*.so"))
+        synced.append((Path(file.name).read_text()[:4], has_name))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    library = build.built()
+    digest = library.with_suffix(build.DIGEST).read_text()
+    assert synced == [(digest[:4], False), ("made", False)]
+
+
+def test_another_users_folder_is_refused(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (folder / "end").touch()
+    kernels = folder / "tandem" / "kernels"
+    kernels.mkdir(parents=True)
+    os.chown(kernels, 4242424, -1)
+    with pytest.raises(ValueError, match="set XDG_CACHE_HOME to"):
+        build.built()

@@ -1,10 +1,12 @@
 """The config tree: defaults, YAML, overrides, and errors that say what would be right."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from cluster.control.launch import absolute
@@ -133,6 +135,20 @@ def test_what_another_release_sends_is_refused_by_name() -> None:
 def test_help_names_every_key_with_a_meaning() -> None:
     assert all(field.description for _, field in leaves())
     assert [line.split()[0] for line in describe().splitlines()] == [name for name, _ in leaves()]
+
+
+def test_the_description_is_in_words_of_yaml() -> None:
+    """A default reads back as itself, and a type is none of Python's own."""
+    words = {"int", "float", "bool", "str", "path", "null"}
+    for name, field in leaves():
+        line = next(line for line in describe().splitlines() if line.split()[0] == name)
+        default, _, told = line.removeprefix(name).strip().partition(" (")
+        if not isinstance(field.default, Path):
+            value = list(field.default) if isinstance(field.default, tuple) else field.default
+            assert yaml.safe_load(default) == value, line
+        assert not re.search("True|False|None", default), line
+        choices = set(re.findall(r"\w+", told.partition(")")[0]))
+        assert choices <= words or field.default in choices, line
 
 
 @pytest.mark.parametrize("module", ["core.config", "tandem", "cluster.cli"])

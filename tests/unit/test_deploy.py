@@ -2,7 +2,11 @@
 of the manifests, the config and the image meet. Each check is also seen to fail."""
 
 import json
+import os
 import re
+import shutil
+import socket
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -154,6 +158,13 @@ def pods_are_restricted(it: Deployed) -> None:
         assert {"/tmp", "/home/tandem/.cache"} <= written
 
 
+def loopback_needs_no_proxy(it: Deployed) -> None:
+    """A policy may give every pod an http_proxy, which wget would use for localhost too."""
+    for pod in it.pods:
+        [value] = [one["value"] for one in container(pod)["env"] if one["name"] == "no_proxy"]
+        assert {"localhost", "127.0.0.1"} <= {*value.split(",")}
+
+
 def ray_wants_its_token(it: Deployed) -> None:
     """The operator keeps it in a Secret of the cluster's name."""
     assert it.cluster["spec"]["authOptions"] == {"mode": "token"}
@@ -254,6 +265,7 @@ CHECKS = (
     workers_may_drain,
     probes_ask_what_answers,
     pods_are_restricted,
+    loopback_needs_no_proxy,
     ray_wants_its_token,
     others_reach_what_is_told,
     evictions_are_few,
@@ -269,6 +281,32 @@ def test_overlays_fit_together(folder: str, check: Callable[[Deployed], None]) -
     check(deployed(folder))
 
 
+@pytest.mark.skipif(shutil.which("wget") is None, reason="needs wget, as the image has it")
+def test_the_operators_probe_passes_by_a_proxy() -> None:
+    """Its command, with the variables of each pod and with none."""
+    it = deployed("base")
+    with socket.create_server(("127.0.0.1", 0)) as asked:
+        command = ["wget", "-q", "-T", "5", "--tries", "1", "-O-"]
+        command.append(f"http://localhost:{asked.getsockname()[1]}/healthz")
+
+        def probe(given: list[dict[str, Any]]) -> tuple[int, str]:
+            own = {one["name"]: one["value"] for one in given if "value" in one}
+            env = os.environ | own | {"http_proxy": "http://127.0.0.1:9"}
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                if given:
+                    connection, _ = asked.accept()
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nsuccess")
+                    connection.close()
+                told, _ = process.communicate(timeout=60)
+            return process.returncode, told
+
+        assert probe([])[0] != 0, "no connection comes"
+        asked.settimeout(60)
+        for pod in it.pods:
+            assert probe(container(pod)["env"]) == (0, "success")
+
+
 GROUP = "/spec/workerGroupSpecs/1"
 POD = f"{GROUP}/template/spec"
 GATEWAY = "/spec/template/spec"
@@ -277,11 +315,11 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
     (pods_hold_their_gangs, "cluster", f"{GROUP}/replicas", 2),
     (pods_hold_their_gangs, "cluster", f"{GROUP}/numOfHosts", 1),
     (gangs_lie_in_one_replica, "cluster", f"{GROUP}/numOfHosts", 1),
-    (gangs_lie_in_one_replica, "cluster", f"{POD}/containers/0/env/2/value", '{"replica": ""}'),
+    (gangs_lie_in_one_replica, "cluster", f"{POD}/containers/0/env/3/value", '{"replica": ""}'),
     (
         gangs_lie_in_one_replica,
         "cluster",
-        f"{POD}/containers/0/env/1/valueFrom/fieldRef/fieldPath",
+        f"{POD}/containers/0/env/2/valueFrom/fieldRef/fieldPath",
         "metadata.name",
     ),
     (
@@ -324,6 +362,7 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
         False,
     ),
     (pods_are_restricted, "gateway", f"{GATEWAY}/containers/0/volumeMounts/2/mountPath", "/t"),
+    (loopback_needs_no_proxy, "cluster", f"{POD}/containers/0/env/1/value", "127.0.0.1"),
     (ray_wants_its_token, "cluster", "/spec/authOptions/mode", "disabled"),
     (ray_wants_its_token, "cluster", "/metadata/name", "other"),
     (others_reach_what_is_told, "gateway", f"{GATEWAY}/containers/0/ports/0/name", "rpc"),

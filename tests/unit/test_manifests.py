@@ -17,7 +17,10 @@ from tests.manifests import problems
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OVERLAYS = ("base", "overlays/cpu", "overlays/gpu8", "overlays/hosts2")
 FOLDERS = (*OVERLAYS, "checkpoint", "checkpoint-v3")
-COMPONENTS = ("components/gcs-ft", "components/monitoring")
+COMPONENTS = ("components/gcs-ft", "components/monitoring", "components/any-uid")
+FOR_CHECKPOINTS = "components/any-uid-fetch"
+USERS = {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"}
+"""Fields that OpenShift fills in, and refuses where they are not of the namespace's range."""
 POD = "/spec/workerGroupSpecs/0/template/spec"
 POD_OF_DEPLOYMENT = "/spec/template/spec"
 
@@ -44,7 +47,25 @@ def test_what_is_added_to_an_overlay_fits_all_of_them(component: str) -> None:
 
 def test_every_kustomization_is_looked_at() -> None:
     found = {path.parent for path in DEPLOY.rglob("kustomization.yaml")}
-    assert found == {DEPLOY / folder for folder in (*FOLDERS, *COMPONENTS)}
+    assert found == {DEPLOY / folder for folder in (*FOLDERS, *COMPONENTS, FOR_CHECKPOINTS)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_manifests_need_no_user_id_of_their_own(folder: str) -> None:
+    is_cluster = folder in OVERLAYS
+    component = "components/any-uid" if is_cluster else FOR_CHECKPOINTS
+    manifests = render(DEPLOY / folder, DEPLOY / component)
+    assert USERS & keys(render(DEPLOY / folder)) and not USERS & keys(manifests)
+    assert not [problem for manifest in manifests for problem in problems(manifest)]
+    contexts = json.dumps(manifests).count('"runAsNonRoot": true')
+    assert contexts == json.dumps(render(DEPLOY / folder)).count('"runAsNonRoot": true') > 0
+
+
+def keys(node: Any) -> set[str]:
+    """Every name in a tree."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    own = set(node) if isinstance(node, dict) else set[str]()
+    return own.union(*map(keys, children))
 
 
 MISTAKES: list[tuple[str, str, str, Any, str]] = [
@@ -114,14 +135,27 @@ def test_a_wrong_field_fails(kind: str, op: str, path: str, value: Any, said: st
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_kubectl_renders_the_same(folder: str) -> None:
-    command = ["kubectl", "kustomize", str(DEPLOY / folder)]
+    assert by_name(render(DEPLOY / folder)) == by_kubectl(DEPLOY / folder)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["overlays/gpu8", "overlays/hosts2"])
+def test_kubectl_copies_fields_the_same(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    with open(tmp_path / "deploy" / folder / "kustomization.yaml", "a") as file:
+        file.write("components: [../../components/any-uid]\n")
+    ours = render(DEPLOY / folder, DEPLOY / "components" / "any-uid")
+    assert by_name(ours) == by_kubectl(tmp_path / "deploy" / folder)
+
+
+def by_kubectl(folder: Path) -> list[Manifest]:
+    command = ["kubectl", "kustomize", str(folder)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return by_name([*yaml.safe_load_all(text)])
 
-    def by_name(manifest: Manifest) -> tuple[str, str]:
-        return manifest["kind"], manifest["metadata"]["name"]
 
-    theirs = sorted(yaml.safe_load_all(text), key=by_name)
-    assert sorted(render(DEPLOY / folder), key=by_name) == theirs
+def by_name(manifests: list[Manifest]) -> list[Manifest]:
+    return sorted(manifests, key=lambda one: (one["kind"], one["metadata"]["name"]))
 
 
 TARGET = {"kind": "Service", "name": "tandem"}
@@ -142,6 +176,22 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
             ({"op": "test", "path": "/metadata/name", "value": "x"}, "is 'tandem', not 'x'"),
             ({"op": "copy", "path": "/spec/ports", "from": "/spec"}, "only"),
             ({"op": "merge", "path": "/spec/ports", "value": []}, "not supported"),
+        )
+    ),
+    (
+        {"replacements": [{"source": {"kind": "Service", "name": "x", "namespace": "y"}}]},
+        [],
+        "only",
+    ),
+    *(
+        ({"replacements": [{"source": source, "targets": [target]}]}, [], said)
+        for source, target, said in (
+            (TARGET | {"fieldPath": "spec.port"}, {}, "there is no port"),
+            (
+                TARGET | {"fieldPath": "spec.ports"},
+                {"select": TARGET, "fieldPaths": ["spec.portz"]},
+                "there is no spec.portz",
+            ),
         )
     ),
     ({"images": [{"name": "tadem", "newName": "x", "newTag": "1"}]}, [], "no container"),

@@ -1,21 +1,26 @@
 """Slow and stuck are told apart, a failed step takes only what was in it, a dead rank names it."""
 
 import asyncio
+import faulthandler
 import mmap
 import multiprocessing
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster.gateway.checks import request_id
 from core.errors import RankLost
 from core.identity import Identity
-from core.membership import InStep
-from runtime.black_box import BlackBox, read_box
+from core.membership import InStep, RankSpec
+from core.schema import pack
+from runtime.black_box import MAX_NOTED, BlackBox, read_box
 from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
+from runtime.shell import RankShell
 from runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
 from tests.waiting import PATIENCE_S, until
 
@@ -200,6 +205,53 @@ def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
     assert read_box(path) == InStep((C,), True), "the same rows once more"
     box.close()
     assert read_box(path) is None and not (tmp_path / "rank.box").exists()
+
+
+def test_a_box_takes_no_file_of_anothers_and_is_none_of_anothers(tmp_path: Path) -> None:
+    path, victim = tmp_path / "rank.box", tmp_path / "victim"
+    victim.write_text("not ours to write to")
+    path.symlink_to(victim)
+    box = BlackBox(str(path))
+    box.note("decode", [A])
+    assert victim.read_text() == "not ours to write to"
+    status = path.lstat()
+    assert (stat.S_ISREG(status.st_mode), status.st_mode & 0o777) == (True, 0o600)
+    assert status.st_blocks * 512 >= status.st_size == 1 << 20, "it has its room on the disk"
+    path.chmod(0o666)
+    assert read_box(str(path)) is None, "another may have written it"
+    path.chmod(0o600)
+    path.rename(tmp_path / "away")
+    path.symlink_to(tmp_path / "away")
+    assert read_box(str(path)) is None
+    assert read_box(str(tmp_path / "away")) == InStep((A,), False)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "away", 4242424, -1)
+        assert read_box(str(tmp_path / "away")) is None
+
+
+def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
+    path = str(tmp_path / "rank.box")
+    BlackBox(path).note("decode", [A])
+    again = BlackBox(path)
+    assert read_box(path) is None
+    again.note("decode", [B])
+    assert read_box(path) == InStep((B,), False)
+
+
+def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
+    """With the longest ids that requests may have."""
+    name = request_id("\U00020000" * 128)
+    path = str(tmp_path / "rank.box")
+    everyone = [Identity(name, 0, (1 << 53) - i) for i in range(1, 3000)]
+    BlackBox(path).note("prefill", everyone)
+    assert read_box(path) == InStep(tuple(everyone[:MAX_NOTED]), False)
+
+
+def test_a_rank_keeps_its_box_where_none_can_foresee_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has it on
+    spec = pack(RankSpec("prefill-0", "prefill", epoch=1))
+    first, second = (RankShell(spec, "")._state.box_path for _ in range(2))
+    assert first != second and all("prefill-0" in path for path in (first, second))
 
 
 class Torn:
