@@ -24,7 +24,7 @@ while time.monotonic() - began < 60:
         kept.append(one)
     while len(kept) > 600:
         kept.pop(0).close()
-    time.sleep(0.1)
+    time.sleep(0.1)  # time: the rate of connections is what is tested
 """
 
 

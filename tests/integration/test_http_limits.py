@@ -15,7 +15,7 @@ NUM_HELD = 40
 
 
 async def connected(server: Server, num: int) -> list[socket.socket]:
-    host, _, port = str(server.addresses[1]).rpartition(":")
+    host, _, port = str(server.addresses["http"]).rpartition(":")
     return [socket.create_connection((host, int(port))) for _ in range(num)]
 
 
