@@ -113,10 +113,15 @@ class Memory:
     caches: Caches
 
 
-def load_memory(spec: RankSpec, config: TandemConfig, placement: Placement | None = None) -> Memory:
+def load_memory(
+    spec: RankSpec,
+    config: TandemConfig,
+    placement: Placement | None = None,
+    check_digest: Callable[[str], None] = lambda digest: None,
+) -> Memory:
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
-    the user's mistakes."""
-    loaded = load_model(config, spec.kind, spec.rank, placement)
+    the user's mistakes, and what ``check_digest`` raises (see ``load_model``)."""
+    loaded = load_model(config, spec.kind, spec.rank, placement, check_digest)
     page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
     num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
     return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
