@@ -54,7 +54,7 @@ class RankParts:
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
         num_features = loaded.drafter.num_shipped if ships else 0
-        what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.drafter.identity
+        what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
@@ -81,6 +81,7 @@ class RankParts:
                 dtype=loaded.dtype_name,
                 think_token_ids=loaded.think_ids or (),
                 has_trees=not self.levels[-1].is_chain,
+                digest=loaded.digest,
             ),
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,

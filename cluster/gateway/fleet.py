@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import product
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from core.config import TandemConfig
 from core.control import Control
 from core.identity import Identity, nonce
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
+from core.membership import DRAINING, LOST, READY, Gang, InStep, Membership, RankSpec
 from core.tasks import Tasks, cancelled, until
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Fleet:
         self.deaths: deque[InStep] = deque(maxlen=256)
         """The latest steps that a rank died of, as far as is told by now: their answers may be
         elsewhere."""
+        self._digest = next((info.model.digest for info in members.membership.ready()), "")
         self._apply(members.membership)
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
@@ -127,7 +129,7 @@ class Fleet:
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
-        self.applied = now
+        now = self.applied = replace(now, gangs=tuple(map(self._of_this_model, now.gangs)))
         infos = {info.spec.life: info for info in now.ready()}
         for name in [name for name in self.ranks if name not in infos]:
             rank = self.ranks.pop(name)
@@ -152,6 +154,14 @@ class Fleet:
             if (p, d) not in self._warming and (p is d or is_split):
                 name = f"warm-up-{p.life}-{d.life}"
                 self._warming[p, d] = asyncio.create_task(self._warm_up(p, d), name=name)
+
+    def _of_this_model(self, gang: Gang) -> Gang:
+        """Return ``gang``, as one that is lost if it has another model: this gateway's tokenizer
+        and limits are not that model's, nor may it continue a begun answer."""
+        if not (theirs := {info.model.digest for info in gang.members} - {self._digest}):
+            return gang
+        cause = f"it has model {', '.join(theirs)}, this server {self._digest}: start this again"
+        return replace(gang, state=LOST, members=(), starts=(cause,))
 
     async def _warm_up(self, p: Handle, d: Handle) -> None:
         """Channels and first calls are slow, and no user shall wait for them."""
