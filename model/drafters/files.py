@@ -59,7 +59,7 @@ def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: 
     """All parameters of ``module``, from all ``tensors``. Raises ValueError naming file, tensor and
     remedy."""
     own = {
-        # Copied: these are mappings of the file, which somebody may write to or cut off.
+        # Copied: a mapping of the file would change, or end this process, if the file does.
         name: taken(file, tensors, name, *meta.shape).to(
             checkpoint.device, checkpoint.dtype, copy=True
         )

@@ -47,7 +47,7 @@ KINDS = {
 RUSH_KINDS = {"slow wire": 3, "reset": 3, "reset in call": 2, "die in call": 4}
 """Drawn, too, where clients come in rushes."""
 NAMED_KINDS = ("move link",)
-"""Never drawn: with every rank killed meanwhile the cluster is of another model."""
+"""Never drawn: if all ranks are killed as well, clients are refused."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
 """These touch one process or none: where there are no others nobody else's may end."""
 RUSH_OWN = *OWN, "lose head", "slow wire", "reset in call", "die in call"

@@ -33,8 +33,14 @@ MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 
 @dataclass
 class Disk:
-    """``weights`` lie under the path of all ranks, "" while there is nothing; ``num_loads`` counts
-    who has loaded what; ``may_load`` holds up ranks before they look."""
+    """Files that all ranks share.
+
+    Attributes:
+        weights: Digest of what lies under the path, "" for nothing.
+        loaded: Digests that ranks have loaded, in order.
+        num_looks: How often a rank has read the digest.
+        may_load: Event that ranks wait for before they read it.
+    """
 
     weights: str = OLD
     loaded: list[str] = field(default_factory=list)
@@ -62,7 +68,7 @@ class DiskShell(RankShell):
 
 
 class ShellRank:
-    """A shell as its keeper holds it: through the same bytes."""
+    """A rank's shell behind the interface of ``RayRank``."""
 
     def __init__(self, spec: RankSpec, config: TandemConfig, disk: Disk) -> None:
         self.name = spec.process
@@ -96,7 +102,7 @@ class ShellRank:
 
 @dataclass
 class ShellMachines:
-    """``ranks`` has the latest process of each place, ``num_begun`` how many there were."""
+    """Starts shells. ``ranks`` has the latest one of each gang and rank."""
 
     disk: Disk
     ranks: dict[tuple[str, int], ShellRank] = field(default_factory=dict)
@@ -132,7 +138,7 @@ class Cluster:
         await until(lambda: set(self.states.values()) == {READY})
 
     async def waits(self, gang: str) -> None:
-        """Until its missing rank has looked and says why it does not load, and looked again."""
+        """Wait until a rank of the gang reports why it does not load, and has looked twice more."""
         await until(lambda: any("not loading: " in text for text in self.keepers[gang].gang.starts))
         last = self.disk.num_looks + 2
         await until(lambda: self.disk.num_looks >= last)
@@ -151,7 +157,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def cluster(*sets: str) -> AsyncIterator[Cluster]:
-    """A prefill and a decode gang that begin with the old weights."""
+    """Yield a prefill and a decode gang that have loaded the old weights."""
     disk = Disk()
     disk.may_load.set()
     machines, weights, epochs = ShellMachines(disk), ClusterWeights(), Epochs()
@@ -172,7 +178,7 @@ async def cluster(*sets: str) -> AsyncIterator[Cluster]:
 
 
 async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> None:
-    """And goes on by itself, in the same process, as soon as they are put back."""
+    """It loads in the same process as soon as the weights are put back."""
     async with cluster() as made:
         made.disk.weights = NEW
         made.machines.ranks["prefill-0", 0].kill()
@@ -183,12 +189,12 @@ async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> 
         assert text.startswith(f"prefill-0: not loading: model.path {both}; put those back")
         assert text in gang.cause and gang.state == STARTING and not gang.is_given_up
         assert made.states["decode-0"] == READY and made.disk.loaded == [OLD, OLD]
-        assert made.machines.num_begun == 3, "no process is begun again while it waits"
+        assert made.machines.num_begun == 3, "a waiting rank is not restarted"
         made.disk.weights = OLD
         await made.ready()
         assert made.machines.num_begun == 3 and made.disk.loaded == [OLD] * 3
         said = await made.machines.ranks["prefill-0", 0].who(0, 0, OLD)
-        assert (said.doing, said.progress, said.waits) == (LOADING, 0.0, ""), "from then on"
+        assert (said.doing, said.progress, said.waits) == (LOADING, 0.0, "")
 
 
 def test_waiting_is_no_stall() -> None:
@@ -196,7 +202,7 @@ def test_waiting_is_no_stall() -> None:
     assert is_starting(state) and not is_starting(replace(state, waits="for weights"))
 
 
-async def test_the_others_of_a_gang_keep_their_weights_meanwhile() -> None:
+async def test_other_ranks_of_the_gang_keep_their_weights() -> None:
     async with cluster("decode.dp_size=3") as made:
         before = [made.machines.ranks["decode-0", rank] for rank in range(3)]
         made.disk.weights = NEW
@@ -208,8 +214,8 @@ async def test_the_others_of_a_gang_keep_their_weights_meanwhile() -> None:
         assert made.disk.loaded == [OLD] * 5 and made.machines.num_begun == 5
 
 
-async def test_a_path_that_holds_nothing_yet_is_waited_for_too() -> None:
-    """A link that is being moved, a folder that is being filled: no mistake that ends the gang."""
+async def test_a_rank_waits_while_its_path_holds_nothing() -> None:
+    """A link that is being moved, or a folder that is being filled, does not end the gang."""
     async with cluster() as made:
         made.disk.weights = ""
         made.machines.ranks["decode-0", 0].kill()
@@ -234,8 +240,8 @@ async def test_a_cluster_whose_ranks_have_all_ended_has_the_new_weights() -> Non
         assert made.disk.loaded == [OLD, OLD, NEW, NEW]
 
 
-async def test_of_two_that_begin_at_once_with_different_weights_one_is_ended_and_waits() -> None:
-    """Neither was told what the cluster has: nobody knew."""
+async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_and_waits() -> None:
+    """Both began to load before the controller knew the weights of the cluster."""
     async with cluster() as made:
         for rank in made.machines.ranks.values():
             rank.kill()
@@ -255,8 +261,8 @@ async def test_of_two_that_begin_at_once_with_different_weights_one_is_ended_and
         assert sorted(made.states.values()) == [READY, STARTING]
 
 
-async def test_who_is_adopted_tells_what_the_cluster_has() -> None:
-    """Before a controller that was begun again asks or begins anybody."""
+async def test_adopted_ranks_define_the_weights_of_the_cluster() -> None:
+    """Before a restarted controller polls a rank or starts one."""
     async with cluster() as made:
         rank, keeper = made.machines.ranks["prefill-0", 0], made.keepers["prefill-0"]
         state, weights = await rank.who(0, 0, None), ClusterWeights()
@@ -270,7 +276,7 @@ async def test_who_is_adopted_tells_what_the_cluster_has() -> None:
         assert weights.digest == ""
 
 
-async def test_a_waiting_rank_forgets_nothing_when_it_is_adopted() -> None:
+async def test_a_waiting_rank_is_adopted_as_it_is() -> None:
     async with cluster() as made:
         made.disk.weights = NEW
         made.machines.ranks["decode-0", 0].kill()
@@ -281,7 +287,7 @@ async def test_a_waiting_rank_forgets_nothing_when_it_is_adopted() -> None:
         assert waiting.shell._cluster_weights == OLD
 
 
-async def test_experts_placed_anew_do_not_wait_for_ever() -> None:
+async def test_rebalancing_does_not_wait_for_weights() -> None:
     async with cluster("decode.dp_size=2") as made:
         keeper = made.keepers["decode-0"]
         made.disk.weights = NEW

@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def write(folder: Path, files: dict[str, dict[str, Tensor]]) -> Path:
-    """A folder of weights in these files, with an index."""
+    """Write a folder of weights in these files, with an index."""
     folder.mkdir()
     for name, tensors in files.items():
         save_file(tensors, folder / name)
@@ -51,7 +51,7 @@ def write(folder: Path, files: dict[str, dict[str, Tensor]]) -> Path:
 
 
 def tensors() -> dict[str, Tensor]:
-    """Of every kind: small ones, a large one, routed experts."""
+    """Return small tensors, a large one and routed experts."""
     made = {SMALL_TENSOR: torch.arange(48.0), LARGE_TENSOR: torch.arange(8192.0).view(64, 128)}
     return made | {EXPERT.format(i): torch.full((4, 4), float(i)) for i in range(16)}
 
@@ -70,7 +70,7 @@ def split(made: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def place(file: Path, tensor: str) -> tuple[int, int]:
-    """Where a tensor's bytes are in its file."""
+    """Return where the bytes of a tensor begin and end in its file."""
     raw = file.read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")
     lo, hi = json.loads(raw[8:length])[tensor]["data_offsets"]
@@ -128,7 +128,7 @@ def one_more(made: dict[str, Tensor]) -> None:
 
 
 def other_experts(made: dict[str, Tensor]) -> None:
-    """All of them: some are sampled."""
+    """Change every expert: only some are sampled."""
     for i in range(16):
         made[EXPERT.format(i)] += 1
 
@@ -187,8 +187,8 @@ def test_blocks_that_are_kept_do_not_change_it(tmp_path: Path) -> None:
 
 
 def sparse_checkpoint(folder: Path) -> int:
-    """Files as large and with as many tensors as DeepSeek-V3's, which cost no disk; returns how
-    many tensors are outside the routed experts."""
+    """Write sparse files of the number, size and tensor count of DeepSeek-V3's. Return the number
+    of tensors outside the routed experts."""
     weight_map = dict[str, str]()
     num_plain = 0
     for i in range(NUM_FILES):
@@ -268,7 +268,7 @@ def loading(link: Path) -> TandemConfig:
 
 
 def test_what_is_loaded_is_what_the_digest_is_of(tmp_path: Path) -> None:
-    """Also if the link, and the file behind it, move on in between."""
+    """Even if the link moves and the file is replaced in between."""
     old, new, link = (tmp_path / name for name in ("old", "new", "link"))
     for folder, seed in ((old, 1), (new, 2)):
         folder.mkdir()
@@ -309,7 +309,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path) -
 
 
 def test_heads_of_a_drafter_are_no_mapping_of_their_file(tmp_path: Path) -> None:
-    """Who writes to the file would change the drafts of a rank that runs, or end it."""
+    """A process that writes to the file would change or end a running rank."""
     config = tiny.write_tiny(tmp_path, seed=1)
     names = dict(torch.nn.Linear(4, 4).named_parameters())
     save_file({name: one.data for name, one in names.items()}, tmp_path / "heads.safetensors")
