@@ -68,6 +68,10 @@ class HandoverError(Unavailable):
     """A KV hand-over could not be completed; nothing of it may be used."""
 
 
+class OtherModel(TandemError):
+    """An answer was begun by another model than the one that is to continue it."""
+
+
 class SequenceEnded(HandoverError):
     """Prefill has given the sequence up, or does not know it; its wire is well."""
 

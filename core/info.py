@@ -16,7 +16,7 @@ class ModelInfo:
 
     ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter. ``think_token_ids``
     begin and end the thinking part of an answer, () if the model has none. ``has_trees``: drafts
-    of a step are more than one path.
+    of a step are more than one path. ``digest`` is equal for servers of the same checkpoint only.
     """
 
     name: str
@@ -29,6 +29,7 @@ class ModelInfo:
     dtype: str
     think_token_ids: tuple[int, ...] = ()
     has_trees: bool = False
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

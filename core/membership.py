@@ -123,6 +123,9 @@ class RankState:
     next. A ``failure`` is for good. ``seen`` is the largest (incarnation, epoch) it was told;
     ``log_path`` is where its stderr goes, ``box_path`` where its steps are noted, both on its
     machine.
+
+    ``weights`` is the digest of the weights that it holds or loads, "" until they are checked.
+    ``waits`` says why it does not load: its files hold other weights than its cluster's.
     """
 
     spec: RankSpec
@@ -141,6 +144,8 @@ class RankState:
     placement: str = ""
     ended: Failure | None = None
     doing: str = ""
+    weights: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True, slots=True)

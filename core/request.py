@@ -103,13 +103,15 @@ class Unchecked:
     """A request as a door took it: the types are right, no value has been looked at.
 
     ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
-    of what the door owns. A ``request_id`` of "" is to be made up. What the door was not given, or
-    as a 0 that stands for the default, is the default.
+    of what the door owns. ``resume_model`` is the digest of the model that wrote them, "" if it is
+    not known. A ``request_id`` of "" is to be made up. What the door was not given, or as a 0 that
+    stands for the default, is the default.
     """
 
     prompt: str | Sequence[int] | None = None
     request_id: str = ""
     resume_token_ids: Sequence[int] = ()
+    resume_model: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
 

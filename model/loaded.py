@@ -1,6 +1,7 @@
 """A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """``think_ids`` begin and end the thinking part of an answer, None if the checkpoint has no
     such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not. ``refused`` are
-    programs that could not be made, and why, as long as the process lives."""
+    programs that could not be made, and why, as long as the process lives. ``digest`` is that of
+    the checkpoint's files."""
 
     config: ModelConfig
     network: DeepseekV3
@@ -45,6 +47,7 @@ class LoadedModel:
     max_model_len: int
     has_mtp: bool
     think_ids: tuple[int, int] | None
+    digest: str = ""
     refused: dict[Any, str] = field(default_factory=dict)
 
     @property
@@ -82,15 +85,21 @@ class LoadedModel:
 
 
 def load_model(
-    config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
+    config: TandemConfig,
+    kind: str,
+    rank: int = 0,
+    placement: Placement | None = None,
+    check_digest: Callable[[str], None] = lambda digest: None,
 ) -> LoadedModel:
     """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
     the experts that it holds by ``placement``, None for those of the plain order.
 
+    ``check_digest`` gets the digest of the checkpoint before any weight is read; what it raises
+    ends the call. Links in the path are resolved once, so that all files are of one revision.
     ``core.pace.on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
     Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
-    section, path = config.of_kind(kind), config.model.path
+    section, path = config.of_kind(kind), config.model.path.resolve()
     torch.set_num_threads(section.num_threads)
     if section.device == "cpu":
         keep_freed_memory()
@@ -104,12 +113,19 @@ def load_model(
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path) as files:
+        digest = files.digest(model)
+        check_digest(digest)
         checkpoint = Checkpoint(
             files, model, dtype, device, keep_blocks, drafts=kind != PREFILL, ignored_keys=ignored
         )
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
         has_mtp = num_mtp(files, model) > 0
+        if files.digest(model) != digest:
+            raise ValueError(
+                f"{path}: was written to while it was read; wait until it is whole, and put "
+                "another checkpoint into another folder"
+            )
     kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
     adopt(network, kernels)
@@ -118,7 +134,7 @@ def load_model(
     kernels.use_threads(section.num_threads)
     on_start.get()(LOADING, 1.0)
     parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
-    return LoadedModel(model, *parts, *kind_of, max_model_len, has_mtp, think_ids)
+    return LoadedModel(model, *parts, *kind_of, max_model_len, has_mtp, think_ids, digest)
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

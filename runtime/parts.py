@@ -54,7 +54,7 @@ class RankParts:
         loaded, asked = self.loaded, self.config.speculation
         ships = asked.first_step == "ship_hidden"
         num_features = loaded.drafter.num_shipped if ships else 0
-        what = loaded.dtype_name, loaded.config.identity(), num_features, loaded.drafter.identity
+        what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
@@ -82,6 +82,7 @@ class RankParts:
                 dtype=loaded.dtype_name,
                 think_token_ids=loaded.think_ids or (),
                 has_trees=not self.levels[-1].is_chain,
+                digest=loaded.digest,
             ),
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,
@@ -115,10 +116,15 @@ class Memory:
     caches: Caches
 
 
-def load_memory(spec: RankSpec, config: TandemConfig, placement: Placement | None = None) -> Memory:
+def load_memory(
+    spec: RankSpec,
+    config: TandemConfig,
+    placement: Placement | None = None,
+    check_digest: Callable[[str], None] = lambda digest: None,
+) -> Memory:
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
-    the user's mistakes."""
-    loaded = load_model(config, spec.kind, spec.rank, placement)
+    the user's mistakes, and what ``check_digest`` raises (see ``load_model``)."""
+    loaded = load_model(config, spec.kind, spec.rank, placement, check_digest)
     page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
     num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
     return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))

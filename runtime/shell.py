@@ -17,13 +17,15 @@ from core.config import TandemConfig
 from core.config_shared import received
 from core.errors import EpochEnded, RankLost, StepFailed
 from core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
-from core.pace import on_start
+from core.pace import LOADING, on_start
 from core.placement import Placement
 from core.schema import encode_failure, failure_of, pack, unpack
 from core.tasks import cancelled
 from runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
+WEIGHTS_POLL_S = 5.0
+"""Pause before a rank that found other weights than its cluster's looks at its files again."""
 
 
 class Rank(Protocol):
@@ -63,6 +65,9 @@ class RankShell:
         self._loading: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._doing: tuple[str, float] | None = None
+        self._cluster_weights = ""
+        self._weights = ""
+        self._waits = ""
         faulthandler.enable()  # its last words say whether a step killed it
         seen, log_path = (0, self._spec.epoch), _stderr_path()
         folder = os.path.dirname(log_path) or tempfile.gettempdir()
@@ -77,7 +82,9 @@ class RankShell:
         """What outlives every life of the gang (runtime.parts.Memory)."""
         on_start.set(self._on_start)
         parts = await asyncio.to_thread(import_module, "runtime.parts")
-        return await asyncio.to_thread(parts.load_memory, spec, config, self._placement)
+        return await asyncio.to_thread(
+            parts.load_memory, spec, config, self._placement, self._check_weights
+        )
 
     async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Rank:
         parts = import_module("runtime.parts")
@@ -116,15 +123,27 @@ class RankShell:
             self._joining = self._hub = self._rank = None
             self._state = replace(self._state, is_joined=False, info=None, pace=None, ended=None)
 
-    async def who(self, incarnation: int = 0, epoch: int = 0) -> bytes:
+    async def who(self, incarnation: int = 0, epoch: int = 0, weights: str | None = None) -> bytes:
         """Packed RankState; the rank remembers the largest numbers that it is told. The first call
         begins to load it: a rank that has no peers goes on to be ready, others wait to be told to
-        join. One whose engine has stopped has failed."""
+        join. One whose engine has stopped has failed.
+
+        ``weights`` is the digest of its cluster's weights, "" if no rank holds any, None from a
+        caller that does not know.
+        """
+        self._cluster_weights = self._cluster_weights if weights is None else weights
         if self._loading is None:
             self._loading = asyncio.create_task(self._load())
         seen = max(self._state.seen[0], incarnation), max(self._state.seen[1], epoch)
         doing, progress = self._doing or ("importing torch", float(len(sys.modules)))
-        self._state = replace(self._state, seen=seen, doing=doing, progress=progress)
+        self._state = replace(
+            self._state,
+            seen=seen,
+            doing=doing,
+            progress=progress,
+            weights=self._weights,
+            waits=self._waits,
+        )
         if self._rank is not None:
             pace, num_held = self._rank.loop.watch.pace(), self._rank.num_held
             self._state = replace(self._state, pace=pace, num_held=num_held)
@@ -168,13 +187,35 @@ class RankShell:
     async def _load(self) -> None:
         try:
             config = received(self._state.config_json)
-            self._memory = await self.load(self._spec, config)
+            self._memory = await self._read(config)
             if self._spec.num_ranks == 1:
                 await self._join(None)
             self._state = replace(self._state, is_loaded=True)
         except Exception as error:
             log.exception("%s cannot be built", self._spec.life)
             self._fail(error)
+
+    async def _read(self, config: TandemConfig) -> Any:
+        """Load as soon as the weights of the cluster lie under the configured path."""
+        while True:
+            try:
+                return await self.load(self._spec, config)
+            except ValueError as error:
+                if not self._cluster_weights or self._weights:
+                    raise
+                self._waits = f"not loading: {error}"
+            await asyncio.sleep(WEIGHTS_POLL_S)
+
+    def _check_weights(self, found: str) -> None:
+        """Accept weights of this digest. Raises ValueError with both if the cluster has others."""
+        if self._cluster_weights not in ("", found):
+            raise ValueError(
+                f"model.path holds weights {found}, but this cluster has {self._cluster_weights}; "
+                "put those back, or end the cluster with `tandem stop` and start it again"
+            )
+        self._on_start(LOADING, 0.0)  # first: a rank that waited for long begins to make progress
+        self._weights = found
+        self._waits = ""
 
     async def _join(self, meeting: Meeting | None) -> None:
         try:

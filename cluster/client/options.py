@@ -71,6 +71,8 @@ class GenerateOptions(TypedDict, total=False):
     """Names the request in ``abort`` and logs; None makes one up [None]."""
     resume_token_ids: Sequence[int]
     """Tokens of the answer that are there already; they are not sent again [none]."""
+    resume_model: str | None
+    """Digest of the model that wrote them; a server of another model refuses [not checked]."""
     timeout_s: float | None
     """Deadline of the whole answer, retries included; None waits for ever [None]."""
 
@@ -101,6 +103,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
             sampling=_part(pb.Sampling, given),
             speculation=_part(pb.Speculation, given),
             resume_token_ids=given.get("resume_token_ids", ()),
+            resume_model=given.get("resume_model", ""),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error

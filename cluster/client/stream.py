@@ -28,13 +28,15 @@ class InferenceError(Exception):
 
     ``code`` is the gRPC status. ``retry_after_s`` is the server's hint when it is overloaded.
     ``token_ids`` are the answer's tokens that had arrived: pass them as ``resume_token_ids``
-    (with the same seed) to go on later.
+    (with the same seed) to go on later, and ``model``, the digest of the model that wrote them, as
+    ``resume_model``. FAILED_PRECONDITION: the server has another model and cannot go on.
     """
 
     code: grpc.StatusCode
     details: str
     retry_after_s: float | None = None
     token_ids: tuple[int, ...] = ()
+    model: str = ""
 
     @classmethod
     def of(cls, error: grpc.RpcError) -> Self:
@@ -83,6 +85,7 @@ class StreamPlan:
     def receive(self, response: pb.GenerateResponse) -> Piece:
         """The piece in ``response``, noted as arrived."""
         piece = piece_from_proto(response)
+        self._message.resume_model = response.model or self._message.resume_model
         if isinstance(piece, Delta):
             self._token_ids += piece.token_ids
             self._num_failures = 0
@@ -114,6 +117,7 @@ class StreamPlan:
         exhausted = left_s <= 0
         if self._num_answers == 1:
             failure.token_ids = tuple(self._token_ids)
+            failure.model = self._message.resume_model
         elif self._token_ids:
             exhausted = True
         if failure.code != grpc.StatusCode.UNAVAILABLE or exhausted:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver, check, doing, is_starting
+from cluster.control.weights import ClusterWeights
 from core.config import ControlConfig
 from core.errors import EpochEnded, RankLost
 from core.membership import ExpertRows, RankState
@@ -33,6 +34,8 @@ class Company:
     handles: "dict[int, RayRank]" = field(default_factory=dict)
     states: dict[int, RankState] = field(default_factory=dict)
     suspicion: str = ""
+    weights: ClusterWeights = field(default_factory=ClusterWeights)
+    """Of all gangs of the cluster."""
     room: int = 0
     """The life for which the room was taken that they are in."""
     _doomed: "list[RayRank]" = field(default_factory=list)
@@ -135,6 +138,7 @@ class Company:
     def kill(self, ranks: Iterable[int]) -> None:
         self._since.clear()
         for rank in list(ranks):
+            self.weights.held.pop(self.handles[rank], None)
             self.states.pop(rank, None)  # who comes in its place has said nothing yet
             self._doomed.append(self.handles.pop(rank))
         self._end_doomed()
@@ -159,12 +163,23 @@ class Company:
 
     async def _ask(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
         """Note what these say; who of them is silent. Raises LifeOver if one is dead."""
-        asked = {rank: self._call(self.handles[rank].who, *seen) for rank in ranks}
+        asked = {
+            rank: self._call(self.handles[rank].who, *seen, self.weights.digest) for rank in ranks
+        }
         told = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         for rank, answer in told.items():
             if isinstance(answer, RankLost):
                 raise LifeOver(answer, rank)
             if isinstance(answer, RankState):
+                if not self.weights.hold(self.handles[rank], answer.weights):
+                    # It began to load before a rank had told what the cluster has.
+                    raise LifeOver(
+                        RankLost(
+                            f"{answer.spec.life}: holds weights {answer.weights}, but its cluster "
+                            f"has {self.weights.digest}"
+                        ),
+                        rank,
+                    )
                 self.states[rank] = answer
         return [rank for rank in told if isinstance(told[rank], TimeoutError)]
 

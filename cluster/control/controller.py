@@ -19,6 +19,7 @@ from cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, 
 from cluster.control.next_life import History
 from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
+from cluster.control.weights import ClusterWeights
 from core.config import TandemConfig
 from core.config_shared import differences, received
 from core.errors import TandemError
@@ -37,6 +38,7 @@ class Controller:
 
     def __init__(self) -> None:
         self._epochs = Epochs()
+        self._weights = ClusterWeights()
         self._config: TandemConfig | None = None
         self._gangs: dict[str, GangKeeper] = {}
         self._snapshot = Membership((0, 0))
@@ -135,7 +137,9 @@ class Controller:
         self._config = config
         machines = RayMachines()
         self._gangs = {
-            plan.name: GangKeeper(plan, config, machines, self._epochs, self._publish)
+            plan.name: GangKeeper(
+                plan, config, machines, self._epochs, self._publish, weights=self._weights
+            )
             for plan in plan_gangs(config)
         }
         self._publish()
@@ -143,7 +147,7 @@ class Controller:
     async def _adopt(self) -> None:
         """Go on with what lives of every gang of the latest config; end all other ranks."""
         ranks = await asyncio.to_thread(find_ranks)
-        asked = await asyncio.gather(*(_told(rank, rank.who(0, 0)) for rank in ranks))
+        asked = await asyncio.gather(*(_told(rank, rank.who(0, 0, None)) for rank in ranks))
         told = {rank.name: rank for rank, state in zip(ranks, asked, strict=True) if state}
         states = [state for state in asked if state is not None]
         configs = {text: _read(text) for text in dict.fromkeys(s.config_json for s in states)}

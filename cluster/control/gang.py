@@ -12,6 +12,7 @@ from cluster.control.company import Company
 from cluster.control.next_life import History, next_life
 from cluster.control.plan import Birth, GangPlan, is_whole, room_of
 from cluster.control.verdict import Death, LifeOver, check, has_failed
+from cluster.control.weights import ClusterWeights
 from core.config import TandemConfig
 from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
 from core.placement import Placement
@@ -56,6 +57,7 @@ class GangKeeper:
     placement: Placement | None = None
     """Of experts, in the lives to come; None is the plain order."""
     history: History = History()
+    weights: ClusterWeights = field(default_factory=ClusterWeights)
     is_draining: bool = field(default=False, init=False)
     """It gets nothing new until it is stopped."""
     _look: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,7 +65,7 @@ class GangKeeper:
 
     def __post_init__(self) -> None:
         self.gang = Gang(self.plan.name, self.plan.kind, 0, STARTING)
-        self.ranks = Company(self.plan, self.config.control)
+        self.ranks = Company(self.plan, self.config.control, weights=self.weights)
 
     @property
     def is_kept(self) -> bool:
@@ -79,6 +81,8 @@ class GangKeeper:
             return self._set()
         self.ranks.handles = {s.spec.rank: rank for s, rank in zip(life, ranks, strict=True)}
         epoch = max((state.spec.epoch for state in life), default=self.gang.epoch)
+        for state in life:
+            self.weights.hold(self.ranks.handles[state.spec.rank], state.weights)
         if life:
             self.ranks.room = room_of(life[0].spec)
         goes_on = not life or is_whole(life)

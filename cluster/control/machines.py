@@ -41,8 +41,11 @@ class RayRank:
         self.name = name
         self._actor = actor
 
-    async def who(self, incarnation: int, epoch: int) -> RankState:
-        return unpack(RankState, await self._told(self._actor.who.remote(incarnation, epoch)))
+    async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
+        """See runtime.shell.RankShell."""
+        return unpack(
+            RankState, await self._told(self._actor.who.remote(incarnation, epoch, weights))
+        )
 
     async def _told(self, answer: Any) -> Any:
         try:

@@ -55,6 +55,8 @@ async def _ready(keeper: GangKeeper) -> None:
         if keeper.gang.failure is not None:
             raise error_of(keeper.gang.failure)
         check_kept(keeper)
+        if waits := [state.waits for state in keeper.ranks.states.values() if state.waits]:
+            raise RankLost(f"{keeper.gang.name}: {waits[0]}")
         await asyncio.sleep(POLL_S)
 
 

@@ -97,8 +97,8 @@ def check(states: Sequence[RankState]) -> None:
 
 def is_starting(state: RankState | None) -> bool:
     """Whether a rank that has said this last, or nothing yet, ought to get on by itself: it is
-    neither ready nor waits for the others of its gang to load."""
-    return state is None or (state.info is None and state.is_loaded == state.is_joined)
+    neither ready nor waits, for the others of its gang to load or for its cluster's weights."""
+    return state is None or (not (state.info or state.waits) and state.is_loaded == state.is_joined)
 
 
 def doing(state: RankState | None) -> str:
@@ -107,7 +107,9 @@ def doing(state: RankState | None) -> str:
         return "starting its process"
     if state.is_joined or state.is_loaded:
         return "joining its gang" if state.is_joined else "waiting for its gang"
-    return f"{state.doing}, {state.progress:.0%}" if state.doing == LOADING else state.doing
+    return state.waits or (
+        f"{state.doing}, {state.progress:.0%}" if state.doing == LOADING else state.doing
+    )
 
 
 def laggard(states: Sequence[RankState]) -> RankState:

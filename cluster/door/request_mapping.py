@@ -21,6 +21,7 @@ def to_unchecked(message: pb.GenerateRequest) -> Unchecked:
         prompt=message.token_ids.ids if "token_ids" in given else given.get("text"),
         request_id=message.request_id,
         resume_token_ids=message.resume_token_ids,
+        resume_model=message.resume_model,
         sampling=_sampling(message.sampling),
         speculation=Speculation(**speculation),
     )

@@ -22,8 +22,12 @@ class InferenceServicer(rpc.InferenceServicer):
         self._admission = admission
 
     async def Generate(self, message: pb.GenerateRequest, context: _Context) -> None:
+        digest = self._admission.ready().model.digest
+
         async def write(piece: Piece) -> None:
-            await context.write(piece_to_proto(piece))
+            nonlocal digest
+            await context.write(piece_to_proto(piece, digest))
+            digest = ""
 
         nonce = str(dict(context.invocation_metadata() or ()).get(STREAM_KEY, ""))
         await self._admission.answer(to_unchecked(message), write, nonce)

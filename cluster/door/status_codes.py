@@ -31,6 +31,8 @@ def status_of(error: BaseException) -> RpcStatus:
         case errors.Overloaded():
             hint = ((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"),)
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, hint)
+        case errors.OtherModel():
+            return RpcStatus(grpc.StatusCode.FAILED_PRECONDITION, details)
         case errors.Poisonous():
             return RpcStatus(grpc.StatusCode.INTERNAL, details)
         case errors.Unavailable():

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from core import request as kinds
-from core.errors import TextTooLong
+from core.errors import OtherModel, TextTooLong
 from core.info import ModelInfo
 from core.request import Request, SamplingParams, Unchecked
 
@@ -87,8 +87,15 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
 def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
     """``asked`` as a request that ``model`` can serve.
 
-    Raises ``ValueError`` naming the field, its value and what would be right.
+    Raises ``ValueError`` naming the field, its value and what would be right, ``OtherModel`` if
+    another model began the answer.
     """
+    if asked.resume_model not in ("", model.digest):
+        raise OtherModel(
+            f"resume_model={asked.resume_model:.64}: another model began this answer, this server "
+            f"has {model.name} with digest {model.digest}; resume it at a server of that model, or "
+            "send the request again without resume_token_ids"
+        )
     token = Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}")
     most = model.max_model_len - 1
     request = Request(

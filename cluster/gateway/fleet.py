@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from core.config import TandemConfig
 from core.control import Control
 from core.identity import nonce
 from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import DRAINING, READY, Gang, InStep, Membership, RankSpec
+from core.membership import DRAINING, LOST, READY, Gang, InStep, Membership, RankSpec
 from core.tasks import Tasks, cancelled, until
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Fleet:
         self.deaths: deque[InStep] = deque(maxlen=256)
         """The latest steps that a rank died of, as far as is told by now: their answers may be
         elsewhere."""
+        self._digest = next((info.model.digest for info in members.membership.ready()), "")
         self._apply(members.membership)
         self._follower = asyncio.create_task(self._follow(), name="membership")
 
@@ -151,7 +153,7 @@ class Fleet:
 
     def _apply(self, now: Membership) -> None:
         """Let go of ranks that are no more, take in new ones, warm new pairs."""
-        self.applied = now
+        now = self.applied = replace(now, gangs=tuple(map(self._of_this_model, now.gangs)))
         infos = {info.spec.life: info for info in now.ready()}
         for name in [name for name in self.ranks if name not in infos]:
             rank = self.ranks.pop(name)
@@ -174,3 +176,11 @@ class Fleet:
             is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)
             if (p, d) not in self._warm_ups and (p is d or is_split):
                 self._warm_ups[p, d] = WarmUp((p, d), self._warm)
+
+    def _of_this_model(self, gang: Gang) -> Gang:
+        """Return ``gang``, as one that is lost if it has another model: this gateway's tokenizer
+        and limits are not that model's, nor may it continue a begun answer."""
+        if not (theirs := {info.model.digest for info in gang.members} - {self._digest}):
+            return gang
+        cause = f"it has model {', '.join(theirs)}, this server {self._digest}: start this again"
+        return replace(gang, state=LOST, members=(), starts=(cause,))

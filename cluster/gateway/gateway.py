@@ -155,6 +155,9 @@ class ClusterGateway:
         others = [pair for pair in pairs if pair not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)
-        prefill, decode = choose_route(others or pairs, len(token_ids), known)
+        causes = [f"{gang.name}: {gang.cause}" for gang in self.fleet.unready()]
+        prefill, decode = choose_route(
+            pairs=others or pairs, num_tokens=len(token_ids), known=known, causes=causes
+        )
         self._affinity.remember(token_ids, prefill.life)
         return Pair(prefill, decode, Identity(request.request_id, index), trials.is_suspect())

@@ -11,7 +11,9 @@ Ranks = tuple[Handle, Handle]
 """Where a prompt is computed, and where its answer is written."""
 
 
-def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, int]) -> Ranks:
+def choose_route(
+    pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, int], causes: Sequence[str] = ()
+) -> Ranks:
     """For a text of ``num_tokens``, of which the ranks ``known`` by their lives have computed so
     many before: the pair whose decode rank has the fewest sequences, and room for this one, and
     whose prefill rank has the fewest tokens to compute until this text is done.
@@ -20,10 +22,11 @@ def choose_route(pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, in
     first rank that knows what all prompts begin with nor an idle cluster piles up on one rank.
     Among equals the prefill rank that got least, and the decode rank of most room.
 
-    Raises RankLost when there is no pair.
+    Raises RankLost when there is no pair, with the ``causes`` why gangs are not ready.
     """
     if not pairs:
-        raise RankLost("no prefill and decode rank are left that work together and cache alike")
+        none = "no prefill and decode rank are left that work together and cache alike"
+        raise RankLost("; ".join((none, *causes)))
 
     def cost(pair: Ranks) -> tuple[bool, int, int, int, int, str]:
         p, d = pair

@@ -31,15 +31,15 @@ def from_proto(cls: type[_Noun], message: Message) -> _Noun:
     return noun
 
 
-def piece_to_proto(piece: Piece) -> pb.GenerateResponse:
-    """One message of a stream."""
+def piece_to_proto(piece: Piece, digest: str = "") -> pb.GenerateResponse:
+    """One message of a stream; ``digest`` is that of the model, for the first message."""
     if isinstance(piece, Finished):
-        return pb.GenerateResponse(finished=to_proto(pb.Finished, piece))
+        return pb.GenerateResponse(finished=to_proto(pb.Finished, piece), model=digest)
     delta = pb.Delta(index=piece.index, token_ids=piece.token_ids, text=piece.text)
     for token in piece.logprobs:
         top = dict(zip(token.top_ids, token.top_logprobs, strict=True))
         delta.logprobs.add(logprob=token.logprob, top=top)
-    return pb.GenerateResponse(delta=delta)
+    return pb.GenerateResponse(delta=delta, model=digest)
 
 
 def piece_from_proto(response: pb.GenerateResponse) -> Piece:

@@ -29,20 +29,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "speculation", "resume_token_ids")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "speculation", "resume_token_ids", "resume_model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
     sampling: Sampling
     speculation: Speculation
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    resume_model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., resume_model: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "logprobs", "n", "skip_special_tokens")
@@ -106,12 +108,14 @@ class Speculation(_message.Message):
     def __init__(self, max_drafts: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., relaxed_top_n: _Optional[int] = ..., relaxed_delta: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_alpha: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("delta", "finished")
+    __slots__ = ("delta", "finished", "model")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     delta: Delta
     finished: Finished
-    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    model: str
+    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "token_ids", "text", "logprobs")
@@ -231,7 +235,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype", "think_token_ids", "has_trees")
+    __slots__ = ("name", "architecture", "max_model_len", "vocab_size", "eos_token_ids", "num_draft_tokens", "has_mtp", "dtype", "think_token_ids", "has_trees", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +246,7 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     THINK_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_TREES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     max_model_len: int
@@ -252,7 +257,8 @@ class ModelInfo(_message.Message):
     dtype: str
     think_token_ids: _containers.RepeatedScalarFieldContainer[int]
     has_trees: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ..., think_token_ids: _Optional[_Iterable[int]] = ..., has_trees: _Optional[bool] = ...) -> None: ...
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., has_mtp: _Optional[bool] = ..., dtype: _Optional[str] = ..., think_token_ids: _Optional[_Iterable[int]] = ..., has_trees: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from os import SEEK_END
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from core.json_file import read_json
 from core.pace import LOADING, on_start
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.digest import checkpoint_digest
 from model.checkpoint.headers import Header, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -27,12 +30,23 @@ class CheckpointFiles(ExitStack):
         headers = read_headers(path)
         self._file_of = {name: file for file, header in headers.items() for name in header}
         self._header = {name: one for header in headers.values() for name, one in header.items()}
+        try:
+            self._files = {
+                file: self.enter_context((path / file).open("rb"))
+                for file in set(self._file_of.values())
+            }
+        except OSError as error:
+            raise ValueError(f"{path}: a file of weights cannot be opened: {error}") from None
         self._open: dict[str, safe_open] = {}
-        self._num_bytes = sum((path / f).stat().st_size for f in set(self._file_of.values()))
+        self._num_bytes = sum(file.seek(0, SEEK_END) for file in self._files.values())
         self._num_read = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    def digest(self, config: ModelConfig) -> str:
+        """Return the digest of the files that ``read`` reads. Raises ValueError if one is none."""
+        return checkpoint_digest(config, self._files, self._file_of)
 
     def where(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -51,7 +65,8 @@ class CheckpointFiles(ExitStack):
         file = self._file_of[name]
         try:
             if file not in self._open:
-                opened = safe_open(str(self.path / file), framework="pt")
+                # By its descriptor: the path may lead to another file by now.
+                opened = safe_open(f"/proc/self/fd/{self._files[file].fileno()}", framework="pt")
                 self._open[file] = self.enter_context(opened)
             tensor = self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:

@@ -59,7 +59,10 @@ def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: 
     """All parameters of ``module``, from all ``tensors``. Raises ValueError naming file, tensor and
     remedy."""
     own = {
-        name: taken(file, tensors, name, *meta.shape).to(checkpoint.device, checkpoint.dtype)
+        # Copied: a mapping of the file would change, or end this process, if the file does.
+        name: taken(file, tensors, name, *meta.shape).to(
+            checkpoint.device, checkpoint.dtype, copy=True
+        )
         for name, meta in module.named_parameters()
     }
     if tensors:

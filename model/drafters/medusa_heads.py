@@ -58,7 +58,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
     device = checkpoint.device if checkpoint.drafts else torch.device("meta")
 
     def take(name: str, *shape: int) -> Tensor:
-        return taken(file, tensors, name, *shape).to(device, checkpoint.dtype)
+        return taken(file, tensors, name, *shape).to(device, checkpoint.dtype, copy=True)
 
     heads: list[MedusaHead] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):

@@ -44,7 +44,9 @@ class EchoGateway:
     """Two tokens per delta. ``hold_after`` tokens it waits for ``go_on``; ``failures`` are
     raised by turns, each after its number of new tokens."""
 
-    model = ModelInfo("echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32")
+    model = ModelInfo(
+        "echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32", digest="ec40"
+    )
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()

@@ -36,7 +36,8 @@ PROMPT = [0, *range(50, 90)]
 
 Code = grpc.StatusCode
 EXPECTED = {
-    Code.OK, Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.CANCELLED, Code.DEADLINE_EXCEEDED
+    Code.OK, Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.CANCELLED,
+    Code.DEADLINE_EXCEEDED, Code.FAILED_PRECONDITION,
 }  # fmt: skip
 GENERATE, HEALTH = f"/{SERVICE}/Generate", "/grpc.health.v1.Health/Check"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

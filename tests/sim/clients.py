@@ -138,7 +138,9 @@ class Clients:
                 self._take(client, client.plan.receive(response))
 
         async def write(piece: Piece) -> None:
-            process.call(take, piece_to_proto(piece), after_s=HOP_S)
+            assert gateway.gateway is not None
+            message = piece_to_proto(piece, gateway.gateway.model.digest)
+            process.call(take, message, after_s=HOP_S)
 
         async def serve() -> None:
             failure = None

@@ -21,8 +21,8 @@ class Fault:
     def of(cls, text: str) -> "Fault":
         """Raises ValueError for what is no fault."""
         at, kind, number, for_s = text.split(",")
-        if kind not in KINDS | RUSH_KINDS:
-            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(KINDS | RUSH_KINDS)}")
+        if kind not in (known := (*KINDS, *RUSH_KINDS, *NAMED_KINDS)):
+            raise ValueError(f"{kind!r} is no fault; use one of {', '.join(known)}")
         return cls(float(at), kind, int(number), float(for_s))
 
 
@@ -46,6 +46,8 @@ KINDS = {
 """How often each is drawn."""
 RUSH_KINDS = {"slow wire": 3, "reset": 3, "reset in call": 2, "die in call": 4}
 """Drawn, too, where clients come in rushes."""
+NAMED_KINDS = ("move link",)
+"""Never drawn: if all ranks are killed as well, clients are refused."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
 """These touch one process or none: where there are no others nobody else's may end."""
 RUSH_OWN = *OWN, "lose head", "slow wire", "reset in call", "die in call"

@@ -15,6 +15,7 @@ from tests.sim.actors import Actor, Machine
 from tests.sim.fake_ray import Trouble
 from tests.sim.fault import Fault
 from tests.sim.loop import Process
+from tests.sim.model import OTHER_WEIGHTS, WEIGHTS
 from tests.sim.net import Transport
 from tests.sim.world import Gateway, World
 
@@ -96,6 +97,12 @@ class Faults:
         name = ranks[fault.number % len(ranks)].name
         self.world.loads.failing.add(name)
         return name
+
+    def _move_link(self, fault: Fault) -> str:
+        loads = self.world.loads
+        loads.weights = OTHER_WEIGHTS
+        self.world.loop.call_later(fault.for_s, setattr, loads, "weights", WEIGHTS)
+        return f"for {fault.for_s} s"
 
     def _slow_rank(self, fault: Fault) -> str:
         ranks = self._actors()

@@ -6,7 +6,7 @@ time. ``expected`` writes the same answers without a cache.
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,16 @@ MODULUS = 4093
 NUM_TOKENS = 96
 MOST_SLOTS = 1024
 SHARPNESS = 3.0
+WEIGHTS, OTHER_WEIGHTS = "5", "6"
+"""Digests of the checkpoint that answers are of, and of another one."""
 SLOW_S = 0.3, 2.0
 """Less than any bound on silence."""
 
 
 @cache
-def _table() -> Tensor:
-    """Logits of each hash."""
-    generator = torch.Generator().manual_seed(5)
+def _table(weights: str) -> Tensor:
+    """Logits of each hash, by a checkpoint of these weights."""
+    generator = torch.Generator().manual_seed(int(weights))
     return torch.randn(MODULUS, NUM_TOKENS, generator=generator) * SHARPNESS
 
 
@@ -57,9 +59,15 @@ class HashNetwork:
     then."""
 
     def __init__(
-        self, draw_: random.Random, failing: set[str], slow: dict[str, float], step_s: float
+        self,
+        draw_: random.Random,
+        failing: set[str],
+        slow: dict[str, float],
+        step_s: float,
+        weights: str,
     ) -> None:
         self._draw, self._failing, self._slow, self._step_s = draw_, failing, slow, step_s
+        self._table = _table(weights)
 
     def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         hidden = self._hidden(batch, caches)
@@ -98,7 +106,7 @@ class HashNetwork:
         return torch.cat([*found, torch.zeros(1, num_padding, dtype=torch.int64)], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _table()[hidden[..., 0].long()]
+        return self._table[hidden[..., 0].long()]
 
 
 def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
@@ -115,7 +123,7 @@ def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> 
     num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops, text = stop_ids(sampling, eos_ids), list(request.prompt_ids)
     rows = SamplingRows.of([sampling], torch.device("cpu"))
-    factors, table = _factors(), _table()
+    factors, table = _factors(), _table(WEIGHTS)
     entries = torch.tensor(text) + 1
     total = int((entries * entries * factors[: len(text)] % MODULUS).sum())
     output: list[int] = []
@@ -149,14 +157,23 @@ class Loads:
         self.step_s = 0.01
         self.failing: set[str] = set()
         self.slow: dict[str, float] = {}
+        self.weights = WEIGHTS
+        """What lies under the path of the checkpoint."""
 
     def __call__(
-        self, config: TandemConfig, kind: str, rank: int = 0, placement: Placement | None = None
+        self,
+        config: TandemConfig,
+        kind: str,
+        rank: int = 0,
+        placement: Placement | None = None,
+        check_digest: Callable[[str], None] = lambda digest: None,
     ) -> LoadedModel:
+        weights = self.weights
+        check_digest(weights)
         for share in (0.25, 0.5, 0.75, 1.0):
             time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
             on_start.get()(LOADING, share)
-        network: Any = HashNetwork(self._draw, self.failing, self.slow, self.step_s)
+        network: Any = HashNetwork(self._draw, self.failing, self.slow, self.step_s, weights)
         most = config.model.max_model_len or self._config.max_position_embeddings
         parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
-        return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None)
+        return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None, weights)

@@ -61,6 +61,14 @@ ONCE = {
         *("27.246710,kill controller,1002797765,1", "29.602086,kill gateway,352672874,3"),
         "30.033429,kill rank,345224974,3",
     ),
+    "a rank restarts over other weights, then the controller does": (
+        3,
+        *("29,move link,0,20", "30,kill rank,2,1", "36,kill controller,0,1"),
+    ),
+    "two ranks restart over other weights, then a gateway does": (
+        2,
+        *("29,move link,0,20", "30,kill rank,0,1", "31,kill rank,5,1", "38,kill gateway,0,1"),
+    ),
 }
 """By what was wrong."""
 

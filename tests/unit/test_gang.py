@@ -44,7 +44,7 @@ class FakeRank:
         self.num_asked = 0
         self.is_frozen = self.is_killed = self.is_stopped = False
 
-    async def who(self, incarnation: int, epoch: int) -> RankState:
+    async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
         self.told = incarnation, epoch
         self.num_asked += 1
         if self.is_frozen:

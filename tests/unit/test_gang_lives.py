@@ -63,7 +63,7 @@ class FakeRank:
         self.rows: ExpertRows | None = None
         self.can_leave, self.is_frozen, self.is_killed = True, False, False
 
-    async def who(self, incarnation: int, epoch: int) -> RankState:
+    async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
         self.num_asked += 1
         if self.is_frozen:
             await for_ever()

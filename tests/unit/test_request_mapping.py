@@ -28,6 +28,7 @@ from core.answer import (
     Usage,
 )
 from core.config import TINY_MODEL
+from core.errors import OtherModel
 from core.info import ModelInfo, RankStatus, ServerStatus
 from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
 from text.tokenizer import TextStream, Tokenizer
@@ -345,6 +346,22 @@ def test_a_status_survives_the_wire() -> None:
     node = RankStatus("d-0", "decode", 1, False, max_tokens=2**62 + 1, counters={"step_s": 0.1})
     status = ServerStatus("DRAINING", "split", 3, (node, node))
     assert from_proto(ServerStatus, to_proto(pb.Status, status)) == status
+
+
+def test_an_answer_of_another_model_is_refused_with_both_digests() -> None:
+    model = replace(MODEL, digest="d1")
+    asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), resume_token_ids=[7])
+    for same in ("", "d1"):
+        asked.resume_model = same
+        assert checked(to_unchecked(asked), model, Bytes()).output_ids == (7,)
+    asked.resume_model = "d2" * 1000
+    with pytest.raises(OtherModel, match=r"resume_model=(d2){32}: .* has tiny with digest d1; "):
+        checked(to_unchecked(asked), model, Bytes())
+
+
+def test_the_first_message_says_which_model_answers() -> None:
+    piece = Delta(0, (4,), "a")
+    assert piece_to_proto(piece, "d1").model == "d1" and piece_to_proto(piece).model == ""
 
 
 def test_what_a_model_is_survives_the_wire() -> None:

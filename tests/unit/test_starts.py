@@ -49,7 +49,7 @@ class FakeRank:
     def __init__(self, rank: int, says: Callable[[int], dict[str, object] | None]) -> None:
         self.spec, self.says, self.num_asked = RankSpec("d", "decode", 5, rank, 2), says, 0
 
-    async def who(self, incarnation: int, epoch: int) -> RankState:
+    async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
         self.num_asked += 1
         said = self.says(self.num_asked)
         if said is None:
@@ -100,6 +100,12 @@ def waits(n: int) -> dict[str, object]:
     return {"doing": "waiting for its gang", "is_loaded": True}
 
 
+def lacks_weights(n: int) -> dict[str, object]:
+    """For longer than START_S, and then it loads."""
+    waits = {"doing": "importing torch", "waits": "not loading: other weights" if n > 2 else ""}
+    return waits if n < 2 * START_S / TICK_S else moves(n)
+
+
 def serves(n: int) -> dict[str, object]:
     return {"is_loaded": True, "is_joined": True, "info": INFO}
 
@@ -136,7 +142,15 @@ async def test_who_does_not_get_on_is_lost(
 
 
 @pytest.mark.parametrize(
-    "says", [(moves,), (moves, waits), (serves, serves), (serves, falls_silent)]
+    "says",
+    [
+        (moves,),
+        (moves, waits),
+        (serves, serves),
+        (serves, falls_silent),
+        (lacks_weights,),
+        (lacks_weights, waits),
+    ],
 )
 async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
     says: tuple[Callable[[int], dict[str, object] | None], ...], monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from core.errors import (
     Draining,
     HandoverError,
     LayoutMismatch,
+    OtherModel,
     Overloaded,
     Poisonous,
     Preempted,
@@ -23,6 +24,10 @@ from core.errors import (
 
 def test_poison_is_not_to_be_sent_again() -> None:
     assert status_of(Poisonous("alone")).code == grpc.StatusCode.INTERNAL
+
+
+def test_what_no_other_try_helps_is_a_failed_precondition() -> None:
+    assert status_of(OtherModel("another")).code == grpc.StatusCode.FAILED_PRECONDITION
 
 
 @pytest.mark.parametrize(
