@@ -147,7 +147,7 @@ def test_names_shapes_dtypes_sizes_and_experts_change_it(
     assert digest(write(tmp_path / "two", {"a.safetensors": made}), config) != before
 
 
-def test_bytes_behind_the_tensors_and_another_choice_of_files_change_it(
+def test_another_choice_of_files_changes_it(
     tmp_path: Path, config: ModelConfig
 ) -> None:
     """An index may name the one or the other of two files that both hold a tensor."""
@@ -159,9 +159,6 @@ def test_bytes_behind_the_tensors_and_another_choice_of_files_change_it(
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     first = digest(folder, config)
     assert first != second
-    with (folder / "a.safetensors").open("ab") as file:
-        file.write(b"\0")
-    assert digest(folder, config) not in (first, second)
 
 
 def test_the_config_changes_it_and_the_dtype_of_loading_does_not(tmp_path: Path) -> None:
@@ -257,8 +254,8 @@ def test_a_file_without_a_header_is_refused_by_name(
     (tmp_path / "x.safetensors").write_bytes(content)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     with (
-        CheckpointFiles(tmp_path) as files,
         pytest.raises(ValueError, match=r"x\.safetensors: is "),
+        CheckpointFiles(tmp_path) as files,
     ):
         files.digest(config)
 
