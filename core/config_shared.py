@@ -1,5 +1,6 @@
 """One config among processes: what another one sends, and where two are not the same."""
 
+import hashlib
 import json
 from operator import attrgetter
 
@@ -17,8 +18,17 @@ def received(config_json: str) -> TandemConfig:
         ) from error
 
 
+def shared_digest(config: TandemConfig) -> str:
+    """Return a digest of all keys that gateways of one cluster share."""
+    values = [(key, str(attrgetter(key)(config))) for key in _shared_keys()]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+
+
 def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
     """Each key that gateways of one cluster share but that is not the same, with both values."""
-    keys = [key for key, _ in leaves() if not key.startswith("server.")]
-    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in keys)
+    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in _shared_keys())
     return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
+
+
+def _shared_keys() -> list[str]:
+    return [key for key, _ in leaves() if not key.startswith("server.")]

@@ -186,10 +186,12 @@ class Gang:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """``version`` is (incarnation of the controller, counter); later snapshots have larger ones."""
+    """``version`` is (incarnation of the controller, counter); later snapshots have larger ones.
+    ``config`` is the digest of the config that its gangs are started with, "" without a config."""
 
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
+    config: str = ""
 
     def ready(self) -> list[RankInfo]:
         """The ranks of gangs that are ready or drain."""

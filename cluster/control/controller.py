@@ -21,9 +21,9 @@ from cluster.control.plan import living, plan_gangs
 from cluster.control.rebalance import rebalance_gang
 from cluster.control.weights import ClusterWeights
 from core.config import TandemConfig
-from core.config_shared import differences, received
+from core.config_shared import differences, received, shared_digest
 from core.errors import TandemError
-from core.membership import READY, Membership
+from core.membership import Membership
 from core.schema import encode_failure, pack
 from core.tasks import Tasks, again, in_thread
 
@@ -111,13 +111,11 @@ class Controller:
 
     async def _attach(self, config: TandemConfig) -> None:
         differing = [] if self._config is None else differences(self._config, config)
-        if differing and not self._has_failed():
+        if differing:
             raise ValueError(
                 f"config: a cluster runs in this Ray, and {'; '.join(differing)}: use its values, "
                 "or stop it with `tandem stop`"
             )
-        if differing:
-            await self._stop(config.control.stop_s)
         if self._config is None:
             self._configure(config)
         for keeper in self._gangs.values():
@@ -127,11 +125,6 @@ class Controller:
         await asyncio.gather(*(keeper.stop(deadline_s) for keeper in self._gangs.values()))
         self._gangs, self._config = {}, None
         self._publish()
-
-    def _has_failed(self) -> bool:
-        """Nothing serves, and who starts it gives up: another config may be tried."""
-        gangs = self._snapshot.gangs
-        return any(g.is_given_up for g in gangs) and all(g.state != READY for g in gangs)
 
     def _configure(self, config: TandemConfig) -> None:
         self._config = config
@@ -192,7 +185,8 @@ class Controller:
     def _publish(self) -> None:
         gangs = tuple(keeper.gang for keeper in self._gangs.values())
         version = self._epochs.seen[0], self._snapshot.version[1] + 1
-        self._snapshot = Membership(version, gangs)
+        config = "" if self._config is None else shared_digest(self._config)
+        self._snapshot = Membership(version, gangs, config)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_gr
 from cluster.control.ray_private import HEAD
 from cluster.control.rebalance import Rebalanced
 from core.config import TandemConfig
+from core.config_shared import shared_digest
 from core.control import Control
 from core.errors import TandemError
 from core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
@@ -35,6 +37,7 @@ class RayMembers:
     def __init__(self, config: TandemConfig, controller: Any, membership: Membership) -> None:
         self.membership = membership
         self._config_json = config.model_dump_json()
+        self._config = shared_digest(config)
         self._controller = controller
 
     @classmethod
@@ -58,6 +61,8 @@ class RayMembers:
                     # A controller that found no rank alive knows of no config but ours.
                     data = await self._controller.attach.remote(self._config_json)
                     snapshot = decode(Membership, data)
+                if snapshot.config not in ("", self._config):
+                    snapshot = await self._of_other_config(snapshot)
                 self.membership = max(self.membership, snapshot, key=attrgetter("version"))
             except ActorDiedError:
                 # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
@@ -67,6 +72,15 @@ class RayMembers:
                 log.warning("no news of the membership: %s", error)
                 await asyncio.sleep(RETRY_S)
         return self.membership
+
+    async def _of_other_config(self, snapshot: Membership) -> Membership:
+        """Return ``snapshot`` without its gangs, and log which keys of its config are not those of
+        this gateway, whose limits and answers are of its own config."""
+        try:
+            decode(Membership, await self._controller.attach.remote(self._config_json))
+        except ValueError as error:
+            log.error("the cluster is another one now, and this gateway serves no more: %s", error)
+        return replace(snapshot, gangs=())
 
     async def started(self, on_progress: OnProgress) -> None:
         """The cluster can be served: no gang starts for the first time, each kind has one that is

@@ -147,9 +147,7 @@ def test_names_shapes_dtypes_sizes_and_experts_change_it(
     assert digest(write(tmp_path / "two", {"a.safetensors": made}), config) != before
 
 
-def test_another_choice_of_files_changes_it(
-    tmp_path: Path, config: ModelConfig
-) -> None:
+def test_another_choice_of_files_changes_it(tmp_path: Path, config: ModelConfig) -> None:
     """An index may name the one or the other of two files that both hold a tensor."""
     other = tensors() | {SMALL_TENSOR: torch.ones(48)}
     both = {"a.safetensors": tensors(), "b.safetensors": other}

@@ -1,0 +1,70 @@
+"""A cluster has one config: another is refused, and no gateway follows a cluster of another."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.control.controller import Controller
+from cluster.control.members import RayMembers
+from core.config import TandemConfig, load
+from core.config_shared import shared_digest
+from core.info import DECODE
+from core.membership import DOWN, Gang, Membership
+from core.schema import encode_failure, pack
+
+MINE = load(None, [])
+OTHER = load(None, ["decode.max_rows=3", "model.max_model_len=64"])
+DEAD = Gang("decode-0", DECODE, 4, DOWN, is_given_up=True, num_deaths=3)
+
+
+class FakeController:
+    """Answers as the actor does: with the snapshot of ``config``, and to none but its gateways."""
+
+    def __init__(self, config: TandemConfig, *gangs: Gang) -> None:
+        self.data = pack(Membership((1, 7), gangs, shared_digest(config)))
+        self.membership = SimpleNamespace(remote=self._membership)
+        self.attach = SimpleNamespace(remote=self._attach)
+
+    async def _membership(self, *_: Any) -> bytes:
+        return self.data
+
+    async def _attach(self, config_json: str) -> bytes:
+        return encode_failure(ValueError("config: decode.max_rows is 3 there, 16 here"))
+
+
+def test_settings_of_a_gateway_alone_are_no_part_of_the_digest() -> None:
+    assert shared_digest(load(None, ["server.max_queued=7"])) == shared_digest(MINE)
+    assert shared_digest(load(None, ["decode.max_rows=3"])) != shared_digest(MINE)
+    assert shared_digest(load(None, ["model.path=/elsewhere"])) != shared_digest(MINE)
+
+
+async def test_a_gateway_stops_following_a_cluster_of_another_config(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    controller = FakeController(OTHER, DEAD)
+    members = RayMembers(MINE, controller, Membership((1, 6), (DEAD,), shared_digest(MINE)))
+    now = await members.changed((1, 6))
+    assert now.version == (1, 7) and now.gangs == ()
+    assert "decode.max_rows is 3 there, 16 here" in caplog.text
+
+
+async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
+    controller = FakeController(MINE, DEAD)
+    members = RayMembers(MINE, controller, Membership((1, 6), (), shared_digest(MINE)))
+    assert (await members.changed((1, 6))).gangs == (DEAD,)
+
+
+async def test_another_config_is_refused_although_every_gang_is_down() -> None:
+    """A gateway of the first config may be there yet, and would serve the other model's tokens."""
+    controller = Controller()
+    controller._config = MINE
+    controller._snapshot = Membership((1, 1), (DEAD,))
+    with pytest.raises(ValueError, match=r"decode\.max_rows is 16 there, 3 here.*tandem stop"):
+        await controller._attach(OTHER)
+    assert controller._config is MINE
+
+
+def test_a_controller_whose_first_call_fails_is_there_all_the_same() -> None:
+    """Outside of Ray that call cannot be made. Ray restarts no actor that was not created."""
+    assert Controller()._epochs.seen == (0, 0)
