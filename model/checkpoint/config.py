@@ -211,10 +211,9 @@ class ModelConfig:
         lonely = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
         eligible = per_group * num_kept
         of_all = f"of n_routed_experts = {num_experts} topk_group/n_group = {num_kept}/{num_groups}"
-        even = "must be a multiple of 8: torch multiplies matrices of experts by 16 bytes"
         for name, is_wrong, remedy in (
-            ("hidden_size", self.hidden_size % 8, even),
-            ("moe_intermediate_size", self.moe_intermediate_size % 8, even),
+            ("hidden_size", self.hidden_size % 8, "must be a multiple of 8"),
+            ("moe_intermediate_size", self.moe_intermediate_size % 8, "must be a multiple of 8"),
             ("n_group", rest, f"must divide n_routed_experts = {num_experts}"),
             ("n_group", lonely, "each group needs two experts or more (its score sums two)"),
             ("topk_group", num_kept > num_groups, f"must be <= n_group = {num_groups}"),

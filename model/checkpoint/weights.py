@@ -141,8 +141,9 @@ def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
         if isinstance(part, Experts):
             weights = [f"{name}.{expert}.gate_proj.weight" for expert in part.held]
         else:
-            may_keep = isinstance(part, Linear) and part.may_keep_blocks
-            weights = [f"{name}.weight"] if may_keep else []
+            weights = (
+                [f"{name}.weight"] if isinstance(part, Linear) and part.may_keep_blocks else []
+            )
         if any(map(is_fp8, weights)):
             part.keep_blocks()
 
