@@ -83,7 +83,8 @@ class Meeting:
 class RankInfo:
     """A rank that is ready; fixed for its life. ``caches`` are what it has of a sequence, or wants,
     ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels,
-    ``kernels`` what computes its steps, and the form of its programs if it decodes."""
+    ``kernels`` what computes its steps, and the form of its programs if it decodes. ``tokenizer``
+    is the digest of the tokenizer in its checkpoint folder, "" without one."""
 
     spec: RankSpec
     caches: tuple[str, ...]
@@ -93,6 +94,7 @@ class RankInfo:
     max_rows: int
     frames: PortAddress | None = None
     why_plain: str = ""
+    tokenizer: str = ""
     kernels: str = ""
 
 

@@ -26,6 +26,7 @@ from model.network.dispatch import create_dispatch
 from model.network.dispatch.base import Dispatch
 from model.network.layers import adopt
 from text.think import read_think_ids
+from text.tokenizer import tokenizer_digest
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class LoadedModel:
     """``think_ids`` begin and end the thinking part of an answer, None if the checkpoint has no
     such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not. ``refused`` are
     programs that could not be made, and why, as long as the process lives. ``digest`` is that of
-    the checkpoint's files."""
+    the checkpoint's files, ``tokenizer`` that of its tokenizer, "" without one."""
 
     config: ModelConfig
     network: DeepseekV3
@@ -48,6 +49,7 @@ class LoadedModel:
     has_mtp: bool
     think_ids: tuple[int, int] | None
     digest: str = ""
+    tokenizer: str = ""
     refused: dict[Any, str] = field(default_factory=dict)
 
     @property
@@ -109,6 +111,7 @@ def load_model(
     device = torch.device(section.device)
     dtype = _dtype(config.model.dtype, model)
     think_ids = read_think_ids(path, config.model.think_tokens)
+    tokenizer = tokenizer_digest(path)
     dispatch = create_dispatch(model, section, kind, rank, placement)
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
@@ -133,8 +136,20 @@ def load_model(
     drafter.check(config.kv.page_size, max_model_len)
     kernels.use_threads(section.num_threads)
     on_start.get()(LOADING, 1.0)
-    parts, kind_of = (network, drafter, dispatch, kernels), (dtype, device)
-    return LoadedModel(model, *parts, *kind_of, max_model_len, has_mtp, think_ids, digest)
+    return LoadedModel(
+        config=model,
+        network=network,
+        drafter=drafter,
+        dispatch=dispatch,
+        kernels=kernels,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        has_mtp=has_mtp,
+        think_ids=think_ids,
+        digest=digest,
+        tokenizer=tokenizer,
+    )
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

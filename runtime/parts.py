@@ -87,6 +87,7 @@ class RankParts:
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_rows,
             why_plain=loaded.kernels.why_plain,
+            tokenizer=loaded.tokenizer,
             kernels=f"{loaded.kernels.name}{form}",
         )
 

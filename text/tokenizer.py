@@ -3,6 +3,7 @@
 docs/prompts.md has the rule by which a text becomes token ids.
 """
 
+import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +43,11 @@ def read_tokenizer(path: Path) -> _Tokenizer | None:
     return found
 
 
+def tokenizer_digest(path: Path) -> str:
+    """Return the digest of the tokenizer in a checkpoint folder, "" without one."""
+    return Tokenizer(path).digest if (path / "tokenizer.json").is_file() else ""
+
+
 class Tokenizer:
     """Token ids of prompts and the vocabulary's entries of tokens, from a checkpoint folder.
 
@@ -76,6 +82,12 @@ class Tokenizer:
     def longest_token_bytes(self) -> int | None:
         """Most bytes of text that one token stands for; None where no number bounds it."""
         return longest_token_bytes(json.loads(self._tokenizer.to_str()))
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all that decides which tokens a text has: 32 hexadecimal digits."""
+        content = json.dumps([self._tokenizer.to_str(), self._begin])
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of the whole text, after the tokens that a prompt begins with.

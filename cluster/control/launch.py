@@ -1,6 +1,6 @@
 """Ray up, cluster up or joined, gateway ready; and left or ended again."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from cluster.control.members import OnProgress, RayMembers, stop_cluster
 from cluster.control.ray_session import ray_session
 from cluster.gateway.gateway import ClusterGateway
 from core.config import Section, TandemConfig
+from core.membership import RankInfo
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.files import read_headers
 from model.checkpoint.headers import read_header
@@ -42,11 +43,23 @@ async def launch(
             stack.push_async_callback(stop_cluster, config.control.stop_s)
         members = await RayMembers.attach(config)
         await members.started(on_progress)
+        check_tokenizer(tokenizer, members.membership.ready())
         gateway = ClusterGateway(config, tokenizer, members)
         stack.push_async_callback(gateway.fleet.stop)
         on_progress("warming up")
         await gateway.fleet.ready()
         yield gateway
+
+
+def check_tokenizer(tokenizer: Tokenizer, ranks: Sequence[RankInfo]) -> None:
+    """Raise ValueError if a rank loaded a checkpoint with another tokenizer than this server's."""
+    for rank in ranks:
+        if rank.tokenizer not in ("", tokenizer.digest):
+            raise ValueError(
+                f"model.path: its tokenizer has digest {tokenizer.digest}, that of the checkpoint "
+                f"which {rank.spec.label} loaded has {rank.tokenizer}; serve from that checkpoint, "
+                "or stop the cluster with `tandem stop` and serve the new one"
+            )
 
 
 def absolute(config: TandemConfig) -> TandemConfig:

@@ -1,17 +1,24 @@
-"""A cluster has one config: another is refused, and no gateway follows a cluster of another."""
+"""A cluster has one config and one tokenizer: others are refused, and not followed."""
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.control.controller import Controller
+from cluster.control.launch import check_tokenizer
 from cluster.control.members import RayMembers
-from core.config import TandemConfig, load
+from core.config import TINY_MODEL, TandemConfig, load
 from core.config_shared import shared_digest
 from core.info import DECODE
 from core.membership import DOWN, Gang, Membership
 from core.schema import encode_failure, pack
+from tests.unit.test_membership import INFO
+from text.tokenizer import Tokenizer, tokenizer_digest
 
 MINE = load(None, [])
 OTHER = load(None, ["decode.max_rows=3", "model.max_model_len=64"])
@@ -68,3 +75,25 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
 def test_a_controller_whose_first_call_fails_is_there_all_the_same() -> None:
     """Outside of Ray that call cannot be made. Ray restarts no actor that was not created."""
     assert Controller()._epochs.seen == (0, 0)
+
+
+def tokenizer_folder(folder: Path, **config: object) -> Path:
+    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_server_of_another_tokenizer_than_the_ranks_is_refused(tmp_path: Path) -> None:
+    """A link to the checkpoint moved on before this server started, and ranks kept the old one."""
+    now = tokenizer_folder(tmp_path, bos_token="<think>", add_bos_token=True)
+    before = Tokenizer(TINY_MODEL)
+    rank = replace(INFO, tokenizer=before.digest)
+    assert tokenizer_digest(TINY_MODEL) == before.digest
+    check_tokenizer(before, [rank, replace(INFO, tokenizer="")])
+    both = rf"{Tokenizer(now).digest}.*{before.digest}.*tandem stop"
+    with pytest.raises(ValueError, match=both):
+        check_tokenizer(Tokenizer(now), [rank])
+
+
+def test_a_folder_without_a_tokenizer_has_no_digest_of_one(tmp_path: Path) -> None:
+    assert tokenizer_digest(tmp_path) == ""
