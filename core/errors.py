@@ -1,6 +1,7 @@
 """Named errors that cross processes. ``ValueError`` is the user's mistake throughout."""
 
 import errno
+from typing import Self
 
 _OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
 _OUT_OF_TEXTS = (
@@ -62,6 +63,20 @@ class StepFailed(Unavailable):
 
 class Poisonous(StepFailed):
     """A step failed that this request, suspected already, was alone in: it is not tried again."""
+
+
+class NonFinite(TandemError):
+    """The model's logits for this request are not finite numbers, so no token can be chosen. It is
+    not tried again: another rank would compute the same."""
+
+    @classmethod
+    def of(cls, identity: object, num_tokens: int) -> Self:
+        """Name the reason, ``non_finite``, and the place: after ``num_tokens`` of prompt and
+        answer."""
+        return cls(
+            f"non_finite: {identity}: after {num_tokens} tokens no logit is a finite number: the "
+            "checkpoint or the memory of a rank is damaged, or the request forbids every token"
+        )
 
 
 class HandoverError(Unavailable):

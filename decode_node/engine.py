@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 
 import torch
 from torch import Tensor
 
 from core.config import AUTO
-from core.errors import Poisonous, StepFailed
+from core.errors import NonFinite, Poisonous, StepFailed
 from core.forms import CAPTURED
 from core.identity import Identity
 from core.request import ERROR, PREEMPTED, Request, SequenceUpdate, TokenLogprobs
@@ -22,6 +22,7 @@ from decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wis
 from decode_node.planning.step_planner import StepPlanner
 from decode_node.program.clock import settle
 from decode_node.program.launcher import InFlight, Launcher
+from model.sampling.acceptance.base import Run
 from runtime.engine_loop import is_fatal
 from runtime.lockstep import Planner
 from runtime.parts import RankParts
@@ -67,7 +68,7 @@ class DecodeEngine:
         self._at_stake: dict[Identity, Running] = {}
         self._updates: list[SequenceUpdate] = []
         self._box, self._counters = parts.loop.box, parts.counters
-        self._counters["num_preempted"] = 0
+        self._counters["num_preempted"] = self._counters["num_non_finite"] = 0
         self.num_steps = 0
         self.step_s = self.program_s = 0.0
 
@@ -217,7 +218,7 @@ class DecodeEngine:
             self.scheduler.landed(step.sequences)
             still = self.scheduler.run_still(step.sequences)
             for i, sequence in compress(enumerate(step.sequences), still):
-                self._updates.append(self._emit(sequence, i, runs[i], step))
+                self._updates += self._emit(sequence, i, runs[i], step)
 
     def _note(self, sequences: Iterable[Running]) -> None:
         """They fail if this turn does, and are suspects if it kills the process."""
@@ -232,19 +233,28 @@ class DecodeEngine:
         self._on_frame(updates)
 
     def _emit(
-        self, sequence: Running, row: int, run: tuple[int, ...], step: InFlight
-    ) -> SequenceUpdate:
-        kept, reason = cut(run, sequence.stops, sequence.num_budget)
-        sequence.record(self._levels[step.plan.key.level], len(run) - 1, len(kept))
+        self, sequence: Running, row: int, run: Run, step: InFlight
+    ) -> Iterator[SequenceUpdate]:
+        """Yield what the step gave the sequence, then a failure if the sequence has to end there
+        because its next logits are not finite."""
+        kept, reason = cut(run.token_ids, sequence.stops, sequence.num_budget)
+        sequence.record(self._levels[step.plan.key.level], run.num_accepted, len(kept))
         request = sequence.request
-        if reason is not None:
+        is_broken = reason is None and not run.is_finite
+        if reason is not None or is_broken:
             self.scheduler.drop(sequence.identity)
         counts = sequence.counts if reason is not None or request.sampling.stop else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
             assert step.logprobs is not None, "somebody asked for log probabilities"
             logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
-        return SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
+        if kept:
+            yield SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
+        if is_broken:
+            self._counters["num_non_finite"] += 1
+            failure = failure_of(NonFinite.of(sequence.identity, sequence.num_known))
+            log.error("%s", failure.text)
+            yield SequenceUpdate(sequence.identity, (), ERROR, failure=failure)
 
     def _grant(self) -> None:
         for identity in self.scheduler.grant():

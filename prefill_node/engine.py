@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.errors import Poisonous, StepFailed
+from core.errors import NonFinite, Poisonous, StepFailed, TandemError
 from core.identity import Identity
 from core.request import Request, TokenLogprobs
 from core.stopping import stop_ids
@@ -33,7 +33,9 @@ from runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 End = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
-"""Of a prompt that has ended: first token, its log probabilities, features [F]."""
+"""Of a prompt that has ended: first token or NO_TOKEN, its log probabilities, features [F]."""
+NO_TOKEN = -1
+"""Stands for a first token whose logits are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class PrefillEngine:
         self,
         parts: RankParts,
         on_progress: Callable[[Progress], None],
-        on_failed: Callable[[Identity, StepFailed], None],
+        on_failed: Callable[[Identity, TandemError], None],
         pages: PageSource | None = None,
         planner: Planner[int, int] | None = None,
     ) -> None:
@@ -79,7 +81,8 @@ class PrefillEngine:
         self._page_size = parts.pool.page_size
         self._on_progress = on_progress
         self._on_failed = on_failed
-        self._box = parts.loop.box
+        self._box, self._counters = parts.loop.box, parts.counters
+        self._counters["num_non_finite"] = 0
         self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_batch_tokens
         pages = pages or PageSource(parts.pool, parts.loaded.lag)
@@ -171,7 +174,8 @@ class PrefillEngine:
         features_EF: Iterable[Tensor | None] = [None] * len(work.requests)
         if drafter.num_features:
             features_EF = last_rows(features_1TF[0], segments, work.ended_E, drafter.num_last)
-        return zip(tokens_E.tolist(), logprobs, features_EF, strict=True)
+        told_E = tokens_E.where(work.sampling.sampler.are_finite(adjusted_EV), NO_TOKEN)
+        return zip(told_E.tolist(), logprobs, features_EF, strict=True)
 
     def _ahead(self, chunk: Chunk) -> list[int]:
         """As many tokens behind it as cache entries may depend on."""
@@ -184,9 +188,22 @@ class PrefillEngine:
     def _report(self, chunks: list[Chunk], ends: Iterator[End]) -> None:
         for chunk in chunks:
             end = next(ends) if chunk.is_last else ()
+            if end and end[0] == NO_TOKEN:
+                self._end_broken(chunk.sequence)
+                continue
             progress = Progress(chunk.sequence, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
+
+    def _end_broken(self, sequence: Sequence) -> None:
+        """End a prompt whose logits are not finite. Nothing of it was published; pages that it
+        had from the prefix cache may be the cause, so they are forgotten there."""
+        self.scheduler.give_up(sequence)
+        self.scheduler.forget(sequence)
+        self._counters["num_non_finite"] += 1
+        error = NonFinite.of(sequence.identity, len(sequence.token_ids))
+        log.error("%s", error)
+        self._on_failed(sequence.identity, error)
 
 
 def last_rows(x_TF: Tensor, segments: Segments, ended_E: Tensor, num: int) -> Tensor:

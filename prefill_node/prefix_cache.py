@@ -52,6 +52,12 @@ class PrefixCache:
                 self._pages[key] = page
         self._touch(keys)
 
+    def forget(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        """Give up the pages of a sequence that are known: what they hold is not to be trusted."""
+        for key, page in zip(self.keys(token_ids), pages, strict=False):
+            if self._pages.get(key) == page:
+                self._pool.unkeep(self._pages.pop(key))
+
     def _reclaim(self, num_pages: int) -> None:
         """Give back up to ``num_pages`` pages, least recently used first."""
         idle = (key for key, page in self._pages.items() if self._pool.refcount(page) == 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.beat import Beat, Held
 from core.control import Methods, Service
-from core.errors import HandoverError, RankDied, StepFailed, TandemError
+from core.errors import HandoverError, RankDied, TandemError
 from core.identity import Identity
 from core.tasks import resolve
 from kv_transfer.messages import Seal
@@ -80,7 +80,7 @@ class PrefillRank:
         text = f"{identity} was released before its prefill was done"
         self._settle(identity, HandoverError(text))
 
-    def _on_failed(self, identity: Identity, error: StepFailed) -> None:
+    def _on_failed(self, identity: Identity, error: TandemError) -> None:
         """Its caller learns that first, then the decode rank. Engine thread."""
         self._settle(identity, error)
         self.source.fail(identity, str(error))

@@ -128,6 +128,10 @@ class Scheduler:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
+    def forget(self, sequence: Sequence) -> None:
+        """Take what the prefix cache knows of the sequence's pages out of it."""
+        self._pages.prefixes.forget(sequence.token_ids, sequence.pages)
+
     def drop(self, identity: Identity) -> None:
         """End a sequence in any phase and give up its pages; unknown ones are left alone."""
         sequence = self.sequences.pop(identity, None)

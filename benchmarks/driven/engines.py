@@ -8,6 +8,7 @@ import torch
 
 from core.config import TandemConfig
 from core.config import load as load_config
+from core.errors import TandemError
 from core.identity import Identity
 from core.info import COLOCATED, DECODE
 from core.membership import RankSpec
@@ -25,7 +26,8 @@ from runtime.engine_loop import EngineLoop
 from runtime.lockstep import LocalPlanner, Planner
 from runtime.parts import RankParts
 
-POISON = 1e4
+POISON = float("inf")
+"""Value of cache entries that nothing may read: 0 times it is NaN."""
 
 
 class IdleFirst:
@@ -77,6 +79,7 @@ class Bench:
     firsts: dict[str, int] = field(default_factory=dict)
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
+    failed: dict[Identity, TandemError] = field(default_factory=dict)
     identities: dict[str, Identity] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class Bench:
         planner = self.planner
         if self.length is not None:
             planner = LocalPlanner(planner_of(self.loaded, self.num_drafts, self.length))
-        self.prefill = PrefillEngine(parts, self.progress.append, lambda *failed: None)
+        self.prefill = PrefillEngine(parts, self.progress.append, self.failed.__setitem__)
         self.decode = DecodeEngine(
             parts,
             on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
@@ -120,7 +123,8 @@ class Bench:
         return self.start_all(request)[request.request_id]
 
     def start_all(self, *requests: Request) -> dict[str, tuple[int, str | None]]:
-        """As ``start``, by id: prompts share prefill steps."""
+        """As ``start``, by id: prompts share prefill steps. Those that ``failed`` are left out, and
+        hold nothing any more."""
         torch.set_num_threads(self.num_torch_threads)
         pages: dict[Identity, tuple[int, ...]] = {}
         for request in requests:
@@ -134,6 +138,11 @@ class Bench:
         num_seen = len(self.progress)
         while self.prefill.has_work():
             self.prefill.step()
+            for identity in (
+                pages.keys() & self.failed.keys() & self.prefill.scheduler.sequences.keys()
+            ):
+                self.prefill.scheduler.drop(identity)
+                self.decode.drop(identity)
             for done in self.progress[num_seen:]:
                 if done.first_token is not None:
                     identity = done.sequence.identity
@@ -143,7 +152,7 @@ class Bench:
                     reason = self._activate(replace(done, first_token=first))
                     started[identity.request_id] = first, reason
             num_seen = len(self.progress)
-        assert len(started) == len(requests)
+        assert len(started) + sum(one in self.failed for one in pages) == len(requests)
         return started
 
     def _activate(self, done: Progress) -> str | None:
@@ -171,17 +180,21 @@ class Bench:
             cache[list(target[:num_pages])] = cache[list(source[:num_pages])]
 
     def generate(self, *requests: Request) -> list[tuple[list[int], str]]:
-        """Token ids and finish reasons of requests that run in one batch."""
+        """Token ids and finish reasons of requests that run in one batch; of one that fails the
+        reason is the name of its error."""
+        started = self.start_all(*requests)
         answers: dict[str, tuple[list[int], str | None]] = {
-            name: ([first], reason) for name, (first, reason) in self.start_all(*requests).items()
+            one.request_id: ([], type(error).__name__) for one, error in self.failed.items()
         }
+        answers |= {name: ([first], reason) for name, (first, reason) in started.items()}
         self.frames.clear()
         while self.decode.has_work():
             self.decode.step()
         for update in self.updates():
             name = update.identity.request_id
             ids, _ = answers[name]
-            answers[name] = (ids + list(update.token_ids), update.finish_reason)
+            reason = update.failure.kind if update.failure else update.finish_reason
+            answers[name] = (ids + list(update.token_ids), reason)
         return [answers[r.request_id] for r in requests]  # type: ignore[misc]
 
     def sequence(self, request_id: str) -> Running:

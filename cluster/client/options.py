@@ -31,7 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     """In [0, 1) [0]."""
     repetition_penalty: float
-    """Above 1 makes tokens of prompt and answer less likely, below 1 more [1]."""
+    """Above 1 makes tokens of prompt and answer less likely, below 1 more; 0.01 to 10 [1]."""
     presence_penalty: float
     """Taken from the logits of tokens in the answer [0]."""
     frequency_penalty: float

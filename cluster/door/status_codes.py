@@ -33,7 +33,7 @@ def status_of(error: BaseException) -> RpcStatus:
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, hint)
         case errors.OtherModel():
             return RpcStatus(grpc.StatusCode.FAILED_PRECONDITION, details)
-        case errors.Poisonous():
+        case errors.Poisonous() | errors.NonFinite():
             return RpcStatus(grpc.StatusCode.INTERNAL, details)
         case errors.Unavailable():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)

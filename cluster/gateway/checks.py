@@ -14,6 +14,7 @@ from core import request as kinds
 from core.errors import OtherModel, TextTooLong
 from core.info import ModelInfo
 from core.request import Request, SamplingParams, Unchecked
+from core.stopping import stop_ids
 
 if TYPE_CHECKING:
     from text.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
         "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
         "sampling.top_p": Bounds(ABOVE_0, 1, _ABOVE_0),
         "sampling.min_p": Bounds(0, BELOW_1, "use a number from 0 to below 1"),
-        "sampling.repetition_penalty": Bounds(ABOVE_0, 10, f"{_ABOVE_0}; 1 is none"),
+        # Logits are divided by it in fp32: a number near 0 would make them infinite.
+        "sampling.repetition_penalty": Bounds(0.01, 10, f"use {_RANGE}; 1 is none"),
         "sampling.presence_penalty": Bounds(-2, 2),
         "sampling.frequency_penalty": Bounds(-2, 2),
         "sampling.seed": Bounds(0, (1 << 63) - 1, "use 0 to 2^63-1"),
@@ -115,7 +117,9 @@ def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Reque
     if request.output_ids and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
         refuse("sampling.n", request.sampling.n, remedy)
-    return replace(request, sampling=_with_stop_ids(asked.sampling, model, tokenizer))
+    request = replace(request, sampling=_with_stop_ids(asked.sampling, model, tokenizer))
+    _check_ends(request, model)
+    return request
 
 
 def refuse(field: str, value: Any, remedy: str) -> NoReturn:
@@ -215,6 +219,16 @@ def _with_stop_ids(
     size = model.vocab_size
     known = tuple(special[stop] for stop in sampling.stop if special.get(stop, size) < size)
     return replace(sampling, stop_token_ids=sampling.stop_token_ids + known)
+
+
+def _check_ends(request: Request, model: ModelInfo) -> None:
+    """``ValueError`` if before ``min_tokens`` every token is forbidden, as all would end the
+    answer."""
+    num_left = request.sampling.min_tokens - len(request.output_ids)
+    stops = stop_ids(request.sampling, model.eos_token_ids)
+    if num_left > 0 and len(stops) >= model.vocab_size:
+        remedy = "stop_token_ids and EOS are the whole vocabulary, so no token may come before it"
+        refuse("sampling.min_tokens", request.sampling.min_tokens, f"{remedy}; use 0")
 
 
 def _check_acceptance(kind: str, model: ModelInfo) -> None:

@@ -28,6 +28,7 @@ _COUNTERS = {
     "rank_draftless_steps": ("Steps whose drafter failed.", "num_draftless_steps"),
     "rank_refused_programs": ("Programs that cannot be kept.", "num_refused_programs"),
     "num_preemptions": ("Sequences that made way for others.", "num_preempted"),
+    "num_non_finite": ("Sequences whose logits were not finite numbers.", "num_non_finite"),
 }
 """Meaning, and the name among a rank's counters."""
 _Sample = tuple[Sequence[str], float]

@@ -15,7 +15,7 @@ from decode_node.program.clock import Moment, now, wait
 from decode_node.program.programs import Prepared, Programs
 from decode_node.program.rows import Rows
 from model.checkpoint.tensors import download
-from model.sampling.acceptance.base import Verdict
+from model.sampling.acceptance.base import Outcome, Run
 from model.sampling.logprobs import LogprobRows, raw_logprobs
 from runtime.parts import RankParts
 
@@ -28,22 +28,21 @@ class InFlight:
     sequences: tuple[Running, ...]
     plan: StepPlan
     rungs: Rungs
-    verdict: Verdict
+    outcome: Outcome
     logprobs: LogprobRows | None
     began: Moment
     ended: Moment
     is_usual: bool
 
-    def collect(self) -> tuple[list[tuple[int, ...]], Report]:
+    def collect(self) -> tuple[list[Run], Report]:
         """Wait for the step and read it: what it gave each sequence, and what to tell of it."""
-        program_s, num = wait(self.began, self.ended), len(self.sequences)
-        tokens = self.verdict.tokens_BE[:num].tolist()
-        accepted = self.verdict.num_accepted_B[:num].tolist()
-        report = report_of(self.rungs, self.plan, program_s, self._came(accepted), self.is_usual)
-        return [tuple(row[: k + 1]) for row, k in zip(tokens, accepted, strict=True)], report
+        program_s = wait(self.began, self.ended)
+        runs = self.outcome.runs(len(self.sequences))
+        came = self._came([run.num_accepted for run in runs])
+        return runs, report_of(self.rungs, self.plan, program_s, came, self.is_usual)
 
     def _came(self, accepted: list[int]) -> list[Came]:
-        limits, path_BE = [sequence.limit for sequence in self.sequences], self.verdict.path_BE
+        limits, path_BE = [sequence.limit for sequence in self.sequences], self.outcome.path_BE
         if path_BE is None:
             return [(limit, range(1, k + 1)) for limit, k in zip(limits, accepted, strict=True)]
         rows = zip(limits, path_BE.tolist(), accepted, strict=False)
@@ -88,16 +87,16 @@ class Launcher:
         most = max((num for num in asked if num is not None), default=None)
         logprobs = None
         if most is not None:
-            logits_BEV, tokens_BE = self.programs.logits(result), result.verdict.tokens_BE
+            logits_BEV, tokens_BE = self.programs.logits(result), result.outcome.tokens_BE
             logprobs = download(raw_logprobs(logits_BEV, tokens_BE, most))
-        verdict = download(result.verdict)
+        outcome = download(result.outcome)
         ended = now(self._loaded.device)
         for sequence in step.sequences:
             sequence.last_depth = depth
             sequence.behind = self._catch_up.behind(sequence.behind, depth, key.catch_up)
         usual = self._catch_up.amount(depth, self._catch_up.start)
         is_usual, rest = result.is_usual and key.catch_up == usual, (logprobs, began, ended)
-        return InFlight(step.sequences, step.plan, self._rungs, verdict, *rest, is_usual)
+        return InFlight(step.sequences, step.plan, self._rungs, outcome, *rest, is_usual)
 
     def _num_pages(self, sequences: list[Running], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where these cost

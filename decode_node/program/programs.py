@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, is_tensor
+from torch import Tensor
 
 from core.errors import EpochEnded
 from core.levels import Levels
@@ -13,11 +13,12 @@ from decode_node.planning.step_plan import StepKey, StepPlan
 from decode_node.program.feeder import Feeder, unpacked
 from decode_node.program.rows import Rows
 from decode_node.program.step import Shape, decode_step
+from model.checkpoint.tensors import tensors
 from model.kernels.repeated import Eager, Repeated
 from model.loaded import LoadedModel
 from model.network.cache import Caches
 from model.network.tree import static_tree
-from model.sampling.acceptance.base import Verdict
+from model.sampling.acceptance.base import Outcome
 from runtime.engine_loop import is_fatal
 
 MOST_TRIES = 2
@@ -42,7 +43,7 @@ class StepResult:
     overwrite it, in the order of the device. Others of a step's kind will take less time if it was
     not ``is_usual``."""
 
-    verdict: Verdict
+    outcome: Outcome
     places: Tensor
     is_usual: bool
 
@@ -82,8 +83,8 @@ class Programs:
         """The step, which may make its program."""
         inputs, function = self._inputs(step), self._function(step)
         is_usual = function.is_ready and step.plan.is_settled
-        places, *told = self._call(step.plan.key, function, inputs, MOST_TRIES)
-        return StepResult(Verdict(*told), places, is_usual)
+        places, *outcome = self._call(step.plan.key, function, inputs, MOST_TRIES)
+        return StepResult(Outcome(*outcome), places, is_usual)
 
     def make(self, step: Prepared) -> None:
         """Get a program ready, on rows that are nobody's."""
@@ -144,6 +145,4 @@ class Programs:
         output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
         self._rows.store(write_B, output.state, output.emitted, key.extras)
         places = output.hidden_BED if self._loaded.kernels.keeps_outputs else output.logits_BEV
-        verdict = output.verdict
-        told = verdict.tokens_BE, verdict.num_accepted_B, verdict.path_BE
-        return places, *filter(is_tensor, told)
+        return places, *tensors(output.outcome)

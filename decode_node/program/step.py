@@ -20,7 +20,7 @@ from model.network.batch import Batch, physical_slots
 from model.network.cache import MAIN, Caches
 from model.network.tree import Tree, tree_of
 from model.sampling.acceptance import judge, pick_draft, rank_drafts
-from model.sampling.acceptance.base import Evidence, Verdict
+from model.sampling.acceptance.base import Evidence, Outcome, Verdict
 from model.sampling.sampler import adjusted_places, draw_places
 from model.sampling.thinking import phase_after
 
@@ -34,10 +34,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What verification found, with hidden states [B, E, D] and logits [B, E, V] of the places that
-    its verdict tells, and what it gave the rows, with their state after it."""
+    """What verification found, as the host reads it, with hidden states [B, E, D] and logits
+    [B, E, V] of the places that its verdict tells, and what it gave the rows, with their state
+    after it."""
 
-    verdict: Verdict
+    outcome: Outcome
     emitted: Emitted
     hidden_BED: Tensor
     logits_BEV: Tensor
@@ -58,7 +59,9 @@ def decode_step(
     drafts = draft(loaded.drafter, caches, rows, key, shape.level) if fed is None else fed
     tree = _tree(shape, drafts)
     hidden_BND, features_BNF, logits_BNV = verify(loaded, caches, rows, drafts, tree)
-    verdict = judge(key.extras.kinds, evidence(loaded, rows, drafts, logits_BNV, tree))
+    found = evidence(loaded, rows, drafts, logits_BNV, tree)
+    verdict = judge(key.extras.kinds, found)
+    outcome = Outcome.of(verdict, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
     if verdict.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, verdict)
         is_same, features_BNF = features_BNF is hidden_BND, along(features_BNF, verdict.path_BE)
@@ -66,7 +69,7 @@ def decode_step(
         logits_BNV = along(logits_BNV, verdict.path_BE)
     emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BNF)
     after = commit(loaded, rows.state, key, verdict, emitted)
-    return StepOutput(verdict, emitted, hidden_BND, logits_BNV, after)
+    return StepOutput(outcome, emitted, hidden_BND, logits_BNV, after)
 
 
 def _tree(shape: Shape, drafts: Drafts) -> Tree | None:

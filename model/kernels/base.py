@@ -164,10 +164,11 @@ class Kernels(Sampler):
         pe = _rotated_heads(pe, how)
         num_seqs, num_q = context_lens_BQ.shape
         q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, how.cache.shape[-1])
-        context_BSL = gather_pages(how.cache, how.page_table_BP)
+        context_BSL, broken_BS = mended(gather_pages(how.cache, how.page_table_BP))
         scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * how.scale
         hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], how.bits_BQ)
         scores_BQHS = scores.unflatten(1, (num_q, -1))
+        scores_BQHS = scores_BQHS.masked_fill(broken_BS[:, None, None], float("nan"))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
         p_BXS = scores_BQHS.softmax(-1).to(context_BSL.dtype).flatten(1, 2)
         o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
@@ -183,7 +184,8 @@ class Kernels(Sampler):
         """Attention over each sequence's pages, whose entries are keys and values of G heads [2, G,
         K]; as many heads of queries, which are rotated here, share each: [X, H, K]."""
         num_q, width = context_lens_BQ.shape[1], q_XHK.shape[2]
-        context = gather_pages(how.cache, how.page_table_BP).unflatten(-1, (2, -1, width))
+        context_BSL, broken_BS = mended(gather_pages(how.cache, how.page_table_BP))
+        context = context_BSL.unflatten(-1, (2, -1, width))
         k_BGSK, v_BGSK = (one.transpose(1, 2) for one in context.unbind(2))
         num_groups, num_slots = k_BGSK.shape[1:3]
         q_BQGRK = _rotated_heads(q_XHK, how).view(
@@ -192,9 +194,9 @@ class Kernels(Sampler):
         q_BGNK = q_BQGRK.transpose(1, 2).flatten(2, 3)
         scores_BGNS = (q_BGNK @ k_BGSK.transpose(2, 3)).float() * how.scale
         hidden_BQS = ~visible_slots(context_lens_BQ, num_slots, how.bits_BQ)
-        scores = scores_BGNS.unflatten(2, (num_q, -1)).masked_fill(
-            hidden_BQS[:, None, :, None], float("-inf")
-        )
+        scores = scores_BGNS.unflatten(2, (num_q, -1))
+        scores = scores.masked_fill(broken_BS[:, None, None, None], float("nan"))
+        scores = scores.masked_fill(hidden_BQS[:, None, :, None], float("-inf"))
         o_BGNK = scores.softmax(-1).to(v_BGSK.dtype).flatten(2, 3) @ v_BGSK
         return o_BGNK.unflatten(2, (num_q, -1)).transpose(1, 2).reshape(*q_XHK.shape)
 
@@ -216,7 +218,7 @@ class Kernels(Sampler):
         page_size, num_heads = how.cache.shape[1], q_THK.shape[1]
         nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * how.cos.shape[1]], -1)
         q_HTK = torch.cat((nope, _rotated_heads(pe, how)), -1).transpose(0, 1)
-        latent_SL = gather_pages(how.cache, how.page_table_BP)[0]
+        latent_SL, broken_S = mended(gather_pages(how.cache, how.page_table_BP)[0])
         c_SC, k_pe_SR = latent_SL.split([kv_b.shape[2], pe.shape[2]], 1)
         k_HSN, v_HSV = torch.matmul(c_SC, kv_b.transpose(1, 2)).split(
             [nope.shape[2], num_values], 2
@@ -229,7 +231,8 @@ class Kernels(Sampler):
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
             seen = causal_lower_right(num, context)
             out = F.scaled_dot_product_attention(q, k, v, seen, scale=how.scale)
-            out_HTV[:, rows] = out[0, ..., :num_values]
+            spoilt_T1 = broken_S[slots].cumsum(0)[-num:, None] > 0
+            out_HTV[:, rows] = out[0, ..., :num_values].masked_fill(spoilt_T1, float("nan"))
             row, slot = row + num, slot + -(-context // page_size) * page_size
         return out_HTV.transpose(0, 1)
 
@@ -294,6 +297,14 @@ class Kernels(Sampler):
 
 
 PLAIN = Kernels()
+
+
+def mended(context_SL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cache entries [..., S, L] with zeros in place of those that hold a value that is not
+    finite, and which these are [..., S]. Attention gives a hidden slot the weight 0, and 0 x NaN
+    would be NaN; a row that sees such a slot has to become NaN by other means."""
+    broken_S = ~(context_SL.abs().amax(-1) < float("inf"))
+    return context_SL.masked_fill(broken_S.unsqueeze(-1), 0), broken_S
 
 
 def top_ids(scores: Tensor, num: int) -> Tensor:

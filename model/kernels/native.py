@@ -41,6 +41,7 @@ class Native(Kernels):
     combine = _op("combine")
     pack = _op("pack")
     likeliest = _op("likeliest")
+    are_finite = _op("are_finite")
     lookup = _op("lookup")
     move = _op("move")
     copy_rows = _op("copy_rows")

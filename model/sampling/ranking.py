@@ -81,7 +81,7 @@ def drawn(
     seed_BQ = rows.seed_B.unsqueeze(1) ^ (number_BQ << _NODE_SHIFT)
     noise_BQV = gumbel(seed_BQ, num_output_B.unsqueeze(1), log_q_BQV.shape[2], DRAFT)
     tokens_BQK = (log_q_BQV + noise_BQV).topk(num_ranks).indices
-    shares_BQK = log_q_BQV.gather(2, tokens_BQK)
+    shares_BQK = log_q_BQV.gather(2, tokens_BQK).nan_to_num(nan=NOTHING, neginf=NOTHING)
     taken_BQK = shares_BQK.double().exp()
     left_BQK = (1 - (taken_BQK.cumsum(2) - taken_BQK)).clamp(0, 1).log().float()
     is_sampled_B = rows.temperature_B > 0

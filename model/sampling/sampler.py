@@ -32,6 +32,11 @@ class Sampler:
         """The token with the largest logit, the first among equals: ids [X]; X any axes."""
         return adjusted_XV.argmax(-1)
 
+    def are_finite(self, adjusted_XV: Tensor) -> Tensor:
+        """Return whether the largest logit of each place is a finite number and none is NaN:
+        bool [X]; X any axes. A token may be forbidden (-inf), not all of them."""
+        return adjusted_XV.amax(-1).abs() < float("inf")
+
     def drawn(self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor) -> Tensor:
         """`draw` at Q places of rows of which some are sampled: token ids [B, Q]."""
         kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)

@@ -92,8 +92,7 @@ def test_rows_see_their_context(is_interleaved: bool, num_q: int, dtype: torch.d
     told = replace(told, how=told.how._replace(is_interleaved=is_interleaved))
     check(told, told.attend(ours()))
     if dtype == torch.float32:
-        finite = replace(told, how=told.how._replace(cache=told.how.cache.nan_to_num(9.0)))
-        check(finite, finite.attend(PLAIN))
+        check(told, told.attend(PLAIN))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -105,8 +104,32 @@ def test_nodes_of_trees_see_their_bits(dtype: torch.dtype) -> None:
     trees = replace(told, how=told.how._replace(bits_BQ=bits), lens_BQ=context_BQ)
     check(trees, trees.attend(ours()))
     if dtype == torch.float32:
-        finite = replace(trees, how=trees.how._replace(cache=trees.how.cache.nan_to_num(9.0)))
-        check(finite, finite.attend(PLAIN))
+        check(trees, trees.attend(PLAIN))
+
+
+@pytest.mark.parametrize("kernels", ["plain", "ours"])
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize(("value", "place"), [(float("nan"), 3), (float("inf"), -3)])
+def test_a_slot_counts_for_the_rows_that_see_it_alone(
+    value: float, place: int, is_tree: bool, kernels: str
+) -> None:
+    """Be it a key, or a value, that is no finite number."""
+    own, told = PLAIN if kernels == "plain" else ours(), Grouped.make(4, torch.float32, room=64)
+    at_B = told.lens_BQ.amax(1) - 1
+    sees_BQ = told.lens_BQ > at_B.unsqueeze(1)
+    if is_tree:
+        bits_BQ = torch.tensor([1, 3, 5, 7]).expand_as(sees_BQ)
+        told = replace(told, how=told.how._replace(bits_BQ=bits_BQ))
+        told = replace(told, lens_BQ=told.lens_BQ[:, :1].expand_as(bits_BQ))
+        at_B, sees_BQ = told.lens_BQ[:, 0] + 1, bits_BQ >> 1 & 1 == 1
+    wanted = told.attend(own).unflatten(0, sees_BQ.shape)
+    assert wanted.isfinite().all()
+    page_B = told.how.page_table_BP.gather(1, at_B.unsqueeze(1) // PAGE_SIZE).squeeze(1)
+    keys, values = told.how.cache.unflatten(-1, (2, GROUPS, WIDTH)).unbind(2)
+    (keys if place > 0 else values)[page_B, at_B % PAGE_SIZE, :, place] = value
+    got = told.attend(own).unflatten(0, sees_BQ.shape)
+    torch.testing.assert_close(got[~sees_BQ], wanted[~sees_BQ], rtol=1e-5, atol=1e-5)
+    assert not got[sees_BQ].isfinite().all(-1).any()
 
 
 @native_only

@@ -139,13 +139,15 @@ class Pages:
         nothing = torch.zeros_like(lens_BQ)
         return cls(q, *ups, angles, cache, Batch(nothing, nothing, nothing, lens_BQ, table))
 
-    def attend(self, first: int = 0, last: int | None = None) -> Tensor:
-        """By the tested kernels, of these sequences."""
+    def attend(
+        self, first: int = 0, last: int | None = None, kernels: Kernels | None = None
+    ) -> Tensor:
+        """By the tested kernels unless others are given, of these sequences."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         rows = slice(first * num_q, None if last is None else last * num_q)
         table, lens = batch.page_table_BP[first:last], batch.context_lens_BQ[first:last]
         cos, sin = (angle[rows] for angle in self.angles)
-        kernels = ours()
+        kernels = kernels or ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
         bits_BQ = None if batch.bits_BQ is None else batch.bits_BQ[first:last]
         how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE, bits_BQ)
@@ -235,6 +237,57 @@ def test_a_node_of_a_tree_sees_its_context_and_its_path(num_q: int, dtype: torch
                 assert error / path.wanted().abs().max() < 3 * ROUNDING[dtype]
             else:
                 assert torch.equal(got[b, node], path.attend()[0])
+
+
+BROKEN = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("kernels", ["plain", "ours"])
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("value", BROKEN)
+def test_a_slot_counts_for_the_rows_that_see_it_alone(
+    value: float, is_tree: bool, kernels: str
+) -> None:
+    """Whatever it holds: the last draft of a chain, or one node of a tree, in every sequence."""
+    own, num_q = PLAIN if kernels == "plain" else ours(), 4
+    told = Pages.make(6, num_q, torch.float32)
+    lens_B = told.batch.context_lens_BQ.amax(1)
+    slots_BS = (told.batch.page_table_BP.unsqueeze(2) * 16 + torch.arange(16)).flatten(1)
+    for length, slots_S in zip(lens_B.tolist(), slots_BS, strict=True):
+        free = told.cache.flatten(0, 1)[slots_S[length : length + 64]]
+        told.cache.flatten(0, 1)[slots_S[length : length + 64]] = free.nan_to_num(0.5)
+    at_B = lens_B - 1
+    sees_BQ = at_B.unsqueeze(1) < told.batch.context_lens_BQ
+    if is_tree:
+        told = told.as_trees()
+        assert told.batch.bits_BQ is not None
+        at_B = told.batch.context_lens_BQ[:, 0] + 1
+        sees_BQ = told.batch.bits_BQ >> 1 & 1 == 1
+    wanted = told.attend(kernels=own).unflatten(0, (6, num_q))
+    assert wanted.isfinite().all()
+    told.cache.flatten(0, 1)[slots_BS.gather(1, at_B.unsqueeze(1)).squeeze(1), 3] = value
+    got = told.attend(kernels=own).unflatten(0, (6, num_q))
+    torch.testing.assert_close(got[~sees_BQ], wanted[~sees_BQ], rtol=1e-5, atol=1e-5)
+    assert sees_BQ.any() and not sees_BQ.all() and not got[sees_BQ].isfinite().any()
+
+
+@pytest.mark.parametrize("kernels", ["plain", "ours"])
+@pytest.mark.parametrize("value", BROKEN)
+def test_a_token_of_a_prompt_counts_for_those_after_it_alone(value: float, kernels: str) -> None:
+    """Within its segment; others never meet it."""
+    packed, own = Packed.make(torch.float32), PLAIN if kernels == "plain" else ours()
+    everyone, back = list(range(len(PACKED))), (1, 3, 59, 2, 1, 30)
+    wanted = packed.attend(own, everyone)
+    broken = packed.cache.clone()
+    for (_, context), pages, num in zip(PACKED, packed.pages, back, strict=False):
+        slots = (pages[:, None] * 16 + torch.arange(16)).flatten()
+        broken.flatten(0, 1)[slots[context - num], 3] = value
+    got = replace(packed, cache=broken).attend(own, everyone)
+    for g, num in enumerate((*back, 0)[: len(everyone)]):
+        num = min(num, PACKED[g][0])
+        first = len(got[g]) - num
+        torch.testing.assert_close(got[g][:first], wanted[g][:first], rtol=1e-5, atol=1e-5)
+        assert not got[g][first:].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -329,11 +382,9 @@ class Packed:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_packed_attention(dtype: torch.dtype) -> None:
-    """The plain form reads whole pages, so its cache is finite. Expanded keys and values are
-    rounded."""
+    """Expanded keys and values are rounded."""
     packed, everyone = Packed.make(dtype), list(range(len(PACKED)))
-    finite = replace(packed, cache=packed.cache.nan_to_num(0.5))
-    ways = packed.attend(ours(), everyone), finite.attend(PLAIN, everyone)
+    ways = packed.attend(ours(), everyone), packed.attend(PLAIN, everyone)
     for g, wanted in enumerate(map(packed.wanted, everyone)):
         for got, slack in ((ways[0][g], 6 if IS_INTERPRETED else 1), (ways[1][g], 6)):
             assert got.isfinite().all()

@@ -131,6 +131,21 @@ def test_three_tokens_follow_the_exact_joint_distribution(
     check_tokens(told(WAYS[way], s, kind), WORLD, s)
 
 
+@pytest.mark.parametrize(
+    "way", ["beam of 9", *(pytest.param(one, marks=pytest.mark.slow) for one in ("chain", *WAYS))]
+)
+def test_a_drafter_whose_logits_are_no_numbers_changes_no_distribution(way: str) -> None:
+    """All of them after some tokens, one of them after others."""
+    drafter_VV = WORLD.drafter_VV.clone()
+    drafter_VV[1] = drafter_VV[2, 3] = float("nan")
+    drafter_VV[3], drafter_VV[4, 0] = float("-inf"), float("inf")
+    world = World(WORLD.main_VV, drafter_VV)
+    drafting = chain(DEPTH) if way == "chain" else WAYS[way]
+    sizes = {"num_drafts": DEPTH, "num_tokens": 3}
+    told = tell(world, PLAIN, (REJECTION,), limits(DEPTH, NUM_ROWS), drafting=drafting, **sizes)
+    check_tokens(told, world, PLAIN)
+
+
 def test_kinds_of_every_sort_share_a_batch() -> None:
     kinds = (REJECTION_GREEDY, STRICT, REJECTION)
     row_B = torch.arange(3 * NUM_ROWS)

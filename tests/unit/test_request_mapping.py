@@ -179,6 +179,11 @@ def test_defaults_spelled_out_are_accepted() -> None:
         ("n", -1),
         ("n", 17),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 1e-46),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 0.0099),
+        ("repetition_penalty", 10.1),
         ("repetition_penalty", math.nan),
         ("presence_penalty", 2.5),
         ("frequency_penalty", math.nan),
@@ -208,6 +213,18 @@ def test_lists_are_counted_before_they_are_read(field: str, allowed: Any, one_mo
     count = len(one_more)
     with pytest.raises(ValueError, match=rf"^len\(sampling\.{field}\)={count}: use at most"):
         to_request(make(sampling=pb.Sampling(**{field: one_more})), model, Bytes())
+
+
+def test_a_vocabulary_of_ends_leaves_no_token_before_min_tokens() -> None:
+    """The model's own end is one of them unless it is ignored, and what is resumed counts."""
+    ends = [*range(MODEL.eos_token_ids[0]), *range(MODEL.eos_token_ids[0] + 1, MODEL.vocab_size)]
+    sampling = pb.Sampling(stop_token_ids=ends, min_tokens=2)
+    with pytest.raises(ValueError, match=r"^sampling\.min_tokens=2: .* whole vocabulary.*use 0"):
+        mapped(make(sampling=sampling))
+    mapped(make(sampling=sampling, resume_token_ids=[5, 6]))
+    mapped(make(sampling=pb.Sampling(stop_token_ids=ends)))
+    mapped(make(sampling=pb.Sampling(stop_token_ids=ends, min_tokens=2, ignore_eos=True)))
+    mapped(make(sampling=pb.Sampling(stop_token_ids=ends[1:], min_tokens=2)))
 
 
 class Untouched(Bytes):

@@ -12,6 +12,7 @@ from core.errors import (
     Draining,
     HandoverError,
     LayoutMismatch,
+    NonFinite,
     OtherModel,
     Overloaded,
     Poisonous,
@@ -20,6 +21,16 @@ from core.errors import (
     StalePages,
     StepFailed,
 )
+from core.schema import error_of, failure_of
+
+
+def test_what_is_not_finite_says_so_wherever_it_was_raised() -> None:
+    """A client is not to send it again, and the log holds no traceback."""
+    error = error_of(failure_of(NonFinite.of("r1", 7)))
+    assert isinstance(error, NonFinite)
+    status = status_of(error)
+    assert status.code == grpc.StatusCode.INTERNAL
+    assert status.details.startswith("non_finite: r1: after 7 tokens")
 
 
 def test_poison_is_not_to_be_sent_again() -> None:

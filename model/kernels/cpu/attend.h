@@ -75,23 +75,36 @@ inline void soften(float* scores, int64_t num, int64_t seen, float scale, float&
   total = sum(sums);
 }
 
-// out[q][c] = sum over s of weights[q][s] * keys[s][apart + c], c < num_values, unfolded.
+// out[q][c] = sum over s of weights[q][s] * keys[s][apart + c], c < num_values, unfolded. All
+// queries see the first ``common`` keys. Of the others a weight of 0 leaves the key out: a value
+// that a query does not see may be no finite number, and 0 times that is NaN.
 template <int Q, class T>
-void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_values, float* out,
-         int64_t apart) {
+void mix(const float* weights, const T* const* keys, int64_t common, int64_t num,
+         int64_t num_values, float* out, int64_t apart) {
   constexpr int most = std::max(1, kLanes / Q / 2);
   auto columns = [&](auto count, int64_t c) {
     constexpr int W = decltype(count)::value;
     Vec acc[Q][2 * W];
     EACH (i, Q)
       EACH (v, 2 * W) acc[i][v] = Vec{};
-    for (int64_t s = 0; s < num; s++)
+    for (int64_t s = 0; s < common; s++)
       EACH (v, W) {
         Vec a, b;
         load(keys[s] + apart + c + 2 * v * kLanes, a, b);
         EACH (i, Q) {
           acc[i][2 * v] += weights[i * kSplit + s] * a;
           acc[i][2 * v + 1] += weights[i * kSplit + s] * b;
+        }
+      }
+    for (int64_t s = common; s < num; s++)
+      EACH (v, W) {
+        Vec a, b;
+        load(keys[s] + apart + c + 2 * v * kLanes, a, b);
+        EACH (i, Q) {
+          float weight = weights[i * kSplit + s];
+          if (weight == 0) continue;
+          acc[i][2 * v] += weight * a;
+          acc[i][2 * v + 1] += weight * b;
         }
       }
     EACH (i, Q)
@@ -105,7 +118,9 @@ void mix(const float* weights, const T* const* keys, int64_t num, int64_t num_va
   if (c == num_values) return;
   EACH (i, Q) {
     Vec acc{};
-    for (int64_t s = 0; s < num; s++) acc += weights[i * kSplit + s] * load(keys[s] + apart + c);
+    for (int64_t s = 0; s < num; s++)
+      if (float weight = weights[i * kSplit + s]; s < common || weight != 0)
+        acc += weight * load(keys[s] + apart + c);
     store(out + i * num_values + c, acc);
   }
 }
@@ -253,12 +268,14 @@ void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, cons
         for (int64_t i = 0; i < Q; i++)
           unfold(queries + (b * num_x + std::min(x + i, last)) * width, &rows[i * width], width);
         score<Q>(rows.get(), keys, num, width, scores);
+        int64_t common = num, most_seen = 0;
         for (int64_t i = 0; i < Q; i++) {
           int64_t row = b * num_q + std::min(x + i, last) / num_heads;
           int64_t here = std::clamp<int64_t>(seen[row] - begin, 0, num);
+          common = std::min(common, here), most_seen = std::max(most_seen, here);
           soften(scores + i * kSplit, num, here, scale, parts.largest[to + i], parts.total[to + i]);
         }
-        mix<Q>(scores, keys, num, num_values, &parts.sums[to * num_values], apart);
+        mix<Q>(scores, keys, common, most_seen, num_values, &parts.sums[to * num_values], apart);
       });
     }
   });

@@ -43,6 +43,7 @@ TORCH_LIBRARY(tandem, m) {
   m.def("adjust(Tensor logits, Tensor[] rules, Tensor num_output, Tensor drafts, Tensor? seen=None)"
         " -> Tensor");
   m.def("likeliest(Tensor logits) -> Tensor");
+  m.def("are_finite(Tensor logits) -> Tensor");
   m.def("draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
         " Tensor index) -> Tensor");
   m.def("filtered(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p)"
@@ -68,6 +69,7 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("route", route);
   m.impl("adjust", adjust);
   m.impl("likeliest", likeliest);
+  m.impl("are_finite", are_finite);
   m.impl("draw", draw);
   m.impl("filtered", filtered);
   m.impl("combine", combine);

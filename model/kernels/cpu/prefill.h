@@ -52,6 +52,16 @@ struct Attended {
   float largest[kQueryRows], total[kQueryRows];
 };
 
+// Whether the values [V / kBlock, kKeys, kBlock] of keys [begin, end) are finite numbers.
+inline bool has_numbers(const float* values, int64_t begin, int64_t end, int64_t num_values) {
+  Vec zeros{};
+  for (int64_t v = 0; v < num_values; v += kBlock)
+    for (const float* x = values + v * kKeys + begin * kBlock; x < values + v * kKeys + end * kBlock;
+         x += kLanes)
+      zeros += load(x) * 0.0f;
+  return sum(zeros) == 0;
+}
+
 // ``num`` rows q [., K], the first of which sees ``seen`` of the keys and each one more than that
 // before it, go on with ``num_keys`` more.
 inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, const float* keys,
@@ -74,13 +84,22 @@ inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, c
     for (int64_t v = 0; v < of.value; v += kLanes)
       store(sums + row * of.value + v, load(sums + row * of.value + v) * kept);
   }
-  for (int64_t v = 0; v < of.value; v += kBlock) {
-    const float* block[] = {values + v * kKeys};
-    rows_of<1>(weights, kKeys, num, block, num_keys, [&](int64_t row, const Vec* more) {
-      float* to = sums + row * of.value + v;
-      EACH (i, kVecs) store(to + i * kLanes, load(to + i * kLanes) + more[i]);
-    });
-  }
+  // ``rows`` rows from ``first`` on over ``visible`` keys.
+  auto add = [&](int64_t first, int64_t rows, int64_t visible) {
+    for (int64_t v = 0; v < of.value; v += kBlock) {
+      const float* block[] = {values + v * kKeys};
+      auto emit = [&](int64_t row, const Vec* more) {
+        float* to = sums + (first + row) * of.value + v;
+        EACH (i, kVecs) store(to + i * kLanes, load(to + i * kLanes) + more[i]);
+      };
+      rows_of<1>(weights + first * kKeys, kKeys, rows, block, visible, emit);
+    }
+  };
+  // A weight of 0 does not hide a value that is not finite: then each row meets what it sees alone.
+  if (has_numbers(values, std::clamp<int64_t>(seen, 0, num_keys), num_keys, of.value))
+    return add(0, num, num_keys);
+  for (int64_t row = 0; row < num; row++)
+    add(row, 1, std::clamp<int64_t>(seen + row, 0, num_keys));
 }
 
 // Rows [begin, end) of a segment over its whole context, one head: out [., V], ``ld`` apart.

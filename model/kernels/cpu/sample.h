@@ -270,6 +270,35 @@ Tensor likeliest(const Tensor& logits) {
   return tokens;
 }
 
+// Whether each place of logits [.., V] has a largest one that is finite, and none that is NaN.
+Tensor are_finite(const Tensor& logits) {
+  int64_t num = logits.size(-1);
+  Tensor rows = logits.reshape({-1, num}).contiguous();
+  TORCH_CHECK(rows.scalar_type() == at::kFloat);
+  auto shape = logits.sizes().slice(0, logits.dim() - 1);
+  Tensor flags = at::empty(shape, logits.options().dtype(at::kBool));
+  auto is_finite = [num](const float* x) {
+    Vec most = splat(kNever);
+    Ints is_nan{};
+    int64_t i = 0;
+    for (; i + kLanes <= num; i += kLanes) {
+      Vec v = load(x + i);
+      most = v > most ? v : most;
+      is_nan |= v != v;
+    }
+    float largest = kNever;
+    EACH (j, kLanes) largest = std::max(largest, most[j]);
+    bool has_nan = any(is_nan);
+    for (; i < num; i++) largest = std::max(largest, x[i]), has_nan |= std::isnan(x[i]);
+    return !has_nan && std::isfinite(largest);
+  };
+  in_pieces(rows.size(0), std::max<int64_t>(1, kWorthADraw / num), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      flags.mutable_data_ptr<bool>()[i] = is_finite(rows.const_data_ptr<float>() + i * num);
+  });
+  return flags;
+}
+
 // The settings of B rows, and logits [B, Q, V].
 struct Rows {
   const Tensor &logits, &temperature, &top_k, &top_p, &min_p;

@@ -23,6 +23,8 @@ MERGED_AT_ONCE = 4096
 """Values of parts in a program that merges."""
 FEWEST_SLOTS = tl.constexpr(64)
 """Of a part that has any: what a part writes is as much as so many slots, or more."""
+CHECKED_AT_ONCE = tl.constexpr(16)
+"""Slots whose entries are looked through together."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -58,6 +60,7 @@ def attend(
         NUM_PARTS=num_parts,
         IS_INTERLEAVED=how.is_interleaved,
         IS_TREE=how.bits_BQ is not None,
+        TAIL=_tail(num_q, how.bits_BQ is not None),
         BLOCK_M=block_m,
         BLOCK_S=block_s,
         BLOCK_C=triton.next_power_of_2(width),
@@ -66,6 +69,12 @@ def attend(
         num_stages=2 if block_s == 64 else 3,
     )
     return part[:, :, 0] if num_parts == 1 else merged(part, lse, q_XHC.dtype)
+
+
+def _tail(num_q: int, is_tree: bool) -> int:
+    """Slots behind the shortest context of a sequence that some of its queries may see and others
+    not, filled up."""
+    return 64 if is_tree else triton.cdiv(num_q - 1, CHECKED_AT_ONCE.value) * CHECKED_AT_ONCE.value
 
 
 def merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,6 +119,7 @@ def _attend(
     NUM_PARTS: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     IS_TREE: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -133,37 +143,74 @@ def _attend(
     at_M = row_M * q_row + head_M * q_head
     q_MC = tl.load(q + at_M[:, None] + c_C[None, :], mask=is_m & is_c, other=0.0)
     at_M = row_M * pe_row + head_M * pe_head
-    q_MR = rotated(pe, at_M, cos, sin, row_M, r_R, is_m & is_r, R, IS_INTERLEAVED)
-    q_MR = q_MR.to(q_MC.dtype)
+    q_MR = rotated(pe, at_M, cos, sin, row_M, r_R, is_m & is_r, R, IS_INTERLEAVED).to(q_MC.dtype)
 
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     out_MC = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     IS_WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_S == 0
     pages = table + seq * table_row
+    shortest, broken = end, tl.full([], 0, tl.int64)
+    if TAIL > 0:
+        shortest = tl.min(tl.where(is_pair_M, len_M, longest), 0)
+        if shortest < end:
+            broken = _broken(cache, pages, shortest, end, TAIL, C + R, PAGE_SIZE, 2 * BLOCK_C)
     page = _page(pages, first, end, IS_WHOLE, PAGE_SIZE)
     for start in range(first, end, BLOCK_S):
         slot_S = start + s_S
-        is_slot_S = slot_S < end
+        is_slot_S, is_broken_S = slot_S < end, slot_S < 0
+        if TAIL > 0:
+            after_S = slot_S - shortest
+            is_broken_S = ((broken >> tl.maximum(after_S, 0)) & 1) * (after_S >= 0) == 1
+        is_read_S1 = (is_slot_S & ~is_broken_S)[:, None]
         at_S = cache + _place(pages, page, start, s_S, end, IS_WHOLE, PAGE_SIZE) * (C + R)
         # Pages are known a tile ahead, or loads of latents would wait for those of pages.
         page = _page(pages, start + BLOCK_S, end, IS_WHOLE, PAGE_SIZE)
-        k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_slot_S[:, None] & is_c, other=0.0)
-        k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_slot_S[:, None] & is_r, other=0.0)
+        k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_read_S1 & is_c, other=0.0)
+        k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_read_S1 & is_r, other=0.0)
         score_MS = tl.dot(q_MC, tl.trans(k_SC), input_precision="ieee")
         score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee")
         is_seen_MS = seen(slot_S, len_M, bits_M, IS_TREE) & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
+        if TAIL > 0:
+            score_MS = tl.where(is_seen_MS & is_broken_S[None, :], float("nan"), score_MS)
         top_M, sum_M, out_MC = weighed(score_MS, k_SC, top_M, sum_M, out_MC)
 
     at_M = (row_M * NUM_HEADS + head_M) * NUM_PARTS + of
-    is_seen_M = sum_M > 0
+    is_seen_M = sum_M != 0  # NaN, too
     safe_M = tl.where(is_seen_M, sum_M, 1.0)
     lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
     tl.store(lse + at_M, lse_M, mask=is_pair_M)
     where_MC = part + at_M.to(tl.int64)[:, None] * C + c_C[None, :]
     is_told_MC = is_m & is_c & (is_seen_M[:, None] | (NUM_PARTS == 1))
     tl.store(where_MC, (out_MC / safe_M[:, None]).to(part.dtype.element_ty), mask=is_told_MC)
+
+
+@triton.jit
+def _broken(
+    cache,
+    pages,
+    first,
+    end,
+    TAIL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Bit i says that the entry at slot ``first`` + i, which is below ``end``, holds a value that
+    is not finite. Such an entry is not read where some queries do not see it: their weight of 0
+    would not hide it, and those that see it get the score NaN."""
+    bits, w_W = tl.full([], 0, tl.int64), tl.arange(0, BLOCK_W)
+    for i in tl.static_range(0, TAIL, CHECKED_AT_ONCE):
+        t_T = i + tl.arange(0, CHECKED_AT_ONCE)
+        is_slot_T = first + t_T < end
+        at_T = cache + _place(pages, 0, first, t_T, end, False, PAGE_SIZE) * WIDTH
+        is_value_TW = is_slot_T[:, None] & (w_W < WIDTH)[None, :]
+        value_TW = tl.load(at_T[:, None] + w_W[None, :], mask=is_value_TW, other=0.0)
+        is_number_TW = tl.abs(value_TW.to(tl.float32)) < float("inf")
+        is_number_T = tl.min(is_number_TW.to(tl.int32), 1)
+        bits += tl.sum((1 - is_number_T).to(tl.int64) << t_T, 0)
+    return bits
 
 
 @triton.jit
@@ -200,7 +247,7 @@ def _merge(
     p_P, c_C = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     at_P = pair * NUM_PARTS + p_P
     lse_P = tl.load(lse + at_P, mask=p_P < NUM_PARTS, other=float("-inf"))
-    is_seen_P = lse_P > float("-inf")
+    is_seen_P = lse_P != float("-inf")
     top = tl.max(lse_P, 0)
     weight_P = tl.where(is_seen_P, tl.exp2(lse_P - top), 0.0)
     # Parts that saw nothing were not written.

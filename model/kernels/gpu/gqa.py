@@ -13,7 +13,7 @@ from torch import Tensor
 from model.kernels.base import Attention
 from model.kernels.gpu.attend import FEWEST_SLOTS, LOG2_E, MAX_PARTS, merged
 from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import seen, weighed
+from model.kernels.gpu.softmax import only_seen, seen, weighed
 
 
 def attend(q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int) -> Tensor:
@@ -111,10 +111,11 @@ def _attend_groups(
         score_MS = tl.dot(q_MK, tl.trans(k_SK), input_precision="ieee")
         is_seen_MS = seen(slot_S, len_M, bits_M, IS_TREE) & is_slot_S[None, :]
         score_MS = tl.where(is_seen_MS, score_MS * (scale * LOG2_E), float("-inf"))
+        score_MS, v_SK = only_seen(score_MS, v_SK, is_seen_MS)
         top_M, sum_M, out_MK = weighed(score_MS, v_SK, top_M, sum_M, out_MK)
 
     at_M = (row_M * (NUM_GROUPS * NUM_EACH) + head_M) * NUM_PARTS + of
-    is_seen_M = sum_M > 0
+    is_seen_M = sum_M != 0  # NaN, too
     safe_M = tl.where(is_seen_M, sum_M, 1.0)
     lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
     tl.store(lse + at_M, lse_M, mask=is_pair_M)

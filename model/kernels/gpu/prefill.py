@@ -20,7 +20,7 @@ from model.checkpoint.tensors import upload
 from model.kernels.base import Attention
 from model.kernels.gpu.attend import LOG2_E
 from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import weighed
+from model.kernels.gpu.softmax import only_seen, weighed
 from model.network.batch import Segments, gather_pages
 
 MOST_EXPANDED_BYTES = 1 << 30
@@ -176,9 +176,10 @@ def _over(
         k_SR = tl.load(latent + at_S1 * latent_row + r_R[None, :], mask=is_k_SR, other=0.0)
         score_MS = tl.dot(q_MN, tl.trans(k_SN), input_precision="ieee")
         score_MS = tl.dot(q_MR, tl.trans(k_SR), score_MS, input_precision="ieee") * scale
+        v_SV = tl.load(kv + at_S1 * kv_row + N + v_V[None, :], mask=is_v_SV, other=0.0)
         if IS_EDGE:
             is_seen_MS = slot_S[None, :] < num_seen_M[:, None]
             score_MS = tl.where(is_seen_MS, score_MS, float("-inf"))
-        v_SV = tl.load(kv + at_S1 * kv_row + N + v_V[None, :], mask=is_v_SV, other=0.0)
+            score_MS, v_SV = only_seen(score_MS, v_SV, is_seen_MS)
         top_M, sum_M, out_MV = weighed(score_MS, v_SV, top_M, sum_M, out_MV)
     return top_M, sum_M, out_MV

@@ -31,3 +31,14 @@ def seen(slot_S, len_M, bits_M, IS_TREE: tl.constexpr):
         bit_MS = (bits_M[:, None] >> tl.where(is_node_MS, node_MS, 0)) & 1
         is_seen_MS = is_seen_MS | (is_node_MS & (bit_MS == 1))
     return is_seen_MS
+
+
+@triton.jit
+def only_seen(score_MS, v_SV, is_seen_MS):
+    """Scores and values of a tile whose slots are hidden from some queries: a weight of 0 does not
+    hide a value that is not finite, so such a value becomes 0, and the score of a query that sees
+    its slot NaN."""
+    is_number_SV = tl.abs(v_SV.to(tl.float32)) < float("inf")
+    is_broken_S = tl.min(is_number_SV.to(tl.int32), 1) == 0
+    score_MS = tl.where(is_seen_MS & is_broken_S[None, :], float("nan"), score_MS)
+    return score_MS, tl.where(is_number_SV, v_SV, 0.0)

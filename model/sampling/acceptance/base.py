@@ -6,6 +6,7 @@ unless the drafts are a tree), V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +46,51 @@ class Verdict:
             torch.where(rows_B, self.num_accepted_B, other.num_accepted_B),
             path_BE,
         )
+
+
+COUNT_BASE = 256
+"""Bound on the places of a row in a step, for ``Outcome``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A verdict as the host reads it. ``counts_B`` holds two numbers, so that the flag of rows that
+    are not finite costs no copy: the accepted drafts, and COUNT_BASE times the places of the row
+    that come before the first one whose logits are not finite."""
+
+    tokens_BE: Tensor
+    counts_B: Tensor
+    path_BE: Tensor | None = None
+
+    @classmethod
+    def of(cls, verdict: Verdict, finite_BN1: Tensor) -> Self:
+        """``finite_BN1``: whether the logits of each place, or of each node, are finite."""
+        path_BE, finite_BE = verdict.path_BE, finite_BN1
+        if path_BE is not None:
+            finite_BE = finite_BN1.gather(1, path_BE)
+        num_finite_B = finite_BE.cumprod(1).sum(1)
+        counts_B = verdict.num_accepted_B.add(num_finite_B, alpha=COUNT_BASE)
+        return cls(verdict.tokens_BE, counts_B, path_BE)
+
+    def runs(self, num_rows: int) -> "list[Run]":
+        """Return what each of the first ``num_rows`` rows emits."""
+        rows = zip(self.tokens_BE.tolist(), self.counts_B[:num_rows].tolist(), strict=False)
+        return [Run.of(tokens, counts) for tokens, counts in rows]
+
+
+class Run(NamedTuple):
+    """Tokens that a row emits in a step, ``num_accepted`` of them drafts. Unless ``is_finite`` the
+    logits of the token after them are no finite numbers, and the answer cannot go on."""
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    is_finite: bool = True
+
+    @classmethod
+    def of(cls, tokens: list[int], counts: int) -> Self:
+        num_finite, num_accepted = divmod(counts, COUNT_BASE)
+        num = min(num_finite, num_accepted + 1)
+        return cls((*tokens[:num],), min(num, num_accepted), num_finite > num_accepted)
 
 
 @dataclass(frozen=True, slots=True)
