@@ -3,7 +3,9 @@
 # make test   lint, types and the whole CPU test suite
 # make mutants   known mistakes, each alone, which a test has to notice (minutes)
 # make image-test   the image, built and begun as the pods of deploy/ (root, Debian's podman and more)
-# make soak   the slow tests, which make test leaves out, and kernels with other versions of Triton
+# make numerics   the numerical tests with each set of instructions that this processor has
+# make soak   the slow tests, which make test leaves out, make numerics, and kernels with other
+#             versions of Triton
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
 # What can be set, as in `make test TORCH_CPU_INDEX=`:
@@ -23,7 +25,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py libraries.py router_ties.py staging.py)
 
-.PHONY: torch-for-cpu demo gang test image-test mutants tritons soak lint proto checkpoint clean
+.PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -77,10 +79,14 @@ tritons: $(READY)
 	PYTHONPATH=$$folder $(PY) -m pytest -n $(WORKERS) tests/unit/test_gpu_compiles.py tests/unit/test_gpu_guards.py; \
 	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
-soak: tritons
+# PyTorch's kernels and ours, restricted to each of default, AVX2 and AVX-512 that can be executed.
+numerics: $(READY)
+	$(PY) -m tests.numerics
+
+soak: tritons numerics
 	$(VENV)/bin/pip install -q -e '.[soak]'
 	$(PY) -m pytest -m slow -n 2 --dist loadfile
-	TRITON_INTERPRET=1 $(PY) -m pytest -m slow tests/unit/test_gpu_engine.py
+	TRITON_INTERPRET=1 $(PY) -m pytest -m slow -n 2 $(INTERPRETED) tests/unit/test_gpu_engine.py
 
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/proto/tandem.proto

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from benchmarks.driven.engines import Bench, Held, load
+from benchmarks.driven.held_out import held_out
 from core.answer import TokenLogprobs
 from core.config import TINY_MODEL
 from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenBias
 from model.loaded import LoadedModel
-from training.corpus import held_out_prompts
 
 HEADS, EAGLE, EAGLE3, MODULES, SMALL = (
     TINY_MODEL.parent / f"tiny-v3-{name}"
@@ -75,8 +73,7 @@ def loaded_head(kind: str, folder: Path) -> LoadedModel:
 
 
 def texts(num: int, *, least: int = 16, most: int = 64, seed: int = 3) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
-    return held_out_prompts(tokenizer, num, min_len=least, max_len=most, seed=seed)
+    return held_out(num, least, most, seed)
 
 
 def mixed(prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.eagle_tables import DATA, SIZES
+from tests.eagle_tables import DATA, NUM_STEPS, SIZES
+from tests.numerics import network_rounding
 
 LATENTS = {
     "num_attention_heads": 4,
@@ -29,6 +30,12 @@ def told(kind: str) -> dict[str, Tensor]:
     """What the authors' code made of what."""
     tensors = load_file(DATA / f"{kind}.safetensors")
     return {name[5:]: one for name, one in tensors.items() if name.startswith("told.")}
+
+
+def head_rounding(wanted: Tensor) -> float:
+    """Bound the error of what such a head computes over its own outputs."""
+    size = float(wanted.abs().max())
+    return network_rounding(NUM_STEPS, SIZES["hidden_size"], size, growth=2)
 
 
 def head_tensors(kind: str) -> dict[str, Tensor]:

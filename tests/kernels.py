@@ -10,6 +10,10 @@ import torch
 from model.kernels.base import Kernels
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if IS_INTERPRETED:
+    from tests.interpreted import prepare_once_a_launch
+
+    prepare_once_a_launch()
 TYPES = [torch.float32, torch.float16 if IS_INTERPRETED else torch.bfloat16]
 """Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
 native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")

@@ -4,6 +4,8 @@ a patch, an image or a generator that finds nothing. Where kubectl is installed 
 import hashlib
 import json
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,12 @@ def _build(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
 
 
 def _read(path: Path) -> list[Manifest]:
-    return list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_StrictLoader))
+    return deepcopy(_parsed(path.read_text(encoding="utf-8")))
+
+
+@cache
+def _parsed(text: str) -> list[Manifest]:
+    return list(yaml.load_all(text, Loader=_StrictLoader))
 
 
 def _checked(tree: Manifest, where: str) -> Manifest:

@@ -4,6 +4,7 @@ Everything here needs only the standard library, so tests can import it without 
 """
 
 import hashlib
+import os
 import random
 import sysconfig
 from functools import lru_cache
@@ -27,15 +28,23 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest, "big") < HELD_OUT_FRACTION * 2**64
 
 
+def _source_files(root: Path) -> list[Path]:
+    """Return all files ``*.py`` below ``root``, without reading folders that are skipped."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return found
+
+
 @lru_cache(maxsize=1)
 def _split() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     root = library_root()
     train: list[Path] = []
     held_out: list[Path] = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not _SKIPPED_FOLDERS.intersection(relative.parts):
-            (held_out if is_held_out(relative.as_posix()) else train).append(path)
+    for path in sorted(_source_files(root)):
+        relative = path.relative_to(root).as_posix()
+        (held_out if is_held_out(relative) else train).append(path)
     return tuple(train), tuple(held_out)
 
 

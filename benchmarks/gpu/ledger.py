@@ -77,6 +77,7 @@ def model_of(name: str, in_fp8: bool) -> tuple[Any, Noted]:
         return random_model(name, *kind, with_mtp=True, in_fp8=in_fp8, kernels=kernels), kernels
 
 
+@cache
 def launches_of(
     name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool
 ) -> list[Launch]:

@@ -3,6 +3,7 @@ from a hand-over. And pages that others may share stay as they were."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from tests.small import write_small
 from tests.unit.test_drafts import Spy
 
 SETS = ("kv.num_pages=300", "kv.page_size=4", "speculation.draft_length=fixed")
-PROMPTS = held_out(6, 5, 60, seed=8)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    return held_out(6, 5, 60, seed=8)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +65,8 @@ async def drafted(
     monkeypatch.setattr(rigs, "load_once", spied)
     answers, drafts = [], []
     async with rig(path, *SETS, *sets) as cluster:
-        for i, ids in enumerate(PROMPTS):
-            tokens, _, _ = await cluster.complete(greedy(f"r{i}", ids, 48, ignore_eos=True))
+        for i, ids in enumerate(prompts()):
+            tokens, _, _ = await cluster.complete(greedy(f"r{i}", ids, 32, ignore_eos=True))
             answers.append(tokens)
             drafts.append([one for spy in spies for one in spy.drafts])
             for spy in spies:
@@ -80,7 +85,9 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("max_batch_tokens", [5, 2048])
+@pytest.mark.parametrize(
+    "max_batch_tokens", [5, pytest.param(2048, marks=pytest.mark.slow)], ids=["chunks", "whole"]
+)
 @pytest.mark.parametrize("name", DRAFTERS)
 async def test_the_drafts_of_every_step(
     modules_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_tokens: int
@@ -133,11 +140,11 @@ async def test_bytes_are_those_that_the_page_says(
         [decode] = cluster.decodes
         loaded = decode._parts.loaded
         said, config = bytes_of(loaded), loaded.config
-        _, _, finished = await cluster.complete(greedy("r", PROMPTS[0], 5, ignore_eos=True))
+        _, _, finished = await cluster.complete(greedy("r", prompts()[0], 5, ignore_eos=True))
         await cluster.check_empty()
     main = 4 * config.num_hidden_layers * config.latent_dim
     assert said["cache_per_token"] == 4 * 3 * config.latent_dim
-    assert finished.kv_transfer.bytes == len(PROMPTS[0]) * (main + said["cache_per_token"])
+    assert finished.kv_transfer.bytes == len(prompts()[0]) * (main + said["cache_per_token"])
     seal = seals[-1]  # behind that of the warm-up
     assert (
         seal.features is not None

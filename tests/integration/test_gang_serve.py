@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",
-    "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=true",
+    "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=false",
 )  # fmt: skip
 NUM_ALIKE = 50
 """So often in a row a rank that measures says another number of steps at least once."""
@@ -37,15 +37,21 @@ def server(head: RayHead) -> Iterator[Serving]:
     assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
 
 
-def serve_exactly(server: Serving, num: int, seed: int) -> None:
-    asked = prompts(num, seed)
+def serve(server: Serving, num: int, seed: int) -> list[list[int]]:
+    """Return the answers to prompts that are sent at the same time."""
     with Client(server.address) as client, ThreadPoolExecutor(num) as pool:
 
         def ask(ids: list[int]) -> list[int]:
             return list(client.complete(ids, max_tokens=40, ignore_eos=True).token_ids)
 
-        for ids, answer in zip(asked, pool.map(ask, asked), strict=True):
-            assert len(answer) == 40 and not near_ties(TINY_MODEL, ids, answer)
+        return list(pool.map(ask, prompts(num, seed)))
+
+
+def serve_exactly(server: Serving, num: int, seed: int) -> list[list[int]]:
+    answers = serve(server, num, seed)
+    for ids, answer in zip(prompts(num, seed), answers, strict=True):
+        assert len(answer) == 40 and not near_ties(TINY_MODEL, ids, answer)
+    return answers
 
 
 def settled(server: Serving) -> dict[str, RankStatus]:
@@ -65,7 +71,7 @@ def settled(server: Serving) -> dict[str, RankStatus]:
 
 
 def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: Serving) -> None:
-    serve_exactly(server, 6, seed=51)
+    answers = serve_exactly(server, 6, seed=51)
     nodes = settled(server)
     assert sorted(nodes) == ["decode-0.0", "decode-0.1", "prefill-0.0", "prefill-0.1"]
     assert all(0.4 < node.balance_ratio <= 1.0 for node in nodes.values())
@@ -86,7 +92,7 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
     if done["is_moved"]:
         assert done["after"] > done["before"]
         assert not set(before) & set(actors(head.pid, "DecodeActor"))
-    serve_exactly(server, 6, seed=51)
+    assert serve(server, 6, seed=51) == answers
     again = settled(server).values()
     [ratio] = {node.balance_ratio for node in again if node.kind == "decode"}
     expected = done["after"] if done["is_moved"] else done["before"]

@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=RUSHES, help=f"of these [{RUSHES}]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [cores]")
     parser.add_argument("--once", action="store_true", help="only what failed before it was mended")
-    parser.add_argument("--seed", type=int, help="this one alone, with all that can be told of it")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", help="these alone, with all that can be told of them"
+    )
     parser.add_argument("--log", action="store_true", help="of --seed: all that happens")
     parser.add_argument("--shrink", action="store_true", help="of --seed: faults it fails without")
     parser.add_argument(
@@ -36,14 +38,20 @@ def main() -> None:
         once()
     if args.seed is None:
         many(range(args.first, args.first + args.seeds), args.jobs)
-    faults = args.fault or faults_of(args.seed)
+    num_bad = sum(one(seed, args) for seed in args.seed)
+    os._exit(num_bad > 0)  # what was in the middle of something would go on, and complain
+
+
+def one(seed: int, args: argparse.Namespace) -> bool:
+    """Run ``seed`` and print all that can be told of it; return whether it failed."""
+    faults = args.fault or faults_of(seed)
     if args.shrink:
-        faults = shortest(args.seed, faults)
-    result = run_seed(args.seed, faults, keeps_log=args.log)
+        faults = shortest(seed, faults)
+    result = run_seed(seed, faults, keeps_log=args.log)
     tell(result)
     faults_told = (f"--fault '{fault}'" for fault in result.faults)
     print(result.num_told, *faults_told, sep="\n  ", flush=True)
-    os._exit(bool(result.failures))  # what was in the middle of something would go on, and complain
+    return bool(result.failures)
 
 
 def once() -> None:

@@ -3,6 +3,7 @@ the last bit of tokens and log probabilities, at every level, in every loop, whe
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,12 @@ class Models:
         return long, told(Bench(loaded, num_drafts=0, max_rows=8), long)
 
 
+def often(*names: str) -> list[Any]:
+    """Return all drafters as parameters: those of ``names``, and the others marked as slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in names else slow) for name in DRAFTERS]
+
+
 @pytest.fixture(scope="module")
 def models() -> Models:
     return Models()
@@ -69,16 +76,29 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) -> None:
-    """All of them in fp32, the first and the highest in bf16; and drafts are accepted."""
+    """The first and the highest in fp32, the highest in bf16; and drafts are accepted."""
+    levels = models.of(name).drafter.levels(depth_of(name))
+    for level in {1, len(levels) - 1} if dtype == "float32" else {len(levels) - 1}:
+        check_level(models, name, dtype, level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_levels_between_the_first_and_the_highest(models: Models, name: str, dtype: str) -> None:
+    levels = models.of(name).drafter.levels(depth_of(name))
+    for level in range(1, len(levels) - 1):
+        check_level(models, name, dtype, level)
+
+
+def check_level(models: Models, name: str, dtype: str, level: int) -> None:
+    """Check the answers at one level and, at the highest, that drafts of that size are accepted."""
     loaded = models.of(name, dtype)
-    levels = loaded.drafter.levels(depth_of(name))
-    numbers = range(1, len(levels)) if dtype == "float32" else (1, len(levels) - 1)
-    for level in numbers:
-        bench = bench_of(loaded, name, level)
-        assert told(bench, models.asked) == models.plain(dtype), levels[level]
-        counts = [one.counts for one in bench.updates() if one.counts is not None]
-    assert sum(one.num_accepted for one in counts) > 0
-    assert max(one.num_nodes / one.num_steps for one in counts) == levels[-1].num_nodes
+    levels, bench = loaded.drafter.levels(depth_of(name)), bench_of(loaded, name, level)
+    assert told(bench, models.asked) == models.plain(dtype), levels[level]
+    counts = [one.counts for one in bench.updates() if one.counts is not None]
+    if level == len(levels) - 1:
+        assert sum(one.num_accepted for one in counts) > 0
+        assert max(one.num_nodes / one.num_steps for one in counts) == levels[-1].num_nodes
 
 
 @pytest.mark.slow
@@ -109,18 +129,28 @@ def test_rows_that_are_judged_by_p_and_q_beside_strict_ones(models: Models, name
     """Strict ones say what they say alone, and so do greedy ones, which both kinds judge alike. In
     programs that are recorded."""
     loaded = models.of(name)
-    kinds = [STRICT, REJECTION, REJECTION_GREEDY] * 2
-    asked = [
-        replace(one, speculation=Speculation(acceptance=kind))
-        for one, kind in zip(models.asked, kinds, strict=True)
-    ]
-    bench, plain = bench_of(loaded, name), models.plain()
-    answers = told(bench, asked)
-    for one, answer, expected in zip(asked, answers, plain, strict=True):
+    asked = of_all_kinds(models.asked)
+    answers = told(bench_of(loaded, name), asked)
+    for one, answer, expected in zip(asked, answers, models.plain(), strict=True):
         is_same = one.speculation.acceptance == STRICT or one.sampling.temperature == 0
         assert not is_same or answer == expected
-    assert tokens_of(answers) == tokens_of(told(bench_of(loaded, name), asked))
     assert not loaded.refused
+
+
+@pytest.mark.parametrize("name", often("ngram", "eagle3 tree"))
+def test_rows_that_are_judged_by_p_and_q_are_judged_alike_again(models: Models, name: str) -> None:
+    asked = of_all_kinds(models.asked)
+    first, again = (tokens_of(told(bench_of(models.of(name), name), asked)) for _ in range(2))
+    assert first == again
+
+
+def of_all_kinds(asked: list[Request]) -> list[Request]:
+    """Return the requests with strict acceptance, rejection and greedy rejection in turns."""
+    kinds = [STRICT, REJECTION, REJECTION_GREEDY] * 2
+    return [
+        replace(one, speculation=Speculation(acceptance=kind))
+        for one, kind in zip(asked, kinds, strict=True)
+    ]
 
 
 def test_few_pages_and_old_entries(models: Models, name: str) -> None:

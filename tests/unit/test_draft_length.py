@@ -178,8 +178,8 @@ class Shared(Server):
         return super().step_s(num_rows, num_drafts, step) * drift * stop
 
 
-@pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("slope", [0.02, 0.1, 0.2])
+@pytest.mark.parametrize("a", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 0.6, 0.9])
+@pytest.mark.parametrize("slope", [0.02, pytest.param(0.1, marks=pytest.mark.slow), 0.2])
 def test_a_machine_whose_speed_varies_does_not_hide_the_length_that_pays(
     a: float, slope: float
 ) -> None:
@@ -202,7 +202,7 @@ class Disturbed(Server):
 
 
 @pytest.mark.parametrize("a", [0.3, 0.9])
-@pytest.mark.parametrize("slope", [0.1, 0.2])
+@pytest.mark.parametrize("slope", [pytest.param(0.1, marks=pytest.mark.slow), 0.2])
 def test_other_work_during_a_look_does_not_choose_the_length(a: float, slope: float) -> None:
     reached = list[float]()
     for seed in range(3):

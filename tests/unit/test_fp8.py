@@ -1,6 +1,9 @@
 """Products with FP8 matrices in blocks (kernels for GPUs, interpreted): against fp64 of the same
 quantised inputs, with ragged edges of blocks, tiles and slots."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import Tensor
 from benchmarks.driven.blocks import dense, random_blocks
 from model.kernels.base import BLOCK, Blocks, Kernels
 from tests.kernels import IS_INTERPRETED, TYPES
+from tests.numerics import UNIT, assert_near
 
 if not IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -73,7 +77,7 @@ def test_rows_are_quantised_by_the_largest_of_each_group(
     wanted = filled.abs().amax(-1).clamp(min=1e-4) / 448
     if by_powers:
         wanted = wanted.log2().ceil().exp2()
-    torch.testing.assert_close(scales, wanted, rtol=1e-6, atol=0)
+    assert_near(scales, wanted, 2 * UNIT[torch.float32] * wanted)
     scales = scales.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
     back, exact = values.float() * scales, x.float() / scales
     # A step of FP8, or its least one. What rounds up to a power of two the interpreter halves.
@@ -84,9 +88,26 @@ def test_rows_are_quantised_by_the_largest_of_each_group(
     assert not back[3].any()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
-@pytest.mark.parametrize("num_rows", [1, 17, 130])
+def cases(often: set[tuple[int, Kernels, torch.dtype]], *sizes: int) -> list[Any]:
+    """Return all cases of ``sizes``, both ways and both types as parameters. Those that are not run
+    ``often`` are marked as slow."""
+    return [
+        pytest.param(*one, marks=() if one in often else pytest.mark.slow)
+        for one in product(sizes, (AS_THEY_ARE, QUANTISED), TYPES)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kernels", "dtype"),
+    cases(
+        {
+            *((130, kernels, TYPES[1]) for kernels in (AS_THEY_ARE, QUANTISED)),
+            *((17, kernels, TYPES[0]) for kernels in (AS_THEY_ARE, QUANTISED)),
+            (1, AS_THEY_ARE, TYPES[1]),
+        },
+        *(1, 17, 130),
+    ),
+)
 def test_dense_products(num_rows: int, kernels: Kernels, dtype: torch.dtype) -> None:
     w, x = blocks(1, WIDTH, DIM, 1), drawn(num_rows, DIM, dtype)
     wanted = read(x, kernels) @ dense(w, 1, 0).T
@@ -114,9 +135,16 @@ def test_sums_in_parts(
     assert torch.equal(kernels.linear(x, one, 40), got)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kernels", [AS_THEY_ARE, QUANTISED])
-@pytest.mark.parametrize("per_token", [2, 20, 60])
+@pytest.mark.parametrize(
+    ("per_token", "kernels", "dtype"),
+    cases(
+        {
+            *((60, kernels, TYPES[1]) for kernels in (AS_THEY_ARE, QUANTISED)),
+            *((2, kernels, TYPES[0]) for kernels in (AS_THEY_ARE, QUANTISED)),
+        },
+        *(2, 20, 60),
+    ),
+)
 def test_experts(per_token: int, kernels: Kernels, dtype: torch.dtype) -> None:
     """One without pairs, some that are elsewhere; few rows of each and more than a tile."""
     num_slots, num_tokens = NUM_SLOTS + 1, 5

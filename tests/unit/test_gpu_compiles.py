@@ -2,7 +2,9 @@
 values in registers. That takes no GPU; what they compute is tested in test_{kernels,drawing}.py."""
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,9 +52,19 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
+def weights(*shape: int, kind: torch.dtype = BF16) -> Tensor:
+    """Return memory whose values nobody reads."""
+    return torch.empty(shape, dtype=kind)
+
+
 def fp8(num_slots: int, rows: int, columns: int) -> Blocks:
     shape = num_slots, -(-rows // BLOCK), -(-columns // BLOCK)
-    return Blocks(zeros(num_slots, rows, columns).to(FP8), zeros(*shape).float())
+    return Blocks(weights(num_slots, rows, columns, kind=FP8), zeros(*shape).float())
+
+
+def often(*sizes: Any, beside: Sequence[Any]) -> list[Any]:
+    """Return parameters: ``sizes``, and those that are slow ``beside`` them."""
+    return [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in beside)]
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
@@ -92,11 +104,12 @@ def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch
     assert told.seconds() == 5 + compiling.LONGEST_S
 
 
-@pytest.mark.parametrize(("page_size", "is_tree"), [(64, False), (64, True), (16, False)])
+@pytest.mark.parametrize("pages", often((64, False), beside=[(64, True), (16, False)]))
 @pytest.mark.parametrize(("num_heads", "num_q"), [(16, 1), (16, 2), (16, 4), (128, 1), (128, 4)])
 def test_attention(
-    compiled: list[str], num_heads: int, num_q: int, page_size: int, is_tree: bool
+    compiled: list[str], num_heads: int, num_q: int, pages: tuple[int, bool]
 ) -> None:
+    page_size, is_tree = pages
     num_rows, cache, angles = 8 * num_q, zeros(4, page_size, 576), zeros(8 * num_q, 32).float()
     q, up_k, up_v = (
         zeros(num_rows, num_heads, 192),
@@ -155,19 +168,19 @@ def test_queries_that_flashmla_reads(compiled: list[str], num_heads: int) -> Non
     assert compiled == ["_rotate"]
 
 
-@pytest.mark.parametrize("num_pairs", [6, 24, 160, 255])
+@pytest.mark.parametrize("num_pairs", often(6, 255, beside=[24, 160]))
 def test_experts(compiled: list[str], num_pairs: int) -> None:
     """From few pairs of an expert to many."""
-    w1, w2 = zeros(8, 2816, 2048), zeros(8, 2048, 1408)
+    w1, w2 = weights(8, 2816, 2048), weights(8, 2048, 1408)
     x, slots = zeros(num_pairs, 2048), torch.zeros(num_pairs, dtype=torch.int64)
     Triton(132).experts(x, None, slots, w1, w2)
     assert compiled == ["_by_slot"] * (num_pairs > 64) + ["_gate_up", "_down"]
 
 
-@pytest.mark.parametrize("kind", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("num_pairs", [256, 768, 8 * 1024 + 1])
+@pytest.mark.parametrize("kind", often(BF16, torch.float32, beside=[torch.float16]))
+@pytest.mark.parametrize("num_pairs", often(256, 8 * 1024 + 1, beside=[768]))
 def test_experts_of_many_pairs(compiled: list[str], num_pairs: int, kind: torch.dtype) -> None:
-    w1, w2 = zeros(8, 2816, 2048).to(kind), zeros(8, 2048, 1408).to(kind)
+    w1, w2 = weights(8, 2816, 2048, kind=kind), weights(8, 2048, 1408, kind=kind)
     slots = torch.zeros(num_pairs, dtype=torch.int64)
     Triton(132).experts(zeros(num_pairs, 2048).to(kind), None, slots, w1, w2)
     by_slot = ["_count", "_place"] if num_pairs > 8 * 1024 else ["_by_slot"]
@@ -194,15 +207,21 @@ def test_tiles_of_experts_fit_the_pairs_that_are_here(
     assert used - {0} == tiles
 
 
-@pytest.mark.parametrize("num_pairs", [6, 200, 255, 512])
+@pytest.mark.parametrize("num_pairs", often(6, 512, beside=[200, 255]))
 def test_experts_in_blocks_of_fp8(compiled: list[str], num_pairs: int) -> None:
     x, slots = zeros(num_pairs, 7168), torch.zeros(num_pairs, dtype=torch.int64)
     Triton(132).experts(x, None, slots, fp8(8, 4096, 7168), fp8(8, 7168, 2048))
     assert compiled == ["_by_slot"] * (num_pairs > 64) + ["_gate_up", "_down"]
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 128, 4096])
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize(
+    ("quantises", "num_rows"),
+    [
+        *((False, 1), (True, 128), (True, 4096)),
+        *(pytest.param(False, num, marks=pytest.mark.slow) for num in (32, 128, 4096)),
+        *(pytest.param(True, num, marks=pytest.mark.slow) for num in (1, 32)),
+    ],
+)
 def test_dense_products_in_blocks_of_fp8(
     compiled: list[str], quantises: bool, num_rows: int
 ) -> None:
@@ -214,7 +233,7 @@ def test_dense_products_in_blocks_of_fp8(
     assert compiled == [*in_parts, *in_parts, "_silu_mul", *in_parts]
 
 
-@pytest.mark.parametrize("num_pairs", [6, 255, 4096])
+@pytest.mark.parametrize("num_pairs", often(6, 4096, beside=[255]))
 def test_experts_of_rows_in_fp8(compiled: list[str], num_pairs: int) -> None:
     x, slots = zeros(num_pairs // 2, 7168), torch.zeros(num_pairs, dtype=torch.int64)
     Triton(132, quantises=True).experts(x, None, slots, fp8(8, 4096, 7168), fp8(8, 7168, 2048))
@@ -233,7 +252,7 @@ def test_routing(compiled: list[str], num_tokens: int) -> None:
     assert compiled == ["_logits", "_choose", "_logits", "_choose", "_choose", "_silu_mul"]
 
 
-@pytest.mark.parametrize("num_tokens", [102_400, 129_280])
+@pytest.mark.parametrize("num_tokens", often(129_280, beside=[102_400]))
 def test_sampling(compiled: list[str], num_tokens: int) -> None:
     rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=1)] * 2, torch.device("cpu"))
     places = torch.zeros(2, 4, dtype=torch.int64)

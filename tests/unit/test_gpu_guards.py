@@ -37,6 +37,8 @@ STEPS: dict[At, tuple[int, float]] = {
 }
 """Launches, and GB that they move."""
 COMPILED = [at for at in STEPS if at[1] > 1 or at[4]]
+OFTEN = ("v2-lite", 32, 4096, 3, False), ("v3-slice", 32, 4096, 3, True)
+"""Steps that are compiled whenever tests run: both models, and bf16 and FP8."""
 
 
 def faults(line: Line) -> list[str]:
@@ -62,7 +64,11 @@ def test_no_launch_and_no_byte_is_added(at: At) -> None:
     assert (len(launches), round(gigabytes, 2)) == STEPS[at]
 
 
-@pytest.mark.parametrize("at", COMPILED, ids=str)
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(at, marks=() if at in OFTEN else pytest.mark.slow) for at in COMPILED],
+    ids=str,
+)
 def test_kernels_that_take_most_of_a_step_keep_memory_and_products_busy(at: At) -> None:
     hot = {str(one): one for one in lines_of(*at, only=HOT)}
     assert len({one.launch.name for one in hot.values()}) >= 3
@@ -73,8 +79,8 @@ def test_kernels_that_take_most_of_a_step_keep_memory_and_products_busy(at: At) 
     ("name", "options", "fault"),
     [
         ("_attend", {"num_stages": 1}, "take turns"),
-        ("_attend", {"BLOCK_S": 16}, "narrow products"),
-        ("_attend", {"num_warps": 4}, "spills"),
+        pytest.param("_attend", {"BLOCK_S": 16}, "narrow products", marks=pytest.mark.slow),
+        pytest.param("_attend", {"num_warps": 4}, "spills", marks=pytest.mark.slow),
         ("_attend", {"maxnreg": 168}, "wait for one another"),
         ("_down", {"F": 1407}, "less than 16 bytes"),
     ],
@@ -90,7 +96,9 @@ def test_guards_notice(name: str, options: dict[str, Any], fault: str) -> None:
     assert any("too little in flight" in one for one in faults(line_of(few, work)))
 
 
-@pytest.mark.parametrize("options", [{"num_stages": 1}, {"BLOCK_S": 16}])
+@pytest.mark.parametrize(
+    "options", [{"num_stages": 1}, pytest.param({"BLOCK_S": 16}, marks=pytest.mark.slow)]
+)
 def test_what_guards_notice_takes_longer_by_the_ledgers_rule(options: dict[str, Any]) -> None:
     step = zip(*step_of("v3-slice", 32, 4096, 3, False), strict=True)
     launch, work = next(pair for pair in step if pair[0].name == "_attend")

@@ -75,8 +75,16 @@ def told(loaded: LoadedModel, loop: str) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "loop"),
+    [
+        *((drafter, "overlapped") for drafter in DRAFTERS),
+        *(
+            pytest.param(drafter, "plain", marks=() if drafter == "mtp" else pytest.mark.slow)
+            for drafter in DRAFTERS
+        ),
+    ],
+)
 def test_nothing_of_a_graph_is_read_after_the_next_one(
     folder: Any, _copies: None, drafter: str, loop: str
 ) -> None:

@@ -97,8 +97,14 @@ def asked(num_heads: int, num_q: int, page_size: int = 64) -> tuple[Any, ...]:
 
 
 @gpu_only
-@pytest.mark.parametrize("is_interleaved", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_q"), [(64, 1), (16, 4), (128, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_q", "is_interleaved"),
+    [
+        *((64, 1, True), (16, 4, False), (128, 2, True)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, 1, False), (16, 4, True))),
+        pytest.param(128, 2, False, marks=pytest.mark.slow),
+    ],
+)
 def test_flashmla_is_asked_for_what_our_own_kernel_gives(
     num_heads: int, num_q: int, is_interleaved: bool
 ) -> None:

@@ -17,6 +17,7 @@ from model.drafters.base import Drafts
 from model.network.cache import MAIN
 from model.network.tree import tree_of
 from model.sampling.acceptance.base import Verdict
+from tests.numerics import assert_near, network_rounding
 from tests.trees import Parents, level_of, path_to
 from tests.unit.test_drafts import prompt
 
@@ -75,7 +76,8 @@ def test_a_tree_is_transformers_forward_with_its_mask(
             drafts = Drafts(torch.tensor([tokens]))
             *_, [logits_NV] = verify(loaded, bench.caches, rows, drafts, tree)
         expected_NV = by_transformers(tmp_path, known, tokens, parents)
-        assert (logits_NV - expected_NV).abs().max() < 2e-4
+        bound = network_rounding(3, 48, float(expected_NV.abs().max()), growth=16)
+        assert_near(logits_NV, expected_NV, bound)
         node = draw.randint(1, len(parents))
         path = path_to(parents, node)
         path_BE = torch.tensor([[0, *path, *([0] * (tree.depth - len(path)))]])
@@ -90,6 +92,6 @@ def test_a_tree_is_transformers_forward_with_its_mask(
             )
             after, nothing = replace(rows, state=state), Drafts(torch.zeros(1, 0).long())
             *_, [[logits_V]] = verify(loaded, bench.caches, after, nothing)
-        assert (logits_V - tiny.reference_logits(tmp_path, known)[-1]).abs().max() < 2e-4
+        assert_near(logits_V, tiny.reference_logits(tmp_path, known)[-1], bound)
         bench.drop("r")
         bench.check_empty()

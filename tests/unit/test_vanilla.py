@@ -86,7 +86,7 @@ def ours(bench: Bench, spy: Spy, ids: tuple[int, ...]) -> tuple[list[int], list[
     return known[len(ids) :], rounds
 
 
-@pytest.mark.parametrize("num_answers", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_answers", [4, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_batch_tokens", [1, 3, 2048])
 def test_drafts_of_every_step(checkpoint: Path, max_batch_tokens: int, num_answers: int) -> None:
     """After a hand-over, by chunks of every kind."""
@@ -161,8 +161,9 @@ def entries(loaded: LoadedModel, bench: Bench, ids: list[int]) -> list[torch.Ten
 def test_prefill_writes_what_follows_from_known_tokens(
     checkpoint: Path, max_batch_tokens: int, num: int
 ) -> None:
-    """And nothing of others: those of drafts lie behind."""
-    loaded = load(checkpoint)
+    """And nothing of others: those of drafts lie behind. Native kernels give the same bits in any
+    chunk."""
+    loaded = load(checkpoint, "model.kernels=native")
     bench = Bench(loaded, max_batch_tokens=max_batch_tokens)
     ids = prompt(num, seed=5)
     [first] = bench.start(greedy("r", ids, 9))[:1]
@@ -176,7 +177,7 @@ def test_prefill_writes_what_follows_from_known_tokens(
         start=1,
     ):
         known = max(0, num + 1 - k)
-        torch.testing.assert_close(found[:known], longer[:known], atol=2e-5, rtol=1e-4)
+        assert torch.equal(found[:known], longer[:known])
         assert (found[known:] == POISON).all()
 
 
