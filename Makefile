@@ -16,8 +16,9 @@
 # A cluster is many processes, which all import the same: their bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that run tests: one more than cores, for what waits.
+# Processes that run tests: one more than cores, for what waits. Interpreted kernels never wait.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+NUM_BUSY := $(shell n=$$(nproc); echo $$((n < $(WORKERS) ? n : $(WORKERS))))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -62,7 +63,7 @@ lint: $(READY)
 # Files in the order of their names: those that start clusters come first and share the time.
 test: lint
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); kernels=$$?; \
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(NUM_BUSY) $(INTERPRETED); kernels=$$?; \
 	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
 
 image-test: $(READY)

@@ -56,6 +56,11 @@ HIDDEN = tuple(name for name in DRAFTERS if name.split()[0] not in _BLIND)
 """Those that read hidden states, which may not have been shipped."""
 
 
+WITHOUT_TREES = "eagle", "eagle3", "medusa", "draft_model", "class", "pool"
+"""Those whose "tree" drafts by the same code and more, and "pool", which is "ngram" beside others.
+"""
+
+
 def depth_of(name: str) -> int:
     return int(DRAFTERS[name][0].rpartition("=")[2])
 

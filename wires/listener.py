@@ -41,11 +41,10 @@ class Listener:
         """Listen on ``host`` only, on a port of the system's choice. Raises ValueError."""
         if self._server is None:
             try:
-                listener = _bound(self._host)
                 self._server = await asyncio.start_server(
-                    self._accept, sock=listener, backlog=ACCEPTS_PER_TURN
+                    self._accept, self._host, 0, backlog=ACCEPTS_PER_TURN
                 )
-                listener.listen(BACKLOG)  # asyncio's number bounds its turns too
+                _raise_backlog(self._server)
             except OSError as error:
                 raise ValueError(
                     f"kv_transfer.host={self._host!r}: nothing can be served there ({error}); "
@@ -85,10 +84,12 @@ class Listener:
             writer.close()
 
 
-def _bound(host: str) -> socket.socket:
-    """Bind a socket to a free port of ``host``. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family)
+def _raise_backlog(server: asyncio.Server) -> None:
+    """Let the kernel keep BACKLOG connections: the number that asyncio is given bounds its turns
+    too."""
+    for listening in server.sockets:
+        with socket.fromfd(listening.fileno(), listening.family, listening.type) as own:
+            own.listen(BACKLOG)
 
 
 async def connect(

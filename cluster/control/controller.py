@@ -111,11 +111,13 @@ class Controller:
 
     async def _attach(self, config: TandemConfig) -> None:
         differing = [] if self._config is None else differences(self._config, config)
-        if differing:
+        if differing and not self._may_be_replaced():
             raise ValueError(
                 f"config: a cluster runs in this Ray, and {'; '.join(differing)}: use its values, "
                 "or stop it with `tandem stop`"
             )
+        if differing:
+            await self._stop(config.control.stop_s)
         if self._config is None:
             self._configure(config)
         for keeper in self._gangs.values():
@@ -125,6 +127,12 @@ class Controller:
         await asyncio.gather(*(keeper.stop(deadline_s) for keeper in self._gangs.values()))
         self._gangs, self._config = {}, None
         self._publish()
+
+    def _may_be_replaced(self) -> bool:
+        """Whether no gang has ever served and one was given up: then no gateway relies on the
+        config, and the mistake in it can be mended."""
+        has_served = any(keeper.history.has_served for keeper in self._gangs.values())
+        return not has_served and any(gang.is_given_up for gang in self._snapshot.gangs)
 
     def _configure(self, config: TandemConfig) -> None:
         self._config = config

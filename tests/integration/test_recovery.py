@@ -114,7 +114,7 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert not cluster.members.reports
         kept = cluster.gateway.fleet
-        asked = {rank.life for rank in (*kept._listeners, *chain(*kept._warming))}
+        asked = {rank.life for rank in (*kept._listeners, *chain(*kept._warm_ups))}
         assert busy.spec.life not in asked and not len(kept._background)
         await cluster.check_empty()
 

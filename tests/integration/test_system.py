@@ -54,7 +54,7 @@ def prompts(num: int, min_len: int, max_len: int, seed: int) -> list[list[int]]:
     return held_out(num, min_len, max_len, seed)
 
 
-@pytest.mark.parametrize("num_prompts", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [8, pytest.param(100, marks=pytest.mark.slow)])
 async def test_held_out_prompts_are_answered_exactly(
     server: Serving, client: AsyncClient, num_prompts: int
 ) -> None:

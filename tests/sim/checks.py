@@ -76,8 +76,8 @@ class Checks:
             fleet = one.gateway.fleet
             if fleet.ranks.keys() != lives:
                 return f"{one.name} knows {[*fleet.ranks]}, not {lives}"
-            if not fleet.usable() or len(fleet.usable()) < len(fleet._warming):
-                return f"{one.name} uses {len(fleet.usable())} of {len(fleet._warming)} pairs"
+            if not fleet.usable() or len(fleet.usable()) < len(fleet._warm_ups):
+                return f"{one.name} uses {len(fleet.usable())} of {len(fleet._warm_ups)} pairs"
         members = {info.spec.process for gang in gangs for info in gang.members}
         alive = {name for name, _ in self.ranks()}
         if members != alive:

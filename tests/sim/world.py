@@ -41,6 +41,7 @@ from tests.sim.net import Net
 from tests.sim.threads import Threads
 from tests.sim.wire import Wires
 from text.tokenizer import Tokenizer
+from wires import listener
 
 SETS = (
     *("kv.page_size=4", "kv.num_pages=60", "decode.max_rows=4", "model.max_model_len=200"),
@@ -125,6 +126,7 @@ class World:
             patch.object(parts, "start_rank", self._start_rank),
             patch.object(Sink, "_link", lambda *given: self._link(*given)),
             patch.object(hub, "Hub", self.gangs.hub),
+            patch.object(listener, "_raise_backlog", lambda server: None),
             patch.object(watch, "waited_for_cpu_s", lambda thread_id: 0.0),
             patch.object(shell, "_stderr_path", lambda: str(self.folder / "log")),
             patch.object(channel, "store_server", self.wires.store_server),

@@ -189,10 +189,10 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
             drafts = draft(loaded.drafter, bench.caches, state, key, CHAINS[3].level)
             output = decode_step(loaded, bench.caches, state, key, CHAINS[3])
         own = output.state.drafter
-        outputs.append((drafts.tokens_BN.tolist(), output.verdict, own.hidden_BMD))
-    for drafts, verdict, hidden in outputs[1:]:
+        outputs.append((drafts.tokens_BN.tolist(), output.outcome, own.hidden_BMD))
+    for drafts, outcome, hidden in outputs[1:]:
         assert drafts == outputs[0][0]
-        assert torch.equal(verdict.tokens_BE, outputs[0][1].tokens_BE)
+        assert torch.equal(outcome.tokens_BE, outputs[0][1].tokens_BE)
         assert torch.equal(hidden, outputs[0][2])
 
 

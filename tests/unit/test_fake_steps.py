@@ -29,12 +29,10 @@ from core.request import ACCEPTANCES  # noqa: E402
 from decode_node.planning.forms import usual_keys  # noqa: E402
 from decode_node.planning.step_plan import PLAIN, Extras, StepKey  # noqa: E402
 from model.loaded import LoadedModel  # noqa: E402
-from tests.conformance import DRAFTERS, bench_of  # noqa: E402
+from tests.conformance import DRAFTERS, WITHOUT_TREES, bench_of  # noqa: E402
 
 ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
 """But for classes of one's own, which are Python between two steps."""
-SLOW = "eagle", "pool"
-"""Drafters whose programs are those of "eagle3" without its taps, and those of "ngram"."""
 EVERYTHING = Extras(all_greedy=False, has_rules=True, kinds=tuple(sorted(ACCEPTANCES)))
 
 
@@ -76,7 +74,10 @@ def computed(loaded: LoadedModel, name: str) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ON_DEVICE],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in WITHOUT_TREES else ())
+        for name in ON_DEVICE
+    ],
 )
 def test_no_program_of_a_drafter_depends_on_values(_noted: None, name: str) -> None:
     assert computed(loaded_with(name), name) > 300

@@ -131,7 +131,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
     keys, values = told.how.cache.unflatten(-1, (2, GROUPS, WIDTH)).unbind(2)
     (keys if place > 0 else values)[page_B, at_B % PAGE_SIZE, :, place] = value
     got = told.attend(own).unflatten(0, sees_BQ.shape)
-    torch.testing.assert_close(got[~sees_BQ], wanted[~sees_BQ], rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[~sees_BQ], wanted[~sees_BQ])
     assert not got[sees_BQ].isfinite().all(-1).any()
 
 

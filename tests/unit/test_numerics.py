@@ -27,7 +27,7 @@ from tests.numerics import (
 SHARES: dict[str, dict[str, float]] = json.loads(SEEN.read_text())
 
 
-@pytest.mark.parametrize("length", [10, 1000, 100_000])
+@pytest.mark.parametrize("length", [64, 1000, 100_000])
 def test_sums_one_after_the_other_stay_within_their_bound(length: int) -> None:
     """With any number of accumulators: more of them only make it smaller."""
     terms_NL = torch.randn(20, length, generator=torch.Generator().manual_seed(length))
@@ -36,7 +36,7 @@ def test_sums_one_after_the_other_stay_within_their_bound(length: int) -> None:
         partial = added_NL.cumsum(1, dtype=torch.float32)
         size = float(partial.abs().max())
         exact = added_NL.double().sum(1)
-        assert_near(partial[:, -1], exact, 2 * rounding(length / num_lanes, size))
+        assert_near(partial[:, -1], exact, rounding(length / num_lanes, size))
 
 
 def test_what_is_off_by_more_than_its_bound_is_noticed(

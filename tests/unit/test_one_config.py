@@ -12,6 +12,7 @@ import pytest
 from cluster.control.controller import Controller
 from cluster.control.launch import check_tokenizer
 from cluster.control.members import RayMembers
+from cluster.control.next_life import History
 from core.config import TINY_MODEL, TandemConfig, load
 from core.config_shared import shared_digest
 from core.info import DECODE
@@ -67,6 +68,7 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
     controller = Controller()
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))
+    controller._gangs = {"decode-0": SimpleNamespace(history=History(has_served=True))}  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"decode\.max_rows is 16 there, 3 here.*tandem stop"):
         await controller._attach(OTHER)
     assert controller._config is MINE

@@ -44,8 +44,14 @@ def accepted(bench: Bench) -> int:
     return sum(one.counts.num_accepted for one in bench.updates() if one.counts is not None)
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-@pytest.mark.parametrize(("name", "num_nodes"), [("Repeats", None), ("Branches", 12)])
+@pytest.mark.parametrize(
+    ("name", "num_nodes", "loop"),
+    [
+        *(("Repeats", None, "plain"), ("Branches", 12, "overlapped")),
+        pytest.param("Repeats", None, "overlapped", marks=pytest.mark.slow),
+        pytest.param("Branches", 12, "plain", marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_without_drafts(
     asked: list[Request], expected: list, loop: str, name: str, num_nodes: int | None
 ) -> None:

@@ -87,7 +87,7 @@ def ours(bench: Bench, spy: Spy, ids: tuple[int, ...]) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize("num_answers", [4, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_batch_tokens", [1, 3, 2048])
+@pytest.mark.parametrize("max_batch_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 2048])
 def test_drafts_of_every_step(checkpoint: Path, max_batch_tokens: int, num_answers: int) -> None:
     """After a hand-over, by chunks of every kind."""
     loaded = load(checkpoint)
@@ -128,7 +128,7 @@ def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> lis
     return drafts
 
 
-@pytest.mark.parametrize("num_drafts", [2, 3, 5])
+@pytest.mark.parametrize("num_drafts", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_drafts_equal_those_from_scratch(checkpoint: Path, num_drafts: int) -> None:
     """Of any number of modules, for prompts shorter than these too."""
     loaded = load(checkpoint, f"speculation.num_tokens={num_drafts}")
@@ -177,7 +177,8 @@ def test_prefill_writes_what_follows_from_known_tokens(
         start=1,
     ):
         known = max(0, num + 1 - k)
-        assert torch.equal(found[:known], longer[:known])
+        # A page that the prefix cache has is not written again: what is in it is poison.
+        assert torch.equal(found[:known].view(torch.int32), longer[:known].view(torch.int32))
         assert (found[known:] == POISON).all()
 
 
