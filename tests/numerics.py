@@ -8,6 +8,8 @@ numbers were that were rounded. Roundings are as good as independent, so n of th
 that this processor has, PyTorch's kernels and ours restricted to it. It prints the largest error of
 each test as a share of its bound. No bound may be more than MAX_SLACK times the largest error that
 was ever seen on a processor; ``data/errors.json`` has these, and ``--write`` adds what is larger.
+A set of instructions that is missing there has not been seen. Whoever changes a bound removes its
+test from the file first.
 """
 
 import argparse

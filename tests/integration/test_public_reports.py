@@ -189,7 +189,10 @@ async def test_logprobs_of_accepted_drafts(small_model: Path, temperature: float
         reference.check(request, drafted)
         same_logprobs(plain, drafted, 24)
         assert len(drafted.cuts) < len(plain.cuts), "no draft was accepted"
-        for stop in (plain.text[9:11], plain.text[15:18]):
+        # When a broken character is certain is the decoder's affair: no stop string has one.
+        parts = [plain.text[at : at + 3] for at in range(9, len(plain.text) - 3)]
+        stops = [part for part in parts if "\ufffd" not in part]
+        for stop in (stops[0][:2], stops[len(stops) // 2]):
             stopped = replace(request, sampling=replace(request.sampling, stop=(stop,)))
             for num in (0, 8):
                 cut = await ask(cluster, drafting(stopped, num))

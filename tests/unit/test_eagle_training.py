@@ -95,7 +95,7 @@ def test_losses_are_the_authors_own() -> None:
 
 def check_loss(got: Tensor, wanted: Tensor, num_terms: int) -> None:
     """Both are in fp32."""
-    assert_near(got, wanted, rounding(num_terms / NUM_LANES, float(wanted)))
+    assert_near(got, wanted, 2 * rounding(num_terms / NUM_LANES, float(wanted)))
 
 
 def test_top_k_distillation_is_the_papers() -> None:
