@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -126,11 +127,17 @@ class DecodeRank:
         if asked.identity in self._arriving:
             raise HandoverError(f"{asked.identity} arrives already")
         task = self._arriving[asked.identity] = asyncio.create_task(self._arrive(asked))
-        task.add_done_callback(lambda _: self._arriving.pop(asked.identity))
+        task.add_done_callback(partial(self._arrived, asked.identity))
         await asyncio.wait([task])
         if task.cancelled():
             raise HandoverError(f"{asked.identity} was aborted while it arrived")
         return task.result()
+
+    def _arrived(self, identity: Identity, task: "asyncio.Task[TransferStats]") -> None:
+        """Retrieve the error too: the gateway may have cancelled its call because it knew of it."""
+        del self._arriving[identity]
+        if not task.cancelled():
+            task.exception()
 
     async def _arrive(self, asked: Start) -> TransferStats:
         """Fetch the KV and start the sequence; a failure frees the row.

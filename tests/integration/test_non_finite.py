@@ -87,15 +87,17 @@ async def check(folder: Path, small_model: Path, written: list[int], *sets: str)
                 assert not near_ties(small_model, prompt, list(answer.token_ids))
         await cluster.check_empty()
         num_ended = 3 * len(BROKEN) + 2
+        ranks = cluster.gateway.fleet.ranks.values()
+
+        def num_counted() -> float:
+            beats = (rank.beat for rank in ranks if rank.beat is not None)
+            return sum(beat.held.counters["num_non_finite"] for beat in beats)
+
+        await until(lambda: num_counted() >= num_ended)
         found = await samples(server)
         assert found["tandem_rejections_total", (("code", "INTERNAL"),)] == num_ended
-
-        async def is_counted() -> bool:
-            found = await samples(server)
-            counts = (n for (name, _), n in found.items() if name == "tandem_num_non_finite_total")
-            return sum(counts) == num_ended
-
-        await until(is_counted)
+        told = [n for (name, _), n in found.items() if name == "tandem_num_non_finite_total"]
+        assert sum(told) == num_ended and len(told) == len(ranks)
 
 
 @pytest.mark.parametrize("mode", ["split", "colocated"])

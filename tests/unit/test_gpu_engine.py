@@ -14,6 +14,7 @@ from benchmarks.driven.engines import Bench, greedy, load
 from model.checkpoint.files import dequantise
 from model.kernels.base import BLOCK, Kernels
 from model.kernels.repeated import Eager, Function, Repeated
+from model.network.cache import MAIN
 from tests.kernels import IS_INTERPRETED
 
 if not IS_INTERPRETED:
@@ -64,6 +65,37 @@ def test_answers_of_a_checkpoint_in_fp8_are_those_of_its_dequantised_copy(
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     (folder / "config.json").write_text(json.dumps(config))
     check(folder, plain, num_drafts=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_answers_that_meet_no_numbers_end_alone(
+    folder: Path, num_drafts: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A row of the embedding that one prompt has, and a page of another's row."""
+    clean, asked = tmp_path_factory.mktemp("clean"), [[5, 9, 31], [7, 60, 61, 8], [4, 44]]
+    shutil.copytree(folder, clean, dirs_exist_ok=True)
+    wanted = [tiny.reference_greedy(clean, ids, 5) for ids in asked]
+    tensors = load_file(folder / "model.safetensors")
+    read = next(i for i in range(96) if i not in [*sum(wanted, []), *sum(asked, [])])
+    tensors["model.embed_tokens.weight"][read] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    bench = Bench(load(folder), num_drafts=num_drafts, max_rows=4, page_size=4)
+    requests = [greedy(f"r{i}", ids, 5, ignore_eos=True) for i, ids in enumerate(asked)]
+    broken = greedy("broken", [3, read, 5], 5)
+    answers = bench.generate(*requests, broken)
+    assert answers == [*((tokens, "length") for tokens in wanted), ([], "NonFinite")]
+    bench.frames.clear()
+    bench.start_all(*requests)
+    bench.caches[MAIN][1][bench.sequence("r1").pages[0], 1, 3] = float("nan")
+    while bench.decode.has_work():
+        bench.decode.step()
+    ends = {one.identity.request_id: one for one in bench.updates()}
+    assert ends["r1"].failure is not None and ends["r1"].failure.kind == "NonFinite"
+    for name, tokens in (("r0", wanted[0]), ("r2", wanted[2])):
+        own = [one.token_ids for one in bench.updates() if one.identity.request_id == name]
+        assert [*sum(own, ())] == tokens[1:]
+    bench.check_empty()
 
 
 def check(folder: Path, reference: Path, num_drafts: int) -> None:
