@@ -33,7 +33,7 @@ def plant(name: str, tree: Path, folders: Sequence[str] = NEEDED) -> Counted:
     """Copy ``folders`` into ``tree`` and apply the patch of that name. Raises ValueError if it does
     not apply any more, or costs more than one new file and one line."""
     for folder in folders:
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tree / folder)
     counted = apply(PATCHES / f"{name}.patch", tree)
     if len(counted.created) > 1 or (counted.num_added, counted.num_removed) != (1, 0):
         raise ValueError(f"{name}: {counted} is more than one new file and one line")

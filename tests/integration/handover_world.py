@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import multiprocessing
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from kv_transfer.layout import PROTOCOL
 from kv_transfer.messages import Offer
 from kv_transfer.side import Deadlines, Side
 from kv_transfer.sink import Pulled, Sink
+from tests.forks import forks
 from tests.integration.handover_peer import (
     CONFIG,
     DEADLINE_S,
@@ -56,7 +56,7 @@ async def _prefill_process(pipe: Connection) -> None:
 
 class Process:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=prefill_process, args=(theirs,), daemon=True)
         self.process.start()

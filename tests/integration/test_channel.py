@@ -1,7 +1,6 @@
 """Channels between two OS processes over gloo."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from kv_transfer.base import Channel, Direction
 from kv_transfer.channel import make_channels
 from kv_transfer.staging import StagingPool
 from tests.faulty import watched
+from tests.forks import forks
 from tests.waiting import PATIENCE_S, wait_until
 
 HOST = "127.0.0.1"
@@ -44,7 +44,7 @@ def sender_process(pipe: Connection) -> None:
 
 class Peer:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=sender_process, args=(theirs,), daemon=True)
         self.process.start()
