@@ -102,7 +102,7 @@ class Checks:
         assert one.gateway is not None and one.admission is not None
         if num := len(one.admission._streams) or sum(map(len, one.gateway.running)):
             return f"{num} open streams"
-        if num := one.admission._threads._num_chars:
+        if num := one.admission._threads.num_chars:
             return f"{num} characters to be tokenised"
         for rank in one.gateway.fleet.ranks.values():
             if rank.inboxes.queues or rank.inboxes.granted:

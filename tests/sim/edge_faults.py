@@ -175,7 +175,7 @@ class EdgeFaults(Faults):
         try:
             await RayMembers.attach(other := world.other_config())
         except (TandemError, RayError, ValueError) as error:
-            return world.told("refused", error)
+            return world.told("refused", type(error).__name__)
         self._took_over(other)
 
     def _roll_out(self, fault: Fault) -> str:
@@ -193,7 +193,7 @@ class EdgeFaults(Faults):
                 await RayMembers.attach(other)
                 self._took_over(other)
             except (TandemError, RayError, ValueError) as error:
-                world.told("not rolled out", error)
+                world.told("not rolled out", type(error).__name__)
                 await asyncio.sleep(1.0)  # time: virtual
 
     def _took_over(self, config: object) -> None:

@@ -272,7 +272,7 @@ class World:
                 await members.started(lambda text: None)
                 break
             except (TandemError, RayError, ValueError) as error:
-                self.told("not started", gateway.name, error)
+                self.told("not started", gateway.name, type(error).__name__)
                 await asyncio.sleep(1.0)  # time: virtual
         gateway.admission = admission = Admission(config)
         texts = tokenizer(self.mix.is_edge)
