@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.control.machines import CONTROLLER
+from cluster.gateway.handles import Handle
 from core.membership import READY, Membership
 from core.placement import Placement
 from tests.sim.world import Gateway, World
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from cluster.control.gang import GangKeeper
     from tests.sim.clients import Client
 
-ANSWERED_S = 30.0
+ANSWERED_S = 24.0
 """Within which a request of an honest client is answered by a cluster that is well."""
 STARTED_S = 16.0
 """Within which a gateway starts that reaches a pair of ranks, another pair apart."""
@@ -81,10 +82,19 @@ class Service:
         gateway.process.call(self._turn, gateway, after_s=TURN_S)
 
     def _can_start(self, gateway: Gateway) -> bool:
-        """Whether gangs are ready and another gateway uses some pair of their ranks."""
+        """Whether gangs are ready, and another gateway uses a pair of their ranks that reach each
+        other."""
         others = [one for one in self.world.gateways if one is not gateway and one.is_serving]
-        uses = any(one.gateway.fleet.usable() for one in others if one.gateway is not None)
-        return uses and self._are_ready()
+        used = [one.gateway.fleet.usable() for one in others if one.gateway is not None]
+        return self._are_ready() and any(self._reach(*pair) for pairs in used for pair in pairs)
+
+    def _reach(self, *ranks: Handle) -> bool:
+        """Whether both can be heard by each other."""
+        actors = [self.world.ray.actors[rank.info.spec.process] for rank in ranks]
+        one, other = (actor.process for actor in actors)
+        if one is None or other is None:
+            return False
+        return not (self.world.net.is_silent(one, other) or self.world.net.is_silent(other, one))
 
     def _is_ill(self) -> bool:
         """Whether something is missing to the cluster that clients may have to wait for."""
