@@ -137,9 +137,11 @@ class Clients:
             if not over.done():
                 self._take(client, client.plan.receive(response))
 
+        proofs: list[str] = []
+
         async def write(piece: Piece) -> None:
             assert gateway.gateway is not None
-            message = piece_to_proto(piece, gateway.gateway.model.digest)
+            message = piece_to_proto(piece, gateway.gateway.model.digest, *proofs)
             process.call(take, message, after_s=HOP_S)
 
         async def serve() -> None:
@@ -147,7 +149,7 @@ class Clients:
             assert gateway.admission is not None
             try:
                 asked, nonce = to_unchecked(sent.message), sent.metadata[STREAM_KEY]
-                await gateway.admission.answer(asked, write, nonce)
+                await gateway.admission.answer(asked, write, nonce, proofs.append)
             except Exception as error:
                 status = status_of(error)
                 failure = InferenceError(status.code, status.details)
