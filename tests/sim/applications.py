@@ -15,8 +15,6 @@ from tests.sim.model import WEIGHTS
 from tests.sim.requests import Order
 from tests.sim.world import World
 
-BEGUN_MAY_BE_REFUSED = True
-"""Whether RESOURCE_EXHAUSTED may end a stream of the typed client that has tokens."""
 REFUSED, ELSEWHERE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -82,9 +80,8 @@ class Application(Client):
         has_begun = any(answer.token_ids for answer in self.answers.values())
         is_single, can_resume = self.order.num_answers == 1, bool(error.token_ids)
         pause_s = self._draw.uniform(1.0, 2.0)
-        if error.code == REFUSED and error.retry_after_s is not None:
-            if has_begun and is_single and not BEGUN_MAY_BE_REFUSED:
-                raise error
+        is_lost = has_begun and is_single and not self._may_give_up(has_begun)
+        if error.code == REFUSED and error.retry_after_s is not None and not is_lost:
             pause_s *= error.retry_after_s
         elif error.code == ELSEWHERE:
             if len(self._world.digests) == 1:

@@ -147,7 +147,7 @@ class Checks:
         held = [*scheduler.sequences]
         if rank.spec.kind == PREFILL:
             return list(dict.fromkeys([*held, *rank.source._book.open_ones()]))
-        return list(dict.fromkeys([*held, *scheduler._begun, *scheduler._fresh]))
+        return list(dict.fromkeys([*held, *scheduler.queue.begun, *scheduler.queue.fresh]))
 
     def _links(self, rank: Any) -> list[Any]:
         return [] if rank.spec.kind == PREFILL else [*rank.intake._links.values()]

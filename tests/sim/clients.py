@@ -160,9 +160,11 @@ class Clients:
             if not over.done():
                 self._take(client, response)
 
+        proofs: list[str] = []
+
         async def write(piece: Piece) -> None:
             assert gateway.gateway is not None
-            message = piece_to_proto(piece, gateway.gateway.model.digest)
+            message = piece_to_proto(piece, gateway.gateway.model.digest, *proofs)
             await client.reader.read(message.ByteSize())
             process.call(take, message, after_s=HOP_S)
 
@@ -171,7 +173,7 @@ class Clients:
             assert gateway.admission is not None
             try:
                 asked, nonce = to_unchecked(sent.message), sent.metadata[STREAM_KEY]
-                await gateway.admission.answer(asked, write, nonce)
+                await gateway.admission.answer(asked, write, nonce, proofs.append)
             except Exception as error:
                 status = status_of(error)
                 hint = dict(status.trailing_metadata).get(RETRY_AFTER_KEY)

@@ -212,6 +212,10 @@ class EdgeFaults(Faults):
         self._hostile.half_read(fault.for_s)
         return f"{fault.for_s} s"
 
+    def _claims(self, fault: Fault) -> str:
+        self._hostile.claims(fault.for_s)
+        return f"{fault.for_s} s"
+
     def _long_texts(self, fault: Fault) -> str:
         self._hostile.long_texts(fault.for_s)
         return f"{fault.for_s} s"

@@ -68,7 +68,7 @@ PARTIAL_KINDS = {
     "odd error": 1,
 }
 """Drawn where most of the cluster works after each fault."""
-HOSTILE_KINDS = {"trickle": 2, "half read": 1, "long texts": 2}
+HOSTILE_KINDS = {"trickle": 2, "half read": 1, "long texts": 2, "claims": 2}
 """Drawn where clients are hostile: by which of them honest clients might be harmed."""
 ALL_KINDS = tuple(KINDS | RUSH_KINDS | EDGE_KINDS | OPERATOR_KINDS | HOSTILE_KINDS)
 LASTING = (

@@ -17,6 +17,9 @@ PAUSE_S = 0.05
 """Before a hostile client sends its next request."""
 NUM_READERS, NUM_WRITERS = 12, 4
 TRICKLE_BYTES_PER_S, NUM_CHARS, HALF_BYTES = 16.0, 2000, 80
+LASTS = 2.0
+"""How much longer than other faults hostile clients last."""
+CLAIMED = [5, 6]
 TOKENS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 
 
@@ -49,6 +52,10 @@ class HostileClients:
         """Read the beginning of each answer."""
         self._begin(NUM_READERS, for_s, self._tokens, lambda: Reader(stalls_after=HALF_BYTES))
 
+    def claims(self, for_s: float) -> None:
+        """Resume answers that nobody has begun."""
+        self._begin(NUM_READERS, for_s, self._tokens, Reader, resume_token_ids=CLAIMED)
+
     def long_texts(self, for_s: float) -> None:
         """Send texts that are refused once they are tokenised."""
         self._begin(NUM_WRITERS, for_s, lambda: "x" * NUM_CHARS, Reader)
@@ -65,13 +72,18 @@ class HostileClients:
         return [self._draw.randrange(3, 90) for _ in range(4)]
 
     def _begin(
-        self, num: int, for_s: float, prompt: Callable[[], Prompt], reader: Callable[[], Reader]
+        self,
+        num: int,
+        for_s: float,
+        prompt: Callable[[], Prompt],
+        reader: Callable[[], Reader],
+        **options: Any,
     ) -> None:
-        ends_at = self._world.loop.time() + for_s
+        ends_at = self._world.loop.time() + LASTS * for_s
         for _ in range(num):
             self._num_begun += 1
             process = Process(self._world.loop, f"hostile-{self._num_begun}")
-            process.start(self._repeat(process, ends_at, prompt, reader))
+            process.start(self._repeat(process, ends_at, prompt, reader, options))
 
     async def _repeat(
         self,
@@ -79,11 +91,12 @@ class HostileClients:
         ends_at: float,
         prompt: Callable[[], Prompt],
         reader: Callable[[], Reader],
+        more: dict[str, Any],
     ) -> None:
         number = 0
         while self._world.loop.time() < ends_at:
             number += 1
-            options = TOKENS | {"request_id": f"{process.name}-{number}"}
+            options = TOKENS | more | {"request_id": f"{process.name}-{number}"}
             made = HostileClient(-1, prompt(), options, reader())
             self._open[process] = made
             serving = [one for one in self._world.gateways if one.is_serving]

@@ -114,7 +114,7 @@ def _edge_mix(seed: int, shape: tuple[str, ...]) -> Mix:
     [theme] = draw.choices([*THEMES], [*THEMES.values()])
     if theme == HOSTILE:
         one = dict(list(GATEWAYS.items())[:1])
-        given = {"num_faults": 3, "step_s": 0.02, "gateways": one, "is_edge": True}
+        given = {"num_faults": 2, "step_s": 0.02, "gateways": one, "is_edge": True}
         return Mix(sets, HOSTILE_KINDS, tuple(HOSTILE_KINDS), **given)  # type: ignore[arg-type]
     if theme == OPERATOR:
         return Mix(sets, OPERATOR_KINDS, (), num_faults=6, step_s=SLOW_STEP_S, is_edge=True)
