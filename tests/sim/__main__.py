@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 
 from tqdm import tqdm
@@ -78,6 +79,8 @@ def many(seeds: range, num_jobs: int, stops: bool) -> None:
                 num_bad += 1
                 tell(result)
                 if stops:
+                    for process in active_children():
+                        process.kill()  # in the middle of seeds that nobody wants any more
                     os._exit(1)
     per_s = len(seeds) / (time.perf_counter() - began_at)
     print(f"{len(seeds)} seeds, {num_bad} with failures, {per_s:.2f} a second")
