@@ -11,11 +11,12 @@ from cluster.proto import tandem_pb2 as pb
 from tests.sim.clients import BACKOFF_S, RETRY_S, Client, Clients
 from tests.sim.loop import Process
 from tests.sim.readers import Reader
-from tests.sim.world import World
+from tests.sim.world import SPARE_STREAMS, World
 
-PAUSE_S = 0.05
+PAUSE_S = 0.02
 """Before a hostile client sends its next request."""
-NUM_READERS, NUM_WRITERS = 12, 4
+NUM_WRITERS, NUM_MORE = 4, 2
+"""Clients that send long texts; of other kinds, how many more than find room."""
 TRICKLE_BYTES_PER_S, NUM_CHARS, HALF_BYTES = 16.0, 2000, 80
 LASTS = 2.0
 """How much longer than other faults hostile clients last."""
@@ -46,15 +47,18 @@ class HostileClients:
 
     def trickle(self, for_s: float) -> None:
         """Read some bytes a second."""
-        self._begin(NUM_READERS, for_s, self._tokens, lambda: Reader(TRICKLE_BYTES_PER_S))
+        num = self._num_streams() + NUM_MORE
+        self._begin(num, for_s, self._tokens, lambda: Reader(TRICKLE_BYTES_PER_S))
 
     def half_read(self, for_s: float) -> None:
         """Read the beginning of each answer."""
-        self._begin(NUM_READERS, for_s, self._tokens, lambda: Reader(stalls_after=HALF_BYTES))
+        num = self._num_streams() + NUM_MORE
+        self._begin(num, for_s, self._tokens, lambda: Reader(stalls_after=HALF_BYTES))
 
     def claims(self, for_s: float) -> None:
         """Resume answers that nobody has begun."""
-        self._begin(NUM_READERS, for_s, self._tokens, Reader, resume_token_ids=CLAIMED)
+        num = self._world.config.decode.num_rows + NUM_MORE
+        self._begin(num, for_s, self._tokens, Reader, resume_token_ids=CLAIMED)
 
     def long_texts(self, for_s: float) -> None:
         """Send texts that are refused once they are tokenised."""
@@ -67,6 +71,11 @@ class HostileClients:
             if client.cancel is not None:
                 client.cancel()
         self._open.clear()
+
+    def _num_streams(self) -> int:
+        """Most streams that a gateway has open."""
+        config = self._world.config
+        return config.decode.num_rows + config.server.max_queued + SPARE_STREAMS
 
     def _tokens(self) -> Prompt:
         return [self._draw.randrange(3, 90) for _ in range(4)]

@@ -109,9 +109,12 @@ def arrivals_of(seed: int, draw: random.Random) -> list[float]:
 
 def _edge_mix(seed: int, shape: tuple[str, ...]) -> Mix:
     draw = random.Random(f"mix {seed}")
-    room = f"server.max_queued={draw.choice((1, 2, 4))}", f"decode.max_rows={draw.choice((2, 3))}"
-    sets = (*shape, *room, "server.write_s=4", f"speculation.drafter={_drafter(draw)}")
     [theme] = draw.choices([*THEMES], [*THEMES.values()])
+    num_queued, num_rows = draw.choice((1, 2, 4)), draw.choice((2, 3))
+    if theme == HOSTILE:
+        num_queued, num_rows = 6, 1
+    room = f"server.max_queued={num_queued}", f"decode.max_rows={num_rows}"
+    sets = (*shape, *room, "server.write_s=4", f"speculation.drafter={_drafter(draw)}")
     if theme == HOSTILE:
         one = dict(list(GATEWAYS.items())[:1])
         given = {"num_faults": 2, "step_s": 0.02, "gateways": one, "is_edge": True}

@@ -74,6 +74,7 @@ class Play:
             config.model.max_model_len or 0,
             tokenizer(),
             has_drafts=config.speculation.drafter != "none",
+            max_answers=2 if mix.is_hostile else 3,
         )
         made = Application(len(self.clients.all), order, self.world, draw)
         if draw.random() < SLOW:

@@ -137,7 +137,12 @@ def _stopped(
 
 
 def draw_order(
-    draw_: random.Random, max_model_len: int, tokenizer: Tokenizer, has_drafts: bool
+    draw_: random.Random,
+    max_model_len: int,
+    tokenizer: Tokenizer,
+    *,
+    has_drafts: bool,
+    max_answers: int,
 ) -> Order:
     """Return a random request that every gateway has to answer."""
     prompt: Prompt = [draw_.randrange(3, 90) for _ in range(draw_.randint(4, 60))]
@@ -153,7 +158,7 @@ def draw_order(
     options |= _lists(draw_, options["max_tokens"])
     options |= _acceptance(draw_, options["temperature"], has_drafts)
     if draw_.random() < RARE:
-        options["n"] = draw_.randint(2, 3)
+        options["n"] = draw_.randint(2, max_answers)
     return Order(prompt, options, max_model_len, tokenizer)
 
 
