@@ -149,11 +149,12 @@ def test_features_are_what_enters_the_layers_that_a_config_names(
             assert_near(got, exact, bound)
 
 
+OWN_HEAD_VD = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(1))
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
     "eagle1 own embedding, no bias": ("eagle1", {"tensors": {"fc.bias": None}}),
     "eagle1 shared embedding": ("eagle1", {"tensors": {"embed_tokens.weight": None}}),
-    "eagle1 own head": ("eagle1", {"tensors": {"lm_head.weight": torch.randn(VOCAB, 48)}}),
+    "eagle1 own head": ("eagle1", {"tensors": {"lm_head.weight": OWN_HEAD_VD}}),
     "eagle1 over latents": ("eagle1", LATENTS | {"tensors": over_latents("eagle1")}),
     "eagle3": ("eagle3", {"tensors": {"embed_tokens.weight": None}}),
     "eagle3 whole vocabulary": (

@@ -268,7 +268,7 @@ def test_a_node_of_a_tree_sees_its_context_and_its_path(num_q: int, dtype: torch
         for node in {0, 1, num_q // 2, num_q - 1}:
             path = trees.path(b, node)
             if IS_INTERPRETED:
-                check_attended(got[b, node][None], path.wanted(), dtype)
+                check_attended(got[b, node][None], path.wanted(), dtype, growth=SPREAD)
             else:
                 assert torch.equal(got[b, node], path.attend()[0])
 
