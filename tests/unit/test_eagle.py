@@ -14,7 +14,7 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TandemConfig
 from core.config import load as load_config
 from core.errors import LayoutMismatch
-from core.info import PREFILL
+from core.info import DECODE, PREFILL
 from core.membership import RankSpec
 from kv_transfer.layout import check_given
 from kv_transfer.pages import PagePool
@@ -454,3 +454,34 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
     with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
         check_given(facts(load(main)), mine)
     check_given(mine, facts(load(main, "speculation.drafter=none")))
+
+
+def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_path: Path) -> None:
+    """Before anything is read; a folder with the same files is the same head."""
+    norm = head_tensors("eagle3")["midlayer.hidden_norm.weight"]
+    heads = {
+        "head": write_head(tmp_path / "a", "eagle3"),
+        "copy": write_head(tmp_path / "b", "eagle3"),
+        "other weights": write_head(
+            tmp_path / "c", "eagle3", tensors={"midlayer.hidden_norm.weight": norm + 1}
+        ),
+        "other config": write_head(tmp_path / "d", "eagle3", rope_theta=500.0),
+    }
+    found: dict[str, str] = {}
+
+    class Enough(Exception):
+        """The weights need not be read."""
+
+    for name, head in heads.items():
+
+        def check(weights: str, name: str = name) -> None:
+            found[name] = weights
+            raise Enough
+
+        sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
+        for kind in (PREFILL, DECODE):
+            with pytest.raises(Enough):
+                load_model(load_config(None, list(sets)), kind, check_digest=check)
+    assert found["head"] == found["copy"] and len(set(found.values())) == 3
+    digest = load(main, "model.kernels=native").digest
+    assert all(one.startswith(f"{digest} and speculation.path ") for one in found.values())
