@@ -27,8 +27,8 @@ import asyncio, os, signal, sys
 from cluster.control.members import RayMembers
 from cluster.control.ray_session import ray_session
 from core.config import load
+from core.control import Done
 from core.errors import RankLost
-from core.info import RankStatus
 from core.schema import decode
 
 def decodes(snapshot):
@@ -45,10 +45,10 @@ async def main():
         while not decodes(snapshot) or decodes(snapshot) == [old]:
             snapshot = await members.changed(snapshot.version)
         [new] = decodes(snapshot)
-        status = decode(RankStatus, await members.control(new.spec).call("status", b""))
-        assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
+        decode(Done, await members.control(new.spec).call("ping", b""))
+        assert old.spec.epoch < new.spec.epoch and new.frames is not None
         try:
-            await members.control(old.spec).call("status", b"")
+            await members.control(old.spec).call("ping", b"")
         except RankLost as error:
             print("lost:", error)
 
