@@ -9,11 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
+import grpc
 import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
+from cluster.client.options import build_request
+from cluster.proto import tandem_pb2 as pb
+from cluster.proto import tandem_pb2_grpc as rpc
 from core.config import TINY_MODEL
 from core.info import RankStatus
 from core.request import Request, SamplingParams, TokenBias
@@ -78,6 +83,16 @@ def check_answer(server: Serving, num_tokens: int = 12) -> None:
         answer = client.complete(PROMPT, max_tokens=num_tokens, ignore_eos=True)
     assert len(answer.token_ids) == num_tokens
     assert not near_ties(TINY_MODEL, PROMPT, list(answer.token_ids))
+
+
+def first_message(server: Serving, **resumed: Any) -> pb.GenerateResponse:
+    """The first message of a stream that is given up then. A proof that counts comes back in it."""
+    options: Any = {"request_id": "proven", "max_tokens": 150, "ignore_eos": True}
+    with grpc.insecure_channel(server.address) as channel:
+        call = rpc.InferenceStub(channel).Generate(build_request(PROMPT, options | resumed))
+        message: pb.GenerateResponse = next(call)
+        call.cancel()
+        return message
 
 
 class Follower(threading.Thread):
@@ -240,6 +255,9 @@ def test_large_requests_dropped_at_once_leave_nothing(servers: list[Serving]) ->
 
 def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[Serving]) -> None:
     pids, before = rank_pids(head), lives(servers[0])
+    proof = first_message(servers[0]).proof
+    resume = {"resume_token_ids": [5], "resume_proof": proof}
+    assert proof and first_message(servers[1], **resume).proof == proof, "the other one checks it"
     [controller] = actors(head.pid, "Controller")
     with Client(servers[0].address, retry_s=0) as client:
         stream = client.generate(PROMPT, max_tokens=150, ignore_eos=True)
@@ -253,6 +271,7 @@ def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[
     assert {(n["kind"], n["epoch"]) for n in json.loads(ran.stdout)["ranks"]} == before
     with serving(*SETS, head=head) as late:
         assert lives(late) == before, "nothing was loaded again"
+        assert first_message(late, **resume).proof == proof, "the key is another one"
         assert late.stop() == 0
 
 

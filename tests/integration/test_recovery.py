@@ -233,8 +233,10 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_mode
     async with rig(small_model, *SETS, "server.patience_s=60") as cluster:
         [decode] = cluster.decodes
         running = await lose_the_only_decode_rank(cluster, "begun")
-        with pytest.raises(RankLost):
-            await cluster.complete(greedy("new", prompts(1, 5)[0], 8))
+        new = greedy("new", prompts(1, 5)[0], 8)
+        for asked in (new, replace(new, output_ids=(5,))):
+            with pytest.raises(RankLost):
+                await cluster.complete(asked)
         assert not running.done()
         cluster.members.add(decode)
         ids = await running

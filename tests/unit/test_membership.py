@@ -99,7 +99,7 @@ def test_a_snapshot_travels_whole() -> None:
         Gang("decode-0", "decode", 5, "ready", (INFO,)),
         Gang("prefill-0", "prefill", 6, "down", failure=Failure("RankLost", "it died")),
     )
-    sent = Membership((3, 4), gangs)
+    sent = Membership((3, 4), gangs, "d1", proof_key=b"\x00\xff secret")
     got = unpack(Membership, pack(sent))
     assert got == sent and got.ready() == [INFO]
     assert got.gangs[1].failure == Failure("RankLost", "it died")
