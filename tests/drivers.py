@@ -72,11 +72,14 @@ async def main():
         for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8", "other-10.7"):
             ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
         kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
-        remove_groups([*kept, RankSpec("other-10", "decode", 7)], "other-")
+        kept = [*kept, RankSpec("other-10", "decode", 7)]
+        for number in (0, 1, 10):
+            remove_groups(kept, f"other-{number}")
         print(*rooms())
         await RayMachines().clear("other-1")
         print(*rooms())
-        remove_groups((), "other-")
+        for number in (0, 1, 10):
+            remove_groups((), f"other-{number}")
         print(*rooms())
 
 asyncio.run(main())
