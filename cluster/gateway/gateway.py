@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
-from cluster.gateway.balance import with_balance
+from cluster.gateway.balance import balance_ratios
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
@@ -93,12 +93,16 @@ class ClusterGateway:
         """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
+        ratios = balance_ratios(handles)
         cold = self.fleet.cold_pairs()
         ranks = [
-            replace(rank, cause=rank.cause or cold.get(handle, ""))
+            replace(
+                rank,
+                cause=rank.cause or cold.get(handle, ""),
+                balance_ratio=ratios.get(handle.info.spec.gang, 0.0),
+            )
             for rank, handle in zip(ranks, handles, strict=True)
         ]
-        ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
         at_best = DEGRADED if any(rank.cause for rank in ranks) else SERVING

@@ -57,7 +57,7 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
 
 
 class Dying:
-    """A prefill rank's control: its first prefills die, and so does its status until ``is_back``;
+    """A prefill rank's control: its first prefills die, and so does its ping until ``is_back``;
     heartbeats are answered all the time."""
 
     def __init__(self, control: Control, num_deaths: int = 1) -> None:
@@ -70,7 +70,7 @@ class Dying:
         if method == "prefill":
             self.asked.append(unpack(Prefill, payload))
         if (method == "prefill" and len(self.asked) <= self._num_deaths) or (
-            method == "status" and not self.is_back
+            method == "ping" and not self.is_back
         ):
             raise RankDied("its process has ended")
         return await self._control.call(method, payload)
