@@ -115,14 +115,14 @@ def _edge_mix(seed: int, shape: tuple[str, ...]) -> Mix:
     [theme] = draw.choices([*THEMES], [*THEMES.values()])
     num_queued, num_rows = draw.choice((1, 2, 4)), draw.choice((2, 3))
     if theme == HOSTILE:
-        num_queued, num_rows = 6, 1
+        num_queued, num_rows = 6, 2
     room = f"server.max_queued={num_queued}", f"decode.max_rows={num_rows}"
     sets = (*shape, *room, "server.write_s=4", f"speculation.drafter={_drafter(draw)}")
     usual = Mix(sets, {}, (), step_s=SLOW_STEP_S, is_edge=True, machines=(2.0,) * 4)
     if theme == HOSTILE:
         one, own = dict(list(GATEWAYS.items())[:1]), tuple(HOSTILE_KINDS)
         few = replace(usual, kinds=HOSTILE_KINDS, own=own, num_faults=2)
-        return replace(few, step_s=0.02, gateways=one)
+        return replace(few, step_s=min(STEPS_S), gateways=one)
     if theme == OPERATOR:
         return replace(usual, kinds=OPERATOR_KINDS, num_faults=6)
     if theme == PARTIAL:
