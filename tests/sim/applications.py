@@ -1,5 +1,6 @@
 """Applications that use the typed client: what they do with the errors that it raises."""
 
+import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -35,11 +36,12 @@ class Application(Client):
         self.number, self.order, self._num_sent = number, order, 0
         self._world, self._draw = world, draw
         super().__init__(number, self._plan({}), ())
-        self.model = ""
+        self.model, self._failing_since = "", math.inf
         self.answers: dict[int, Answer] = defaultdict(Answer)
 
     def pause_after(self, failure: InferenceError | None) -> float:
         """Return the pause before its next stream. Raises what it cannot act on."""
+        self._failing_since = min(self._failing_since, self._world.loop.time())
         try:
             return super().pause_after(failure)
         except InferenceError as error:
@@ -48,7 +50,7 @@ class Application(Client):
     def take(self, response: pb.GenerateResponse) -> str:
         """Take in a message; return what is wrong with it, "" if nothing is."""
         piece = self.plan.receive(response)
-        self.model = self.model or response.model
+        self.model, self._failing_since = self.model or response.model, math.inf
         answer = self.answers[piece.index]
         if isinstance(piece, Delta):
             answer.token_ids += piece.token_ids
@@ -80,7 +82,8 @@ class Application(Client):
         has_begun = any(answer.token_ids for answer in self.answers.values())
         is_single, can_resume = self.order.num_answers == 1, bool(error.token_ids)
         pause_s = self._draw.uniform(1.0, 2.0)
-        is_lost = has_begun and is_single and not self._may_give_up(has_begun)
+        failing_s = self._world.loop.time() - self._failing_since
+        is_lost = has_begun and is_single and failing_s < RETRY_S
         if error.code == REFUSED and error.retry_after_s is not None and not is_lost:
             pause_s *= error.retry_after_s
         elif error.code == ELSEWHERE:

@@ -18,7 +18,7 @@ from tests.sim.fault import LASTING, Fault
 from tests.sim.faults import Faults
 from tests.sim.hostile import HostileClients
 from tests.sim.loop import Process
-from tests.sim.model import OTHER_WEIGHTS, WEIGHTS
+from tests.sim.model import NO_MEMORY, OTHER_WEIGHTS, WEIGHTS
 from tests.sim.service import Service
 from tests.sim.world import World
 
@@ -81,8 +81,10 @@ class EdgeFaults(Faults):
         if not decodes:
             return ""
         name = decodes[fault.number % len(decodes)].name
-        self.world.loads.arrivals.add(name)
-        return name
+        is_bug = fault.number // 7 % 2 == 0
+        error = KeyError("a fault of the rank's own") if is_bug else RuntimeError(NO_MEMORY)
+        self.world.loads.arrivals[name] = error
+        return f"{name}: {error!r}"
 
     def _odd_error(self, fault: Fault) -> str:
         """The next question of a gateway for the membership raises what no code expects."""

@@ -13,15 +13,17 @@ from tests.sim.loop import Process
 from tests.sim.readers import Reader
 from tests.sim.world import SPARE_STREAMS, World
 
-PAUSE_S = 0.02
-"""Before a hostile client sends its next request."""
+PAUSE_S, READER_PAUSE_S = 0.02, 0.4
+"""Before a hostile client sends its next request. Slow readers send about as many for each stream
+that a gateway may have open as one process can where these are hundreds."""
 NUM_WRITERS, NUM_MORE = 4, 2
 """Clients that send long texts; of other kinds, how many more than find room."""
-TRICKLE_BYTES_PER_S, NUM_CHARS, HALF_BYTES = 16.0, 2000, 80
+TRICKLE_BYTES_PER_S, NUM_CHARS, HALF_BYTES = 50.0, 2000, 80
+"""An answer's first message has about 130 bytes here, others 35."""
 LASTS = 2.0
 """How much longer than other faults hostile clients last."""
 CLAIMED = [5, 6]
-TOKENS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+TOKENS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
 class HostileClient(Client):
@@ -48,12 +50,13 @@ class HostileClients:
     def trickle(self, for_s: float) -> None:
         """Read some bytes a second."""
         num = self._num_streams() + NUM_MORE
-        self._begin(num, for_s, self._tokens, lambda: Reader(TRICKLE_BYTES_PER_S))
+        self._begin(num, for_s, self._tokens, lambda: Reader(TRICKLE_BYTES_PER_S), READER_PAUSE_S)
 
     def half_read(self, for_s: float) -> None:
         """Read the beginning of each answer."""
         num = self._num_streams() + NUM_MORE
-        self._begin(num, for_s, self._tokens, lambda: Reader(stalls_after=HALF_BYTES))
+        half = lambda: Reader(stalls_after=HALF_BYTES)  # noqa: E731
+        self._begin(num, for_s, self._tokens, half, READER_PAUSE_S)
 
     def claims(self, for_s: float) -> None:
         """Resume answers that nobody has begun."""
@@ -86,13 +89,14 @@ class HostileClients:
         for_s: float,
         prompt: Callable[[], Prompt],
         reader: Callable[[], Reader],
+        pause_s: float = PAUSE_S,
         **options: Any,
     ) -> None:
         ends_at = self._world.loop.time() + LASTS * for_s
         for _ in range(num):
             self._num_begun += 1
             process = Process(self._world.loop, f"hostile-{self._num_begun}")
-            process.start(self._repeat(process, ends_at, prompt, reader, options))
+            process.start(self._repeat(process, ends_at, prompt, reader, pause_s, options))
 
     async def _repeat(
         self,
@@ -100,6 +104,7 @@ class HostileClients:
         ends_at: float,
         prompt: Callable[[], Prompt],
         reader: Callable[[], Reader],
+        pause_s: float,
         more: dict[str, Any],
     ) -> None:
         number = 0
@@ -111,5 +116,5 @@ class HostileClients:
             serving = [one for one in self._world.gateways if one.is_serving]
             if serving and serving[0].process.is_alive:
                 await self._clients.stream(made, process, serving[0])
-            await asyncio.sleep(PAUSE_S)  # time: virtual
+            await asyncio.sleep(pause_s)  # time: virtual
         self._open.pop(process, None)

@@ -5,7 +5,7 @@ Seeds below RUSHES and EDGES stay as they are, for what they found.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.sim.fault import (
     EDGE_KINDS,
@@ -43,6 +43,7 @@ GATEWAYS = {"g0": "m0", "g1": "away"}
 FAULTS, OPERATOR, PARTIAL, HOSTILE = "faults", "operator", "partial", "hostile"
 """Themes of seeds from EDGES on: faults of all kinds; an operator who changes config or checkpoint;
 a few faults after each of which most of the cluster works; hostile clients and no other fault."""
+STEPS_S = 0.01, SLOW_STEP_S
 THEMES = {FAULTS: 3, OPERATOR: 3, PARTIAL: 2, HOSTILE: 2}
 
 
@@ -58,6 +59,7 @@ class Mix:
         comes_in_rushes: Requests come together, shortly before a fault.
         is_edge: Requests have every option and gateways little room.
         gateways: Machine of each gateway, by its name.
+        machines: CPUs of each machine.
     """
 
     sets: tuple[str, ...]
@@ -68,6 +70,7 @@ class Mix:
     comes_in_rushes: bool = True
     is_edge: bool = False
     gateways: Mapping[str, str] = field(default_factory=lambda: GATEWAYS)
+    machines: tuple[float, ...] = (4.0, 4.0, 4.0)
 
     @property
     def is_hostile(self) -> bool:
@@ -115,17 +118,17 @@ def _edge_mix(seed: int, shape: tuple[str, ...]) -> Mix:
         num_queued, num_rows = 6, 1
     room = f"server.max_queued={num_queued}", f"decode.max_rows={num_rows}"
     sets = (*shape, *room, "server.write_s=4", f"speculation.drafter={_drafter(draw)}")
+    usual = Mix(sets, {}, (), step_s=SLOW_STEP_S, is_edge=True, machines=(2.0,) * 4)
     if theme == HOSTILE:
-        one = dict(list(GATEWAYS.items())[:1])
-        given = {"num_faults": 2, "step_s": 0.02, "gateways": one, "is_edge": True}
-        return Mix(sets, HOSTILE_KINDS, tuple(HOSTILE_KINDS), **given)  # type: ignore[arg-type]
+        one, own = dict(list(GATEWAYS.items())[:1]), tuple(HOSTILE_KINDS)
+        few = replace(usual, kinds=HOSTILE_KINDS, own=own, num_faults=2)
+        return replace(few, step_s=0.02, gateways=one)
     if theme == OPERATOR:
-        return Mix(sets, OPERATOR_KINDS, (), num_faults=6, step_s=SLOW_STEP_S, is_edge=True)
+        return replace(usual, kinds=OPERATOR_KINDS, num_faults=6)
     if theme == PARTIAL:
-        return Mix(sets, PARTIAL_KINDS, (), num_faults=4, step_s=SLOW_STEP_S, is_edge=True)
+        return replace(usual, kinds=PARTIAL_KINDS, num_faults=4)
     kinds = KINDS | RUSH_KINDS | EDGE_KINDS
-    own = (*RUSH_OWN, *EDGE_OWN)
-    return Mix(sets, kinds, own, step_s=draw.choice((0.01, SLOW_STEP_S)), is_edge=True)
+    return replace(usual, kinds=kinds, own=(*RUSH_OWN, *EDGE_OWN), step_s=draw.choice(STEPS_S))
 
 
 def _drafter(draw: random.Random) -> str:

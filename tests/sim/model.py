@@ -38,6 +38,8 @@ MOST_SLOTS = 1024
 SHARPNESS = 3.0
 WEIGHTS, OTHER_WEIGHTS = "5", "6"
 """Digests of the checkpoint that answers are of, and of another one."""
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes"
+"""As torch says it."""
 SLOW_S = 0.3, 2.0
 """Less than any bound on silence."""
 
@@ -165,11 +167,10 @@ class _Dispatch(Dispatch):
         pass
 
 
-def fail_once(processes: set[str]) -> None:
-    """Raise torch's want of memory if this process is among them, which it is no more then."""
-    if here().name in processes:
-        processes.remove(here().name)
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 MB")
+def raise_once(errors: dict[str, Exception]) -> None:
+    """Raise the error of this process, which has none any more then."""
+    if (error := errors.pop(here().name, None)) is not None:
+        raise error
 
 
 class Loads:
@@ -179,8 +180,8 @@ class Loads:
         self._config, self._draw, self._folder = ModelConfig.from_dir(folder), draw_, folder
         self.step_s = 0.01
         self.failing: set[str] = set()
-        self.arrivals: set[str] = set()
-        """Processes in which the next arrival of a sequence fails."""
+        self.arrivals: dict[str, Exception] = {}
+        """Error of the next arrival of a sequence, by process."""
         self.slow: dict[str, float] = {}
         self.weights = WEIGHTS
         """Digest of what lies under the path of the checkpoint; OTHER_WEIGHTS lie under every other

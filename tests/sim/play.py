@@ -38,8 +38,8 @@ class Play:
         """Run everything; what may not be is told to the world."""
         world, draw = self.world, random.Random(self.world.draw.random())
         self.clients.draw = draw
-        for _ in range(3):
-            world.add_machine(4.0)
+        for num_cpus in world.mix.machines:
+            world.add_machine(num_cpus)
         for name in world.mix.gateways:
             world.begin_gateway(name)
         for at in arrivals_of(world.seed, world.draw):

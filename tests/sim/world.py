@@ -43,7 +43,7 @@ from tests.sim.fake_ray import FakeRay
 from tests.sim.lockstep import Gangs
 from tests.sim.loop import Process, SimLoop, here
 from tests.sim.mix import Mix, mix_of
-from tests.sim.model import NUM_TOKENS, Loads, fail_once
+from tests.sim.model import NUM_TOKENS, Loads, raise_once
 from tests.sim.net import Net
 from tests.sim.threads import Threads
 from tests.sim.tokenising import LONG_CHARS, MAX_CHARS, slow_tokenizer
@@ -185,11 +185,11 @@ class World:
         arrivals = self.loads.arrivals
 
         def scatter(caches: PagedCaches, *given: Any) -> None:
-            fail_once(arrivals)
+            raise_once(arrivals)
             SCATTER(caches, *given)
 
         def begin(rows: Rows, *given: Any) -> None:
-            fail_once(arrivals)
+            raise_once(arrivals)
             BEGIN(rows, *given)
 
         async def attach(controller: Controller, config: TandemConfig) -> None:
