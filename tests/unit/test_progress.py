@@ -239,7 +239,7 @@ def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
 
 
 def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
-    """A page of a mapped file that a full disk has no room for would be a signal as it is written."""
+    """A page of a mapped file that finds no room on a full disk would be a signal as it is used."""
     path = tmp_path / "rank.box"
     BlackBox(str(path))
     status = path.stat()
