@@ -1,8 +1,10 @@
 """Threads that check requests and make tokens of their texts, apart from all other threads."""
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from core.errors import Overloaded
@@ -11,6 +13,9 @@ LONG_CHARS = 50_000
 """Characters from which on a text has to wait for other long texts; short ones never do."""
 MAX_CHARS = 16 << 20
 """Maximum of characters of all texts that wait or are being tokenised."""
+TRIM_CHARS = 500_000
+"""Characters from which on the memory that a text took goes back to the system at once. It is some
+hundred bytes a character, which glibc would keep in pieces."""
 Result = TypeVar("Result")
 
 
@@ -33,7 +38,7 @@ class TokeniserThreads:
         self._num_chars += num_chars
         loop = asyncio.get_running_loop()
         thread = self._long if num_chars > LONG_CHARS else self._short
-        posted = thread.submit(work)
+        posted = thread.submit(work if num_chars < TRIM_CHARS else partial(_then_trim, work))
 
         def ended(_: "Future[Result]") -> None:
             # A caller that was cancelled does not end what its thread is busy with.
@@ -49,3 +54,11 @@ class TokeniserThreads:
 
     def _forget(self, num_chars: int) -> None:
         self._num_chars -= num_chars
+
+
+def _then_trim(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    finally:
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc alone has it
+            trim(0)
