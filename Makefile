@@ -16,8 +16,8 @@
 # A cluster is many processes, which all import the same: their bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that run tests: one more than cores, for what waits. Interpreted kernels never wait.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+# Processes that run tests: two more than cores, for what waits. Interpreted kernels never wait.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 2 : 4)))
 NUM_BUSY := $(shell n=$$(nproc); echo $$((n < $(WORKERS) ? n : $(WORKERS))))
 
 VENV := .venv

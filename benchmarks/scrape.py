@@ -27,7 +27,6 @@ from benchmarks.driven.procs import free_port, serving
 from cluster.gateway.cluster_metrics import of_gangs, of_ranks
 from cluster.gateway.metrics import RequestMetrics
 from core.beat import Beat, Held
-from core.info import RankStatus
 from core.membership import Gang
 from core.pace import Pace
 from tandem import Client
@@ -36,7 +35,7 @@ COUNTERS = (
     *("num_steps", "step_s", "program_s", "num_preempted"),
     *("num_draftless_steps", "num_refused_programs"),
 )
-NUM_SCRAPES, WARM_UP = 200, 20
+NUM_SCRAPES, WARM_UP, NUM_LAYERS = 200, 20, 58
 NUM_CLIENTS, NUM_TOKENS = 8, 400
 
 
@@ -45,7 +44,11 @@ class MadeUp(Collector):
 
     def __init__(self, num_ranks: int) -> None:
         names = [f"decode-{i}.0" for i in range(num_ranks)]
-        held = Held(num_active_rows=16, counters=dict.fromkeys(COUNTERS, 1234.5))
+        held = Held(
+            num_active_rows=16,
+            counters=dict.fromkeys(COUNTERS, 1234.5),
+            rows_by_layer=(1000,) * NUM_LAYERS,
+        )
         rank: dict[str, Any] = {
             "beat": Beat(Pace(1, 0.0, 1.0), held),
             "load": SimpleNamespace(num_free_tokens=1000),
@@ -54,7 +57,7 @@ class MadeUp(Collector):
         infos = [
             SimpleNamespace(
                 max_tokens=4096,
-                spec=SimpleNamespace(label=name, kind="decode"),
+                spec=SimpleNamespace(label=name, kind="decode", gang=name),
                 kernels="native, recorded",
             )
             for name in names
@@ -64,15 +67,12 @@ class MadeUp(Collector):
             ranks={info.spec.label: SimpleNamespace(info=info, **rank) for info in infos},
             applied=SimpleNamespace(gangs=gangs),
         )
-        self.statuses = [
-            RankStatus(name=name, kind="decode", epoch=1, balance_ratio=0.9) for name in names
-        ]
         self.requests = RequestMetrics()
 
     def collect(self) -> Iterator[Metric]:
         yield from self.requests.registry.collect()
         yield from of_gangs(self.fleet)
-        yield from of_ranks(self.fleet, self.statuses)
+        yield from of_ranks(self.fleet)
 
 
 def scrape_ms(num_ranks: int) -> tuple[float, int]:

@@ -11,7 +11,9 @@ class Held:
     """What a rank holds now; and, by name, the ``counters`` of what it has done in this life.
 
     What only the prefix cache holds counts as free. Of its staging ``num_quarantined`` buffers
-    wait for a channel to end (kv_transfer/staging.py).
+    wait for a channel to end (kv_transfer/staging.py). ``kernels`` names what computes its steps
+    (model/kernels), and for decode steps in which form. ``rows_by_layer`` are the rows that the
+    experts of a rank of a gang have computed in each MoE layer, as of a second or two ago.
     """
 
     num_active_rows: int = 0
@@ -20,6 +22,8 @@ class Held:
     num_channels: int = 0
     num_quarantined: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    kernels: str = ""
+    rows_by_layer: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

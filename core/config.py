@@ -122,6 +122,11 @@ class DecodeConfig(NodeConfig):
     batch_buckets: tuple[Count, ...] | None = Field(default=None, strict=False)
     """batch sizes that a decode step is padded to; null suits the device"""
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all decode ranks together."""
+        return self.replicas * self.dp_size * self.max_rows
+
 
 class KvConfig(Section):
     page_size: int = Field(default=64, ge=1, le=4096)

@@ -34,14 +34,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus(Held):
-    """A rank as it is now; of one that does not answer only ``alive`` False is known, and the
-    ``cause`` where the controller tells one.
+    """A rank as its latest heartbeat says. Of one that does not answer only ``alive`` False is
+    known, and the ``cause`` where the controller has one.
 
-    ``kind`` is prefill, decode or colocated; its cache has room for ``max_tokens``. ``kernels``
-    names what computes its steps (model/kernels), and for decode steps in which form. Of a rank of
-    a gang ``rows_by_layer`` are the rows that its experts of each MoE layer computed, and
-    ``balance_ratio`` is how evenly those of its gang are spread (core/eplb.py). It was ``born`` in
-    the epoch in which its process loaded its weights.
+    ``kind`` is prefill, decode or colocated; its cache has room for ``max_tokens``.
+    ``balance_ratio`` is how evenly the rows of its gang's experts are spread (core/eplb.py). It was
+    ``born`` in the epoch in which its process loaded its weights.
     """
 
     name: str
@@ -49,9 +47,7 @@ class RankStatus(Held):
     epoch: int
     alive: bool = True
     max_tokens: int = 0
-    rows_by_layer: tuple[int, ...] = ()
     balance_ratio: float = 0.0
-    kernels: str = ""
     cause: str = ""
     born: int = 0
 

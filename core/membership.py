@@ -189,11 +189,13 @@ class Gang:
 @dataclass(frozen=True, slots=True)
 class Membership:
     """``version`` is (incarnation of the controller, counter); later snapshots have larger ones.
-    ``config`` is the digest of the config that its gangs are started with, "" without a config."""
+    ``config`` is the digest of the config that its gangs are started with, "" without a config.
+    ``proof_key`` is the secret with which gateways sign proofs (cluster/gateway/proofs.py)."""
 
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
     config: str = ""
+    proof_key: bytes = field(default=b"", repr=False)
 
     def ready(self) -> list[RankInfo]:
         """The ranks of gangs that are ready or drain."""

@@ -89,13 +89,19 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``output_ids`` are tokens already emitted elsewhere (resume); empty at first."""
+    """``output_ids`` are tokens already emitted elsewhere (resume); empty at first.
+
+    The answer ``is_begun`` if this cluster knows that it has emitted tokens of it: its gateway did,
+    or its client has a proof. It goes ahead of fresh requests. Whether there are ``output_ids``
+    does not matter, because a client can claim any.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
+    is_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +110,16 @@ class Unchecked:
 
     ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
     of what the door owns. ``resume_model`` is the digest of the model that wrote them, "" if it is
-    not known. A ``request_id`` of "" is to be made up. What the door was not given, or as a 0 that
-    stands for the default, is the default.
+    not known. ``resume_proof`` is the proof from their stream, "" for none. A ``request_id`` of ""
+    is to be made up. What the door was not given, or as a 0 that stands for the default, is the
+    default.
     """
 
     prompt: str | Sequence[int] | None = None
     request_id: str = ""
     resume_token_ids: Sequence[int] = ()
     resume_model: str = ""
+    resume_proof: str = field(default="", repr=False)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
 

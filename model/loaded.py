@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from model.checkpoint.files import CheckpointFiles
 from model.checkpoint.weights import Checkpoint, load_network, num_mtp
 from model.drafters import create_drafter
 from model.drafters.base import Drafter
+from model.drafters.files import folder_digest
 from model.host_memory import keep_freed_memory
 from model.kernels import create_kernels
 from model.kernels.base import BLOCK, Kernels
@@ -96,8 +98,9 @@ def load_model(
     """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
     the experts that it holds by ``placement``, None for those of the plain order.
 
-    ``check_digest`` gets the digest of the checkpoint before any weight is read; what it raises
-    ends the call. Links in the path are resolved once, so that all files are of one revision.
+    ``check_digest`` gets the digest of the checkpoint, with that of a drafter's own folder, before
+    any weight is read; what it raises ends the call. Links in the path are resolved once, so that
+    all files are of one revision.
     ``core.pace.on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
     Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
@@ -117,17 +120,18 @@ def load_model(
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path) as files:
         digest = files.digest(model)
-        check_digest(digest)
+        weights = _weights(digest, config.speculation.path)
+        check_digest(weights)
         checkpoint = Checkpoint(
             files, model, dtype, device, keep_blocks, drafts=kind != PREFILL, ignored_keys=ignored
         )
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
         has_mtp = num_mtp(files, model) > 0
-        if files.digest(model) != digest:
+        if _weights(files.digest(model), config.speculation.path) != weights:
             raise ValueError(
-                f"{path}: was written to while it was read; wait until it is whole, and put "
-                "another checkpoint into another folder"
+                f"{path} or speculation.path was written to while it was read; wait until it is "
+                "whole, and put another checkpoint into another folder"
             )
     kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
@@ -150,6 +154,11 @@ def load_model(
         digest=digest,
         tokenizer=tokenizer,
     )
+
+
+def _weights(digest: str, drafter: Path | None) -> str:
+    """Return one name for all weights that a rank loads."""
+    return digest if drafter is None else f"{digest} and speculation.path {folder_digest(drafter)}"
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

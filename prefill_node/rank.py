@@ -20,6 +20,7 @@ from kv_transfer.source import Source
 from prefill_node.engine import PrefillEngine, Progress
 from prefill_node.page_source import PageSource
 from prefill_node.prefill_calls import Prefill, Prefilled
+from runtime.computed_rows import ComputedRows
 from runtime.parts import RankParts
 from wires.calls import DOOR, CallServer
 
@@ -36,7 +37,8 @@ class PrefillRank:
         self.source = Source(parts.side())
         self.info = parts.info()
         self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
-        self._counters = parts.counters
+        self._counters, self._kernels = parts.counters, parts.loaded.kernels.name
+        self._rows = ComputedRows(parts.loop, parts.loaded.dispatch)
         self._callers: dict[Identity, asyncio.Future[Progress]] = {}
         self._asyncio = asyncio.get_running_loop()
         parts.loop.on_failure(self._on_engine_failure)
@@ -45,7 +47,7 @@ class PrefillRank:
             "prefill": (Prefill, self._prefill),
             "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
             "beat": (None, self._beat),
-            "status": (None, lambda _: parts.status(self._held)),
+            "ping": (None, lambda _: self.loop.call(lambda: None)),
             DOOR: (None, lambda _: self._server.listen()),
         }
         service = Service(parts.spec.life, parts.spec.epoch, {**self.source.methods, **own})
@@ -145,6 +147,8 @@ class PrefillRank:
             num_channels=counts["channels"],
             num_quarantined=counts["quarantined"],
             counters={"num_steps": float(self.engine.num_steps)} | self._counters,
+            kernels=self._kernels,
+            rows_by_layer=self._rows.latest(),
         )
 
 

@@ -1,9 +1,9 @@
 """Which prompts get pages, and which of their tokens the next step computes. Plain Python.
 
-Prompts wait for pages first come, first served; those that have begun to be answered elsewhere go
-first. Placed prompts are computed in the same order, in chunks of at most the token budget; a part
-of the budget goes to the shortest of those behind, so that a short prompt never waits for the
-whole of a long one, nor for all of several.
+Prompts wait for pages first come, first served. Prompts of begun answers go first, but fresh ones
+get one turn in FRESH_SHARE (core/turns.py). Placed prompts are computed in the same order, in
+chunks of at most the token budget; a part of the budget goes to the shortest of those behind, so
+that a short prompt never waits for the whole of a long one, nor for all of several.
 """
 
 from collections import deque
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from core.errors import HandoverError
 from core.identity import Identity
 from core.request import Request
+from core.turns import TurnQueue
 from prefill_node.page_source import PageSource
 from prefill_node.sequence import Sequence
 
@@ -49,8 +50,7 @@ class Scheduler:
         self._pages, self._least = pages, least
         self._pool = pages.pool
         self._max_batch_tokens = max_batch_tokens
-        self._begun: deque[Sequence] = deque()
-        self._fresh: deque[Sequence] = deque()
+        self._queue = TurnQueue[Sequence]()
         self._waiting: deque[Sequence] = deque()
         self.sequences: dict[Identity, Sequence] = {}
 
@@ -62,7 +62,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Without pages yet."""
-        return len(self._begun) + len(self._fresh)
+        return len(self._queue)
 
     @property
     def num_tokens_left(self) -> int:
@@ -79,7 +79,7 @@ class Scheduler:
         sequence = Sequence(identity, request, is_suspect)
         self._pages.check(identity, len(sequence.token_ids))
         self.sequences[identity] = sequence
-        (self._begun if request.output_ids else self._fresh).append(sequence)
+        self._queue.add(identity, sequence, request.is_begun)
         self._place()
         return sequence
 
@@ -137,26 +137,26 @@ class Scheduler:
         sequence = self.sequences.pop(identity, None)
         if sequence is None:
             return
-        for queue in (self._begun, self._fresh, self._waiting):
-            if sequence in queue:
-                queue.remove(sequence)
+        self._queue.discard(identity)
+        self.give_up(sequence)
         self._pool.release(sequence.pages)
         self._place()
 
     def _place(self) -> None:
         """Give pages to those that queue, in order: nobody passes one that needs many."""
-        while queue := self._begun or self._fresh:
-            sequence = queue[0]
+        while first := self._queue.peek():
+            _, sequence = first
             taken = self._pages.take(sequence.identity, sequence.token_ids)
             if taken is None:
                 return
             sequence.pages, num_known = taken
             sequence.num_cached = sequence.num_done = num_known * self._pool.page_size
-            self._waiting.append(queue.popleft())
+            self._queue.take()
+            self._waiting.append(sequence)
 
     def check_integrity(self) -> None:
         self._pool.check_integrity()
-        queued = [*self._begun, *self._fresh]
+        queued = [*self._queue.begun.values(), *self._queue.fresh.values()]
         both = [sequence.identity for sequence in [*queued, *self._waiting]]
         assert set(both) <= self.sequences.keys(), "a dropped sequence still waits"
         assert len(set(both)) == len(both), "a sequence waits twice"

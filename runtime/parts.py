@@ -4,13 +4,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from core.beat import Held
 from core.config import TandemConfig
-from core.info import PREFILL, ModelInfo, RankStatus
+from core.info import PREFILL, ModelInfo
 from core.levels import Levels
 from core.membership import Meeting, RankInfo, RankSpec
 from core.placement import Placement
@@ -89,21 +88,6 @@ class RankParts:
             why_plain=loaded.kernels.why_plain,
             tokenizer=loaded.tokenizer,
             kernels=f"{loaded.kernels.name}{form}",
-        )
-
-    async def status(self, held: Callable[[], Held], form: str = "") -> RankStatus:
-        """What it is, and what it has ``held`` between two steps, which run in this form."""
-        spec, loaded = self.spec, self.loaded
-        rows = await self.loop.call(loaded.dispatch.computed)
-        return RankStatus(
-            spec.label,
-            spec.kind,
-            spec.epoch,
-            max_tokens=self.pool.max_tokens,
-            rows_by_layer=tuple(rows),
-            kernels=", ".join(filter(None, (loaded.kernels.name, form))),
-            born=spec.born or spec.epoch,
-            **asdict(held()),
         )
 
 

@@ -27,8 +27,8 @@ import asyncio, os, signal, sys
 from cluster.control.members import RayMembers
 from cluster.control.ray_session import ray_session
 from core.config import load
+from core.control import Done
 from core.errors import RankLost
-from core.info import RankStatus
 from core.schema import decode
 
 def decodes(snapshot):
@@ -45,10 +45,10 @@ async def main():
         while not decodes(snapshot) or decodes(snapshot) == [old]:
             snapshot = await members.changed(snapshot.version)
         [new] = decodes(snapshot)
-        status = decode(RankStatus, await members.control(new.spec).call("status", b""))
-        assert old.spec.epoch < new.spec.epoch == status.epoch and new.frames is not None
+        decode(Done, await members.control(new.spec).call("ping", b""))
+        assert old.spec.epoch < new.spec.epoch and new.frames is not None
         try:
-            await members.control(old.spec).call("status", b"")
+            await members.control(old.spec).call("ping", b"")
         except RankLost as error:
             print("lost:", error)
 
@@ -72,11 +72,14 @@ async def main():
         for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8", "other-10.7"):
             ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
         kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
-        remove_groups([*kept, RankSpec("other-10", "decode", 7)], "other-")
+        kept = [*kept, RankSpec("other-10", "decode", 7)]
+        for number in (0, 1, 10):
+            remove_groups(kept, f"other-{number}")
         print(*rooms())
         await RayMachines().clear("other-1")
         print(*rooms())
-        remove_groups((), "other-")
+        for number in (0, 1, 10):
+            remove_groups((), f"other-{number}")
         print(*rooms())
 
 asyncio.run(main())

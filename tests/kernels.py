@@ -2,12 +2,15 @@
 its own, those for GPUs, without one."""
 
 import os
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from model.kernels.base import Kernels
+from tests.often import often
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
@@ -16,8 +19,15 @@ if IS_INTERPRETED:
     prepare_once_a_launch()
 TYPES = [torch.float32, torch.float16 if IS_INTERPRETED else torch.bfloat16]
 """Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
-native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
 gpu_only = pytest.mark.skipif(not IS_INTERPRETED, reason="of kernels for GPUs alone")
+native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
+
+
+def often_interpreted(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """Return ``values`` as parameters. The interpreter is slow: those that ``kept`` lacks are
+    marked slow for it."""
+    listed = list(values)
+    return often(listed, kept if IS_INTERPRETED else listed)
 
 
 @cache

@@ -1,9 +1,10 @@
 """A whole cluster without Ray: real nodes, real channels and frames, one process, one loop."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class LocalMembers:
     """The membership of ranks in this process, told by hand."""
 
     def __init__(self) -> None:
-        self.membership = Membership((1, 0))
+        self.membership = Membership((1, 0), proof_key=secrets.token_bytes(32))
         self.controls: dict[str, Control] = {}
         self.reports: list[tuple[str, int, str]] = []
         self._changed = asyncio.Event()
@@ -77,7 +78,8 @@ class LocalMembers:
 
     def tell(self, *gangs: Gang) -> None:
         incarnation, counter = self.membership.version
-        self.membership = Membership((incarnation, counter + 1), gangs)
+        version = incarnation, counter + 1
+        self.membership = replace(self.membership, version=version, gangs=gangs)
         self._changed.set()
 
     async def changed(self, after: tuple[int, int]) -> Membership:

@@ -96,8 +96,8 @@ class Scene:
 
     def waits(self, name: str) -> bool:
         """Whether it queues for a decode row."""
-        scheduler = self.cluster.decodes[0].engine.scheduler
-        return any(i.request_id == name for i in (*scheduler._begun, *scheduler._fresh))
+        queue = self.cluster.decodes[0].engine.scheduler.queue
+        return any(i.request_id == name for i in (*queue.begun, *queue.fresh))
 
     def holds_a_row(self, name: str) -> bool:
         sequences = self.cluster.decodes[0].engine.scheduler.sequences
@@ -116,7 +116,7 @@ class Scene:
         [decode] = self.cluster.decodes
         scheduler = decode.engine.scheduler
         held = (
-            scheduler.sequences, scheduler._begun, scheduler._fresh,
+            scheduler.sequences, scheduler.queue.begun, scheduler.queue.fresh,
             decode._arriving, decode._granting, decode.sessions._owners,
         )  # fmt: skip
         found = {i for each in held for i in each if i.request_id == name}

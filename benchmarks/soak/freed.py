@@ -57,7 +57,7 @@ class Freed:
             self._freed_at.append((name, node, time.monotonic()))
 
     async def _next_step(self, name: str, node: str) -> None:
-        await self._controls[node].call("status", b"")
+        await self._controls[node].call("ping", b"")
         self._stepped_at[name, node] = time.monotonic()
 
     async def _release(self, name: str, node: str, identity: Identity) -> None:
@@ -66,7 +66,7 @@ class Freed:
             while decode(Done, await control.call("renew", pack(identity))):
                 await asyncio.sleep(POLL_S)
         except TandemError:
-            await control.call("status", b"")
+            await control.call("ping", b"")
             self.freed(name, node)
 
     async def summary(self) -> dict[str, Any]:

@@ -73,6 +73,9 @@ class GenerateOptions(TypedDict, total=False):
     """Tokens of the answer that are there already; they are not sent again [none]."""
     resume_model: str | None
     """Digest of the model that wrote them; a server of another model refuses [not checked]."""
+    resume_proof: str | None
+    """Proof from their stream, with which the answer goes ahead of new requests; it counts with the
+    same request_id and seed only [none]."""
     timeout_s: float | None
     """Deadline of the whole answer, retries included; None waits for ever [None]."""
 
@@ -104,6 +107,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
             speculation=_part(pb.Speculation, given),
             resume_token_ids=given.get("resume_token_ids", ()),
             resume_model=given.get("resume_model", ""),
+            resume_proof=given.get("resume_proof", ""),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error

@@ -4,7 +4,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
@@ -29,7 +29,9 @@ class InferenceError(Exception):
     ``code`` is the gRPC status. ``retry_after_s`` is the server's hint when it is overloaded.
     ``token_ids`` are the answer's tokens that had arrived: pass them as ``resume_token_ids``
     (with the same seed) to go on later, and ``model``, the digest of the model that wrote them, as
-    ``resume_model``. FAILED_PRECONDITION: the server has another model and cannot go on.
+    ``resume_model``. ``proof`` is the ``resume_proof`` with which the answer then goes ahead of new
+    requests, if ``request_id`` is the same too. FAILED_PRECONDITION: the server has another model
+    and cannot go on.
     """
 
     code: grpc.StatusCode
@@ -37,6 +39,7 @@ class InferenceError(Exception):
     retry_after_s: float | None = None
     token_ids: tuple[int, ...] = ()
     model: str = ""
+    proof: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, error: grpc.RpcError) -> Self:
@@ -86,6 +89,7 @@ class StreamPlan:
         """The piece in ``response``, noted as arrived."""
         piece = piece_from_proto(response)
         self._message.resume_model = response.model or self._message.resume_model
+        self._message.resume_proof = response.proof or self._message.resume_proof
         if isinstance(piece, Delta):
             self._token_ids += piece.token_ids
             self._num_failures = 0
@@ -99,11 +103,16 @@ class StreamPlan:
         return self._num_running == 0
 
     def pause_after(self, failure: InferenceError | None, is_known: bool = True) -> float:
-        """Seconds to wait before the next attempt; None is a stream that ended too early. Where
-        the server is not ``is_known`` less patience is had.
+        """Return the seconds to wait before the next attempt.
 
-        Raises ``failure`` if it is not UNAVAILABLE, patience is at its end, or several answers had
-        begun.
+        Args:
+            failure: Error that ended the latest attempt, None if it ended too early without one.
+            is_known: Whether a server has ever answered; if not, ``retry_s`` is at most UNKNOWN_S.
+
+        Raises:
+            InferenceError: ``failure``, which another attempt does not mend. That is any but
+                UNAVAILABLE, and RESOURCE_EXHAUSTED with a hint once there are tokens. It is raised
+                after ``retry_s``, and if several answers had begun, in any case.
         """
         if failure is None:
             details = "the stream ended before the answer did"
@@ -118,12 +127,14 @@ class StreamPlan:
         if self._num_answers == 1:
             failure.token_ids = tuple(self._token_ids)
             failure.model = self._message.resume_model
+            failure.proof = self._message.resume_proof
         elif self._token_ids:
             exhausted = True
-        if failure.code != grpc.StatusCode.UNAVAILABLE or exhausted:
+        has_no_room = bool(self._token_ids) and failure.retry_after_s is not None
+        if exhausted or not (has_no_room or failure.code == grpc.StatusCode.UNAVAILABLE):
             raise failure
         pause_s = min(self._backoff_s * 2 ** min(self._num_failures - 1, 10), MAX_PAUSE_S)
-        return min(left_s, pause_s * random.uniform(0.5, 1.0))
+        return min(left_s, (failure.retry_after_s or 0.0) + pause_s * random.uniform(0.5, 1.0))
 
 
 def completions_of(pieces: Iterable[Piece]) -> list[Completion]:

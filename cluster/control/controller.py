@@ -34,9 +34,11 @@ SILENCE_S = 10.0
 
 
 class Controller:
-    """Owns the gangs of one cluster."""
+    """Owns the gangs of one cluster. Ray keeps ``proof_key`` and passes it to every restart of this
+    actor, so the key is the same for as long as the cluster lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, proof_key: bytes = b"") -> None:
+        self._proof_key = proof_key
         self._epochs = Epochs()
         self._weights = ClusterWeights()
         self._config: TandemConfig | None = None
@@ -194,7 +196,7 @@ class Controller:
         gangs = tuple(keeper.gang for keeper in self._gangs.values())
         version = self._epochs.seen[0], self._snapshot.version[1] + 1
         config = "" if self._config is None else shared_digest(self._config)
-        self._snapshot = Membership(version, gangs, config)
+        self._snapshot = Membership(version, gangs, config, self._proof_key)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -29,14 +29,15 @@ log = logging.getLogger(__name__)
 class Epochs:
     """Numbers that no two lives of any gang have in common. ``seen`` is (incarnation of the
     controller, latest epoch): both go on from the largest that any rank has seen, and from the wall
-    clock's seconds where none has."""
+    clock's milliseconds where none has: a cluster that is started after another one was stopped
+    knows nothing of that one's lives, of which many may have begun within a second."""
 
     def __init__(self) -> None:
         self.seen = (0, 0)
 
     def next_epoch(self) -> int:
         incarnation, epoch = self.seen
-        self.seen = incarnation, max(epoch + 1, int(time.time()))
+        self.seen = incarnation, max(epoch + 1, int(time.time() * 1000))
         return self.seen[1]
 
 

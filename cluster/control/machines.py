@@ -116,7 +116,7 @@ class RayMachines:
 
     async def clear(self, gang: str) -> None:
         """Give back the room of every life of a gang; its ranks have been killed."""
-        await asyncio.to_thread(remove_groups, (), f"{gang}.")
+        await asyncio.to_thread(remove_groups, (), gang)
 
 
 def _room(plan: GangPlan, birth: Birth) -> Any:
@@ -127,7 +127,7 @@ def _room(plan: GangPlan, birth: Birth) -> Any:
             return get_placement_group(name)
         except ValueError as error:
             raise RankLost(f"{plan.name}: its room is gone") from error
-    remove_groups(prefix=f"{plan.name}.")  # of lives whose room could not be given back
+    remove_groups(gang=plan.name)  # of lives whose room could not be given back
     group = placement_group(
         [dict(plan.resources)] * plan.num_ranks,
         strategy="PACK",
@@ -220,12 +220,13 @@ def leaving() -> set[str]:
     return set(found)
 
 
-def remove_groups(kept: Sequence[RankSpec] = (), prefix: str = "") -> None:
-    """Give back the room of every life whose ``gang.epoch`` begins with ``prefix``, but those of
-    the ranks that are kept. Blocks."""
+def remove_groups(kept: Sequence[RankSpec] = (), gang: str = "") -> None:
+    """Remove the placement groups of a gang, of all gangs if ``gang`` is "", except those of the
+    ranks that are kept. Blocks."""
+    prefix = f"{GROUPS}{gang}." if gang else GROUPS
     names = {_group_name(spec.gang, room_of(spec)) for spec in kept}
     for group in ray.util.placement_group_table().values():
-        if group["name"].startswith(GROUPS + prefix) and group["name"] not in names:
+        if group["name"].startswith(prefix) and group["name"] not in names:
             with suppress(ValueError):  # it is gone already
                 remove_placement_group(get_placement_group(group["name"]))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -110,7 +111,8 @@ def _create_controller() -> Any:
     # Calls wait for its next life. It lives where Ray itself does: other machines come and go.
     options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD: 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
-    return ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED).remote()
+    make = ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED)
+    return make.remote(secrets.token_bytes(32))
 
 
 async def find_gangs() -> tuple[Gang, ...]:

@@ -75,10 +75,9 @@ def max_streams(config: TandemConfig) -> int:
     """Return how many calls one connection may have open at once.
 
     All clients may be behind one proxy, so this is above the number of requests that the cluster
-    can hold.
+    can hold, with those that its reserve for begun answers adds.
     """
-    num_rows = config.decode.replicas * config.decode.dp_size * config.decode.max_rows
-    return num_rows + config.server.max_queued + SPARE_CALLS
+    return 2 * config.decode.num_rows + config.server.max_queued + SPARE_CALLS
 
 
 async def _bound(server: grpc.aio.Server, address: str) -> str:

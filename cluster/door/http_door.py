@@ -10,10 +10,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 from cluster.door.listening import listening
 from cluster.gateway.admission import Admission
-from core.tasks import again, cancelled
-
-REFRESH_S = 10.0
-"""Between two looks at statuses, for which those who are asked wait for their devices."""
 
 
 @asynccontextmanager
@@ -47,10 +43,8 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
     )
     server, listener = Server(config), listening("server.http_address", address)
     serving = asyncio.create_task(server.serve([listener]), name="http")
-    refreshing = asyncio.create_task(again(REFRESH_S, probes.refresh), name="statuses")
     try:
         yield f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
     finally:
-        await cancelled(refreshing)
         server.should_exit = True
         await serving

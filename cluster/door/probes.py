@@ -16,7 +16,6 @@ from starlette.routing import Route
 from cluster.gateway.admission import Admission
 from cluster.gateway.cluster_metrics import known
 from cluster.gateway.metrics import RequestMetrics
-from core.info import ServerStatus
 
 
 class Probes(Collector):
@@ -24,7 +23,6 @@ class Probes(Collector):
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._status: ServerStatus | None = None
         self._requests = RequestMetrics()
         admission.on_error, admission.on_stream = self._requests.failed, self._requests.stream
         self._registry = CollectorRegistry()
@@ -34,9 +32,6 @@ class Probes(Collector):
         self.app = Starlette(
             routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=5)]
         )
-
-    async def refresh(self) -> None:
-        self._status = await self._admission.status()
 
     async def livez(self, _: Request) -> Response:
         return PlainTextResponse("alive\n")
@@ -57,4 +52,4 @@ class Probes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests.registry.collect()
-        yield from known(self._admission, self._status)
+        yield from known(self._admission)

@@ -22,6 +22,7 @@ def to_unchecked(message: pb.GenerateRequest) -> Unchecked:
         request_id=message.request_id,
         resume_token_ids=message.resume_token_ids,
         resume_model=message.resume_model,
+        resume_proof=message.resume_proof,
         sampling=_sampling(message.sampling),
         speculation=Speculation(**speculation),
     )

@@ -22,15 +22,17 @@ class InferenceServicer(rpc.InferenceServicer):
         self._admission = admission
 
     async def Generate(self, message: pb.GenerateRequest, context: _Context) -> None:
-        digest = self._admission.ready().model.digest
+        first = {"digest": self._admission.ready().model.digest}
 
         async def write(piece: Piece) -> None:
-            nonlocal digest
-            await context.write(piece_to_proto(piece, digest))
-            digest = ""
+            await context.write(piece_to_proto(piece, **first))
+            first.clear()
+
+        def add_proof(proof: str) -> None:
+            first["proof"] = proof
 
         nonce = str(dict(context.invocation_metadata() or ()).get(STREAM_KEY, ""))
-        await self._admission.answer(to_unchecked(message), write, nonce)
+        await self._admission.answer(to_unchecked(message), write, nonce, add_proof)
 
     async def Abort(self, message: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         return pb.AbortResponse(found=await self._admission.abort(message.request_id))

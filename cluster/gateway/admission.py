@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.gateway.checks import checked, request_id
+from cluster.gateway.proofs import with_proof
 from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
 from cluster.gateway.tokenising import TokeniserThreads
 from core.answer import Piece
 from core.config import TandemConfig
 from core.errors import Draining, Overloaded
 from core.info import DRAINING, STARTING, ServerStatus
-from core.request import Unchecked
+from core.request import Request, Unchecked
 
 if TYPE_CHECKING:  # the client's commands need no torch
     from cluster.gateway.fan_out import Streams
@@ -96,9 +97,16 @@ class Admission:
             status = await self.gateway.status(len(self._streams))
         return replace(status, state=DRAINING) if self._is_leaving else status
 
-    async def answer(self, asked: Unchecked, write: Write, nonce: str = "") -> None:
+    async def answer(
+        self,
+        asked: Unchecked,
+        write: Write,
+        nonce: str = "",
+        on_proof: Callable[[str], None] = lambda proof: None,
+    ) -> None:
         """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one
-        stream have the same ``nonce``: a later one ends an earlier.
+        stream have the same ``nonce``: a later one ends an earlier. ``on_proof`` is called before
+        the first piece, with the proof that the client needs to resume the answer.
 
         Raises what ``checked``, ``ClusterGateway.begin`` and what it begins raise; ``Overloaded``
         before anything is tokenised; ``Draining`` if it is ended or given up, so that its client
@@ -106,10 +114,14 @@ class Admission:
         """
         gateway, name = self.ready(), request_id(asked.request_id)
         async with self._admitted(name, nonce) as stream:
-            self._check_room(gateway)
+            is_resume = bool(asked.resume_proof and asked.resume_token_ids)
+            self._check_room(gateway, is_resume)
             named = replace(asked, request_id=name)
-            check = partial(checked, named, gateway.model, gateway.tokenizer)
-            request = await self._threads.run(len(asked.prompt or ""), check)
+            check = partial(_checked, named, gateway)
+            request, proof = await self._threads.run(len(asked.prompt or ""), check)
+            if is_resume and not request.is_begun:
+                self._check_room(gateway, False)
+            on_proof(proof)
             answers = stream.answers = gateway.begin(request)
             num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
             answers.on_overfull = lambda: stream.end(
@@ -151,11 +163,13 @@ class Admission:
         await self._gone(CLOSE_S)
         self._threads.close()
 
-    def _check_room(self, gateway: "ClusterGateway") -> None:
+    def _check_room(self, gateway: "ClusterGateway", is_begun: bool) -> None:
         """Raise ``Overloaded`` if another request cannot be queued, or if too many streams are
-        open. Where one of them lags, that one is ended instead, so that its client resumes."""
-        gateway.check_queue(1)
-        if len(self._streams) > gateway.max_streams:
+        open. Where one of them lags, that one is ended instead, so that its client resumes. Begun
+        answers have a reserve."""
+        gateway.check_queue(1, is_begun)
+        num_reserved = self.config.decode.num_rows if is_begun else 0
+        if len(self._streams) > gateway.max_streams + num_reserved:
             open_streams = [stream for stream in self._streams.values() if not stream.end_reason]
             slowest = max(open_streams, key=lambda stream: stream.reading.lag_s)
             if slowest.reading.lag_s < STALLED_S:
@@ -194,3 +208,13 @@ class Admission:
         finally:
             del self._streams[name]
             stream.gone.set_result(None)
+
+
+def _checked(message: Unchecked, gateway: "ClusterGateway") -> tuple[Request, str]:
+    """Return ``message`` as a request, and the proof for its client.
+
+    Raises:
+        ValueError, OtherModel: As ``checked`` does.
+    """
+    request = checked(message, gateway.model, gateway.tokenizer)
+    return with_proof(request, message.resume_proof, gateway.proof_key, gateway.model.digest)

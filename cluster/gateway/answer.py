@@ -83,7 +83,8 @@ class Answer:
     def rest(self) -> Request:
         """What is left to do, as a request: it goes on after the tokens emitted so far."""
         output_ids = self.request.output_ids + tuple(self.token_ids)
-        return replace(self.request, output_ids=output_ids)
+        is_begun = self.request.is_begun or bool(self.token_ids)
+        return replace(self.request, output_ids=output_ids, is_begun=is_begun)
 
     def _delta(self, told: Prefilled | SequenceUpdate) -> Delta:
         """A token that ended the answer is in the ids, not in the text, and what follows a stop

@@ -1,24 +1,21 @@
-"""How evenly the experts of each gang are used, from what its ranks tell."""
+"""How evenly the experts of each gang are used, from the heartbeats of its ranks."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
+from cluster.gateway.handles import Handle
 from core.eplb import ratio_of_loads
-from core.info import RankStatus
 
 
-def with_balance(ranks: Sequence[RankStatus], gangs: Sequence[str]) -> list[RankStatus]:
-    """Ranks, with the balance ratio of each one's gang; a gang of one has none."""
+def balance_ratios(ranks: Iterable[Handle]) -> dict[str, float]:
+    """Return the balance ratio of each gang by its name, as of the ranks' last heartbeats; a gang
+    of one rank has none."""
     loads: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for rank, gang in zip(ranks, gangs, strict=True):
-        if rank.rows_by_layer:
-            loads[gang].append(rank.rows_by_layer)
+    for rank in ranks:
+        if rank.beat is not None and rank.beat.held.rows_by_layer:
+            loads[rank.info.spec.gang].append(rank.beat.held.rows_by_layer)
     ratios = {}
     for gang, loads_RL in loads.items():
         loads_LR = list(zip(*loads_RL, strict=True))
         ratios[gang] = ratio_of_loads(loads_LR, list(map(sum, loads_LR)))
-    return [
-        replace(rank, balance_ratio=ratios.get(gang, 0.0))
-        for rank, gang in zip(ranks, gangs, strict=True)
-    ]
+    return ratios

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cluster.gateway.admission import Admission
+from cluster.gateway.balance import balance_ratios
 from cluster.gateway.fleet import Fleet
 from core.beat import Beat
-from core.info import RankStatus, ServerStatus
 
 RANK, GANG = ("rank", "kind"), ("gang", "kind")
 _GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
@@ -34,8 +34,8 @@ _COUNTERS = {
 _Sample = tuple[Sequence[str], float]
 
 
-def known(admission: Admission, status: ServerStatus | None) -> Iterator[Metric]:
-    """Yield what a gateway knows of its cluster; ``status`` is the latest, for what beats lack."""
+def known(admission: Admission) -> Iterator[Metric]:
+    """Yield what a gateway knows of its cluster."""
     yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
     if (gateway := admission.gateway) is None:
         return
@@ -46,10 +46,10 @@ def known(admission: Admission, status: ServerStatus | None) -> Iterator[Metric]
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
     yield counter("migrations", "Attempts that others went on from.", ["reason"], migrations)
     yield from of_gangs(gateway.fleet)
-    yield from of_ranks(gateway.fleet, status.ranks if status is not None else ())
+    yield from of_ranks(gateway.fleet)
 
 
-def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
+def of_ranks(fleet: Fleet) -> Iterator[Metric]:
     ranks = [((r.info.spec.label, r.info.spec.kind), r) for r in fleet.ranks.values()]
     beats = [(names, rank.beat) for names, rank in ranks if rank.beat is not None]
     for name, (text, read) in _GAUGES.items():
@@ -61,10 +61,12 @@ def of_ranks(fleet: Fleet, statuses: Sequence[RankStatus]) -> Iterator[Metric]:
     yield gauge("kv_cache_usage_perc", "Share of its cache that sequences hold.", RANK, used)
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
     yield gauge("rank_up", "Whether it gets requests.", RANK, up)
-    ratios = [((one.name, one.kind), one.balance_ratio) for one in statuses if one.balance_ratio]
+    ratios = balance_ratios(fleet.ranks.values())
+    gangs = [(names, rank.info.spec.gang) for names, rank in ranks]
+    balances = [(names, ratios[gang]) for names, gang in gangs if gang in ratios]
     info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
     yield gauge("rank_info", "What computes its steps, in which form.", (*RANK, "kernels"), info)
-    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, ratios)
+    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, balances)
 
 
 def of_gangs(fleet: Fleet) -> Iterator[Metric]:

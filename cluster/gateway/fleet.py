@@ -133,7 +133,7 @@ class Fleet:
 
     async def _ask(self, rank: Handle) -> None:
         retries = Retries(LONGEST_BEAT_S)
-        while rank.liveness.phase is Phase.SUSPECT and not (await rank.status()).alive:
+        while rank.liveness.phase is Phase.SUSPECT and not await rank.is_reachable():
             await retries.pause()
         if rank.liveness.tell(Event.ANSWERED):
             log.warning("%s answers again and gets requests", rank.life)

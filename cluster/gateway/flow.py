@@ -67,7 +67,8 @@ async def run_request(
 
 async def _grant(request: Request, pair: Pair, session: int) -> None:
     num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
-    size = on_decode.Size(num_prompt, num_output, request.sampling.max_tokens)
+    max_tokens = request.sampling.max_tokens
+    size = on_decode.Size(num_prompt, num_output, max_tokens, request.is_begun)
     await _call(pair.decode, "grant", on_decode.Grant(pair.identity, session, size), Done)
     pair.decode.inboxes.granted[pair.identity] = None
 

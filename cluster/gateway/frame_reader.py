@@ -5,24 +5,23 @@ A rank is lost that does not answer within the bound of its pace, or whose engin
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from cluster.gateway.handles import Handle
 from cluster.gateway.retries import Retries
 from core.beat import Beat
 from core.control import ask
 from core.errors import RankLost
-from core.identity import Identity
 from core.request import TokenFrame
 from core.schema import unpack
 from runtime.frames import FrameStream, connect
 
 log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 5.0
+MIN_BEAT_S = 0.1
+"""Minimum time between two heartbeats, however many calls of GetStatus wait for one."""
 OnLost = Callable[[Handle, Exception], None]
-Expected = deque[tuple[Identity, ...]]
-"""Heartbeats under way: what was granted when each was sent."""
 
 
 async def listen(
@@ -36,6 +35,7 @@ async def listen(
     retries = Retries(LONGEST_PAUSE_S)
     try:
         while True:
+            rank.under_way.clear()
             try:
                 if rank.info.frames is not None:
                     stream = await connect(rank.life, rank.info.frames, session)
@@ -53,16 +53,16 @@ async def listen(
 
 async def _ask(rank: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
     while True:
-        bound_s = rank.heard(await ask(rank.control, "beat", None, Beat, bound_s), ())
+        rank.beat_sent()
+        bound_s = rank.heard(await ask(rank.control, "beat", None, Beat, bound_s))
         retries.progressed()
-        await asyncio.sleep(beat_s)
+        await _due(rank, beat_s)
 
 
 async def _read(
     rank: Handle, stream: FrameStream, beat_s: float, bound_s: float, retries: Retries
 ) -> None:
-    expected: Expected = deque()
-    beats = asyncio.create_task(_beat(rank, stream, beat_s, expected))
+    beats = asyncio.create_task(_beat(rank, stream, beat_s))
     now = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(beat_s + bound_s) as silence:
@@ -70,7 +70,7 @@ async def _read(
                 frame = unpack(TokenFrame, data)
                 rank.inboxes.put(frame.updates)
                 if frame.beat is not None:
-                    bound_s = rank.heard(frame.beat, expected.popleft())
+                    bound_s = rank.heard(frame.beat)
                     retries.progressed()
                 silence.reschedule(now() + beat_s + bound_s)
         raise RankLost(f"{rank.life} ended its frames")
@@ -81,9 +81,17 @@ async def _read(
         stream.close()
 
 
-async def _beat(rank: Handle, stream: FrameStream, beat_s: float, expected: Expected) -> None:
+async def _beat(rank: Handle, stream: FrameStream, beat_s: float) -> None:
     """What was granted before a beat was sent has to be alive in its answer."""
     while True:
-        expected.append(tuple(rank.inboxes.granted))
+        rank.beat_sent()
         stream.beat()
-        await asyncio.sleep(beat_s)
+        await _due(rank, beat_s)
+
+
+async def _due(rank: Handle, beat_s: float) -> None:
+    """Wait until the next heartbeat is due: after ``beat_s``, or earlier if a status wants it."""
+    await asyncio.sleep(min(beat_s, MIN_BEAT_S))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(beat_s - MIN_BEAT_S):
+            await rank.beat_wanted.wait()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from cluster.gateway.affinity import PrefixAffinity
 from cluster.gateway.answer import Answer
-from cluster.gateway.balance import with_balance
+from cluster.gateway.balance import balance_ratios
 from cluster.gateway.fan_out import Streams, expand
 from cluster.gateway.fleet import Fleet, Members
 from cluster.gateway.flow import run_request
@@ -53,11 +53,20 @@ class ClusterGateway:
         """Bound on open streams: those that may have or wait for a row, and some to spare."""
         return self._num_rows() + self.config.server.max_queued + SPARE_STREAMS
 
-    def check_queue(self, num_answers: int) -> None:
-        """Raise Overloaded when so many more answers could not be queued. Costs nothing."""
+    def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
+        """Raise Overloaded when ``num_answers`` more could not be queued. Costs nothing.
+
+        Begun answers have a reserve, one place for each row of the cluster: each has had a row.
+        """
+        num_reserved = self.config.decode.num_rows if is_begun else 0
         num_queued = sum(map(len, self.running)) - self._num_rows()
-        if num_queued + num_answers > self.config.server.max_queued:
+        if num_queued + num_answers > self.config.server.max_queued + num_reserved:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
+
+    @property
+    def proof_key(self) -> bytes:
+        """Secret of the cluster with which gateways sign proofs, b"" for none."""
+        return self.fleet.applied.proof_key
 
     def begin(self, request: Request) -> Streams:
         """Its answers, written from now on: who begins them reads their pieces at once. These raise
@@ -84,12 +93,16 @@ class ClusterGateway:
         """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
+        ratios = balance_ratios(handles)
         cold = self.fleet.cold_pairs()
         ranks = [
-            replace(rank, cause=rank.cause or cold.get(handle, ""))
+            replace(
+                rank,
+                cause=rank.cause or cold.get(handle, ""),
+                balance_ratio=ratios.get(handle.info.spec.gang, 0.0),
+            )
             for rank, handle in zip(ranks, handles, strict=True)
         ]
-        ranks = with_balance(ranks, [handle.info.spec.gang for handle in handles])
         unready = self.fleet.unready()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
         at_best = DEGRADED if any(rank.cause for rank in ranks) else SERVING
@@ -113,7 +126,7 @@ class ClusterGateway:
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        self.check_queue(len(answers))
+        self.check_queue(len(answers), answers[0].request.is_begun)
         infos = [handle.info for pair in self.fleet.usable() for handle in pair]
         most = len(answers[0].request.prompt_ids) + answers[0].num_most
         room = min((info.max_tokens for info in infos), default=most)
@@ -144,14 +157,14 @@ class ClusterGateway:
             except Preempted:
                 self.migrations["Preempted"] += 1
             except (RankLost, HandoverError, StepFailed, Overloaded) as error:
-                await trials.failed(error, pair, bool(answer.rest().output_ids))
+                await trials.failed(error, pair, answer.rest().is_begun)
                 self.migrations[type(error).__name__] += 1
                 log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
 
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
         """Where it goes on. What has begun waits for a rank if none is left; what has failed
         between two ranks is not tried there again if there are others."""
-        pairs = await self.fleet.pairs(self.config.server.patience_s if request.output_ids else 0.0)
+        pairs = await self.fleet.pairs(self.config.server.patience_s if request.is_begun else 0.0)
         others = [pair for pair in pairs if pair not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 
-from cluster.gateway.liveness import Event, Liveness
+from cluster.gateway.liveness import Event, Liveness, Phase
 from core.beat import Beat
 from core.control import Control, Done, ask
 from core.errors import RankLost
@@ -19,6 +20,7 @@ from core.tasks import Tasks
 
 log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
+"""Time after which a rank counts as silent in a status, or a suspect as unreachable."""
 RELEASE_TIMEOUT_S = 5.0
 
 
@@ -86,36 +88,71 @@ class Inboxes:
 
 class Handle:
     """One life of a rank, and its latest ``beat``. ``releases`` are its owner's, who finishes
-    them."""
+    them. While ``beat_wanted`` is set, the next heartbeat is due early. ``under_way`` are those of
+    this connection that are not answered yet: what was granted when each was sent, and what its
+    answer sets."""
 
     def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
         self.info, self.control, self.life = info, control, info.spec.life
         self.load, self.inboxes = Load(info.max_tokens), Inboxes(self.life)
         self.liveness, self._releases = Liveness(self.life), releases
         self.beat: Beat | None = None
+        self.beat_wanted = asyncio.Event()
+        self.under_way = deque[tuple[tuple[Identity, ...], asyncio.Event]]()
+        self._next_answered = asyncio.Event()
 
-    def heard(self, beat: Beat, expected: Iterable[Identity]) -> float:
+    def beat_sent(self) -> None:
+        """Note that a heartbeat is sent now."""
+        self.under_way.append((tuple(self.inboxes.granted), self._next_answered))
+        self._next_answered = asyncio.Event()
+        self.beat_wanted.clear()
+
+    def heard(self, beat: Beat) -> float:
         """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost
         if its engine does not go on."""
+        granted, answered = self.under_way.popleft()
         self.beat = beat
         self.load.heard(beat)
-        for identity in self.inboxes.heard(beat.alive, expected):
+        for identity in self.inboxes.heard(beat.alive, granted):
             self.release("abort", identity)
         if beat.pace.is_stuck:
             raise RankLost(f"its engine is {beat.pace}")
         if self.liveness.tell(Event.HEARD):
             log.warning("%s is heard again and gets requests", self.life)
+        answered.set()
         return beat.pace.bound_s
 
     async def status(self) -> RankStatus:
-        """What the rank says of itself now, or that it does not."""
-        try:
-            told = await ask(self.control, "status", None, RankStatus, STATUS_TIMEOUT_S)
-            return replace(told, cause="draining") if self.liveness.is_draining else told
-        except Exception as error:
-            spec = self.info.spec
-            log.warning("%s gives no status: %r", spec.label, error)
+        """Return what the rank's answer to the next heartbeat says; all callers share that one.
+
+        ``alive`` is False, and nothing else known, if the rank is lost or gives no answer in time.
+        """
+        spec, answered = self.info.spec, self._next_answered
+        self.beat_wanted.set()
+        if self.liveness.phase is not Phase.OUT:
+            with suppress(TimeoutError, RankLost):
+                async with asyncio.timeout(STATUS_TIMEOUT_S), self.liveness.needed():
+                    await answered.wait()
+        if self.beat is None or not answered.is_set():
             return RankStatus(spec.label, spec.kind, spec.epoch, alive=False)
+        return RankStatus(
+            spec.label,
+            spec.kind,
+            spec.epoch,
+            max_tokens=self.info.max_tokens,
+            cause="draining" if self.liveness.is_draining else "",
+            born=spec.born or spec.epoch,
+            **asdict(self.beat.held),
+        )
+
+    async def is_reachable(self) -> bool:
+        """Return whether the rank answers a call, and its engine thread takes turns."""
+        try:
+            await ask(self.control, "ping", None, Done, STATUS_TIMEOUT_S)
+            return True
+        except Exception as error:
+            log.warning("%s does not answer: %r", self.life, error)
+            return False
 
     def release(self, method: str, identity: Identity) -> "asyncio.Task[Done]":
         """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or

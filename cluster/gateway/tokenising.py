@@ -12,20 +12,19 @@ from core.errors import Overloaded
 LONG_CHARS = 50_000
 """Characters from which on a text has to wait for other long texts; short ones never do."""
 MAX_CHARS = 16 << 20
-"""Maximum of characters of all texts that wait or are being tokenised."""
+"""Maximum of characters of the texts that wait for a thread or are tokenised by it."""
 TRIM_CHARS = 500_000
 """Characters from which on the memory that a text took goes back to the system at once. It is some
 hundred bytes a character, which glibc would keep in pieces."""
 Result = TypeVar("Result")
 
 
-class TokeniserThreads:
-    """One thread for short texts and one for long ones, owned by one asyncio loop until `close`."""
+class TokeniserThread:
+    """One thread and the texts that wait for it, owned by one asyncio loop until `close`."""
 
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(1, "tokenise")
-        self._long = ThreadPoolExecutor(1, "tokenise-long")
-        self._num_chars = 0
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, name)
+        self.num_chars = 0
 
     async def run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         """Run ``work`` on a text of ``num_chars`` and return its result.
@@ -33,12 +32,12 @@ class TokeniserThreads:
         Raises:
             Overloaded: Too much text waits already.
         """
-        if self._num_chars and self._num_chars + num_chars > MAX_CHARS:
-            raise Overloaded(f"{self._num_chars} characters are being tokenised already")
-        self._num_chars += num_chars
+        if self.num_chars and self.num_chars + num_chars > MAX_CHARS:
+            raise Overloaded(f"{self.num_chars} characters are being tokenised already")
+        self.num_chars += num_chars
         loop = asyncio.get_running_loop()
-        thread = self._long if num_chars > LONG_CHARS else self._short
-        posted = thread.submit(work if num_chars < TRIM_CHARS else partial(_then_trim, work))
+        is_short = num_chars < TRIM_CHARS
+        posted = self._executor.submit(work if is_short else partial(_then_trim, work))
 
         def ended(_: "Future[Result]") -> None:
             # A caller that was cancelled does not end what its thread is busy with.
@@ -48,12 +47,35 @@ class TokeniserThreads:
         return await asyncio.wrap_future(posted)
 
     def close(self) -> None:
-        """End both threads when they are idle; what has not begun is not done."""
-        for thread in (self._short, self._long):
-            thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread when it is idle; what has not begun is not done."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, num_chars: int) -> None:
-        self._num_chars -= num_chars
+        self.num_chars -= num_chars
+
+
+class TokeniserThreads:
+    """One thread for short texts and one for long ones, so that neither the time nor the number of
+    long texts keeps a short one out."""
+
+    def __init__(self) -> None:
+        self._short = TokeniserThread("tokenise")
+        self._long = TokeniserThread("tokenise-long")
+
+    @property
+    def num_chars(self) -> int:
+        """Number of characters of all texts that wait or are being tokenised."""
+        return self._short.num_chars + self._long.num_chars
+
+    async def run(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on the thread for a text of ``num_chars``; raises what that raises."""
+        thread = self._long if num_chars > LONG_CHARS else self._short
+        return await thread.run(num_chars, work)
+
+    def close(self) -> None:
+        """End both threads when they are idle; what has not begun is not done."""
+        for thread in (self._short, self._long):
+            thread.close()
 
 
 def _then_trim(work: Callable[[], Result]) -> Result:

@@ -31,15 +31,17 @@ def from_proto(cls: type[_Noun], message: Message) -> _Noun:
     return noun
 
 
-def piece_to_proto(piece: Piece, digest: str = "") -> pb.GenerateResponse:
-    """One message of a stream; ``digest`` is that of the model, for the first message."""
+def piece_to_proto(piece: Piece, digest: str = "", proof: str = "") -> pb.GenerateResponse:
+    """Return one message of a stream; the first one has the ``digest`` of the model, and the
+    ``proof`` that the client sends to resume the answer."""
     if isinstance(piece, Finished):
-        return pb.GenerateResponse(finished=to_proto(pb.Finished, piece), model=digest)
+        finished = to_proto(pb.Finished, piece)
+        return pb.GenerateResponse(finished=finished, model=digest, proof=proof)
     delta = pb.Delta(index=piece.index, token_ids=piece.token_ids, text=piece.text)
     for token in piece.logprobs:
         top = dict(zip(token.top_ids, token.top_logprobs, strict=True))
         delta.logprobs.add(logprob=token.logprob, top=top)
-    return pb.GenerateResponse(delta=delta, model=digest)
+    return pb.GenerateResponse(delta=delta, model=digest, proof=proof)
 
 
 def piece_from_proto(response: pb.GenerateResponse) -> Piece:

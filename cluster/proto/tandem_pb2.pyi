@@ -29,7 +29,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "speculation", "resume_token_ids", "resume_model")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "speculation", "resume_token_ids", "resume_model", "resume_proof")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_PROOF_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -44,7 +45,8 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., resume_model: _Optional[str] = ...) -> None: ...
+    resume_proof: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., resume_model: _Optional[str] = ..., resume_proof: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "max_tokens", "ignore_eos", "logprobs", "n", "skip_special_tokens")
@@ -108,14 +110,16 @@ class Speculation(_message.Message):
     def __init__(self, max_drafts: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., relaxed_top_n: _Optional[int] = ..., relaxed_delta: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_alpha: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("delta", "finished", "model")
+    __slots__ = ("delta", "finished", "model", "proof")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     delta: Delta
     finished: Finished
     model: str
-    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    proof: str
+    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., model: _Optional[str] = ..., proof: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "token_ids", "text", "logprobs")

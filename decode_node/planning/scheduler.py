@@ -8,6 +8,7 @@ from core.identity import Identity
 from core.levels import Levels, slots_ahead
 from core.request import Request
 from core.stopping import num_budget, stop_ids
+from core.turns import TurnQueue
 from decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
 from kv_transfer.pages import PagePool
 
@@ -18,11 +19,11 @@ MAX_WAITING = 4096
 class Scheduler:
     """Owner of row slots and of sequences in each state; pages come from the pool it is given.
 
-    Requests are granted a row and pages first come, first served, those that have begun ahead of
-    the others: nobody passes one that needs many pages. Pages grow as sequences do, two steps
-    ahead. When the pool is full the youngest running sequence is preempted: it goes on later from
-    (prompt_ids, output_ids), nothing is lost. A request whose whole answer fits the pool can
-    always finish, if need be alone.
+    Requests are granted a row and pages first come, first served, begun ones ahead of fresh ones,
+    which get one grant in FRESH_SHARE. No request passes one that needs many pages. Pages grow as
+    sequences do, two steps ahead. When the pool is full the youngest running sequence is preempted:
+    it goes on later from (prompt_ids, output_ids), nothing is lost. A request whose whole answer
+    fits the pool can always finish, if need be alone.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._begun: dict[Identity, Need] = {}
-        self._fresh: dict[Identity, Need] = {}
+        self.queue = TurnQueue[Need]()
+        """Requests that wait for a row and pages."""
         self.sequences: dict[Identity, Granted | Running] = {}
         """Those that hold rows, in the order in which these were granted."""
         self._runs: list[Running | None] = [None] * max_rows
@@ -47,7 +48,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._begun) + len(self._fresh)
+        return len(self.queue)
 
     @property
     def running(self) -> list[Running]:
@@ -66,21 +67,21 @@ class Scheduler:
                 f"max_tokens: prompt and answer need {need.num_most_pages} pages, this node has "
                 f"{most}; ask for fewer tokens or raise kv.num_pages"
             )
-        if not size.is_begun and len(self._fresh) >= MAX_WAITING:
-            raise Overloaded(f"{len(self._fresh)} requests wait for a decode row already")
+        if not size.is_begun and len(self.queue.fresh) >= MAX_WAITING:
+            raise Overloaded(f"{len(self.queue.fresh)} requests wait for a decode row already")
         assert identity not in self.sequences, f"{identity} was granted already"
-        (self._begun if size.is_begun else self._fresh)[identity] = need
+        self.queue.add(identity, need, size.is_begun)
 
     def grant(self) -> list[Identity]:
         """Give rows and pages to those whose turn it is; they hold them from now on."""
         granted = []
-        while self._free_rows and (queue := self._begun or self._fresh):
-            identity, need = next(iter(queue.items()))
+        while self._free_rows and (first := self.queue.peek()):
+            identity, need = first
             num_tokens = need.size.num_prompt + need.size.num_output + 1
             num_pages = min(need.num_most_pages, self._num_pages(num_tokens))
             if num_pages + self._num_growing() > self._pool.num_available:
                 break
-            del queue[identity]
+            self.queue.take()
             row, pages = self._free_rows.pop(), tuple(self._pool.allocate(num_pages))
             self.sequences[identity] = Granted(identity, row, pages, need)
             granted.append(identity)
@@ -126,8 +127,7 @@ class Scheduler:
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait for a row; whether it held one. Row and pages are free once
         no step on its way may touch them."""
-        self._begun.pop(identity, None)
-        self._fresh.pop(identity, None)
+        self.queue.discard(identity)
         one = self.sequences.pop(identity, None)
         if one is None:
             return False
@@ -232,4 +232,6 @@ class Scheduler:
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
         assert {*self.running} == {*filter(None, self._runs)}, "not those that run"
-        assert not self.sequences.keys() & {*self._begun, *self._fresh}, "a granted one waits"
+        assert not self.sequences.keys() & {*self.queue.begun, *self.queue.fresh}, (
+            "a granted one waits"
+        )

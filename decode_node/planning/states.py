@@ -16,16 +16,13 @@ than the tokens that a lost rank had made and not told."""
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is known of a request before it comes: tokens of its prompt, emitted, and at most."""
+    """What is known of a request before it comes: tokens of its prompt, emitted, and at most, and
+    whether it is begun (core/request.py)."""
 
     num_prompt: int
     num_output: int
     max_tokens: int
-
-    @property
-    def is_begun(self) -> bool:
-        """Its client has tokens already."""
-        return self.num_output > 0
+    is_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from decode_node.service.publisher import FramePublisher
 from decode_node.service.sessions import Sessions
 from kv_transfer import sink
 from kv_transfer.messages import Offer, Seal
+from runtime.computed_rows import ComputedRows
 from runtime.frames import FrameServer
 from runtime.parts import RankParts
 
@@ -64,6 +65,7 @@ class DecodeRank:
         self.engine = DecodeEngine(parts, self.frames.publish, self._on_grant)
         self.info = parts.info()
         self._parts = parts
+        self._rows = ComputedRows(parts.loop, parts.loaded.dispatch)
         self._find_owner = find_owner
         self._server = FrameServer(parts.spec.host, self.frames)
         self._granting: dict[Identity, asyncio.Future[None]] = {}
@@ -76,7 +78,7 @@ class DecodeRank:
             "grant": (Grant, self._grant),
             "start": (Start, self._start),
             "abort": (Identity, self._end),
-            "status": (None, lambda _: parts.status(self._held, self.engine.programs.form)),
+            "ping": (None, lambda _: self.loop.call(lambda: None)),
         }
         self.handle = Service(parts.spec.life, parts.spec.epoch, methods).handle
 
@@ -231,6 +233,8 @@ class DecodeRank:
             num_channels=counts["channels"],
             num_quarantined=counts.get("quarantined", 0),
             counters=steps | engine.programs.counts() | self._parts.counters,
+            kernels=f"{self._parts.loaded.kernels.name}, {engine.programs.form}",
+            rows_by_layer=self._rows.latest(),
         )
 
 

@@ -1,6 +1,6 @@
 """Digest of a checkpoint: two folders with the same digest hold the same model.
 
-It covers what config.json says, and of each file its size, its safetensors header (names, dtypes,
+It covers what config.json says, and of each file its safetensors header (names, dtypes,
 shapes and places of all tensors) and sampled pages: at least one of each file and of each tensor
 outside the routed experts. The names and the order of files do not matter, nor does the dtype that
 a rank computes in.
@@ -8,18 +8,16 @@ a rank computes in.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.headers import Header, header_of
 
 PAGE_BYTES = 4096
 NUM_EXPERT_PAGES = 8
 """Minimum number of tensors of routed experts that are sampled in a file, if it has as many."""
-MAX_HEADER_BYTES = 100_000_000
-"""Bound of the safetensors format itself."""
 
 
 def checkpoint_digest(
@@ -33,39 +31,30 @@ def checkpoint_digest(
         file_of: For each tensor the name of the file that it is loaded from.
 
     Raises:
-        ValueError: A file has no safetensors header.
+        ValueError: A file is no safetensors file, or not whole.
     """
-    digests = {name: _file_digest(file) for name, file in files.items()}
+    digests = {name: file_digest(file) for name, file in files.items()}
     tensors = sorted((tensor, digests[name]) for tensor, name in file_of.items())
     text = json.dumps([config.identity(), asdict(config), tensors], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _file_digest(file: BinaryIO) -> str:
-    size = file.seek(0, os.SEEK_END)
+def file_digest(file: BinaryIO) -> str:
+    """Return a digest of the header, which says the size, and of sampled pages of a safetensors
+    file. Raises ValueError as ``header_of`` does."""
+    header = header_of(file)
+    start = file.tell()
     file.seek(0)
-    length = file.read(8)
-    header = file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
-    found = hashlib.sha256(size.to_bytes(8) + length + header)
-    for offset, num_bytes in _pages(header, file.name):
-        file.seek(len(length + header) + offset)
+    found = hashlib.sha256(file.read(start))
+    for offset, num_bytes in _pages(header):
+        file.seek(start + offset)
         found.update(file.read(num_bytes))
     return found.hexdigest()
 
 
-def _pages(header: bytes, path: str) -> list[tuple[int, int]]:
+def _pages(header: Header) -> list[tuple[int, int]]:
     """Return offset and number of bytes of each page to sample, in the order of the file."""
-    try:
-        entries: dict[str, Any] = json.loads(header)
-        places = {
-            name: _middle(*entry["data_offsets"])
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: is not a readable safetensors file ({error!r}); download it again"
-        ) from None
+    places = {name: _middle(*entry["data_offsets"]) for name, entry in header.items()}
     experts = [name for name in places if ".mlp.experts." in name]
     sampled = {*experts[:: max(1, len(experts) // NUM_EXPERT_PAGES)], *places.keys() - experts}
     return sorted(places[name] for name in sampled)

@@ -5,37 +5,51 @@ This module imports no torch: a gateway checks a checkpoint with it.
 """
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Header = dict[str, dict[str, Any]]
+MAX_HEADER_BYTES = 100_000_000
+"""Bound of the safetensors format itself."""
 _LFS = b"version "
 """The first 8 bytes of a pointer."""
-_MAX_HEADER_BYTES = 100_000_000
-"""The bound of the safetensors library."""
 
 
-def read_header(file: Path) -> Header:
-    """Return dtype, shape and place of each tensor by its name.
+def read_header(path: Path) -> Header:
+    """Return the header of the file at ``path``. Raises ValueError as ``header_of`` does."""
+    try:
+        with path.open("rb") as file:
+            return header_of(file)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def header_of(file: BinaryIO) -> Header:
+    """Return dtype, shape and place of each tensor by its name, and leave the file where its
+    tensors begin.
 
     Raises ValueError naming the file if it is a pointer of Git LFS, is no safetensors file, or is
     shorter or longer than its header says.
     """
-    start = b""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
     try:
-        with file.open("rb") as opened:
-            start = opened.read(8)
-            num_bytes = int.from_bytes(start, "little")
-            content = json.loads(opened.read(min(num_bytes, _MAX_HEADER_BYTES)))
+        content = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         header = {name: one for name, one in content.items() if name != "__metadata__"}
-        end = 8 + num_bytes + max((one["data_offsets"][1] for one in header.values()), default=0)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        places = [one["data_offsets"] for one in header.values()]
+        end = 8 + length + max((hi for _, hi in places), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         remedy = (
             "it is a pointer of Git LFS: run git lfs pull" if start == _LFS else "download it again"
         )
         raise ValueError(
-            f"{file}: is not a readable safetensors file ({error!r:.80}); {remedy}"
+            f"{file.name}: is not a readable safetensors file ({error!r:.80}); {remedy}"
         ) from None
-    if (size := file.stat().st_size) != end:
-        raise ValueError(f"{file}: has {size:,} bytes, its header says {end:,}; download it again")
+    if size != end:
+        raise ValueError(
+            f"{file.name}: has {size:,} bytes, its header says {end:,}; download it again"
+        )
     return header

@@ -3,13 +3,13 @@ it, beside that of the model it drafts for."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from core.json_file import read_json
 from model.checkpoint.config import USED_KEYS, ModelConfig
-from model.checkpoint.config_keys import ROPE, settle
+from model.checkpoint.config_keys import QUANTIZATION, ROPE, refusals, settle
 
 CONFIG = "config.json"
 _OF_LATENTS = (
@@ -18,11 +18,34 @@ _OF_LATENTS = (
 )
 _OF_ALL = "rms_norm_eps", "rope_theta", ROPE, "rope_parameters"
 _DEEPER = "transformer_layer_config", "eagle_config"
-_REFUSED = "norm_before_fc", "fc_norm", "attention_bias", "mlp_bias"
+_ONLY: dict[str, Any] = {
+    "attention_bias": False,
+    "fc_norm": False,
+    "hidden_act": "silu",
+    "layer_types": ["full_attention"],
+    "layernorms": False,
+    "mlp_bias": False,
+    "norm_before_fc": False,
+    "tie_word_embeddings": False,
+    "use_aux_hidden_state": True,
+}
+"""The only value that is implemented of each of these."""
+_HARMLESS = (
+    # Which names tensors have, and which there are, says the same:
+    # SafeAILab/EAGLE, eagle/train; vllm-project/speculators, src/speculators/models/eagle.py.
+    *("bias", "fusion_bias", "transformer_layer_architecture"),
+    # Of training and bookkeeping: vllm-project/speculators, src/speculators/config.py and
+    # models/eagle3/config.py.
+    *("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init"),
+    *("speculators_config", "speculators_version"),
+    # Counts only beside use_sliding_window: sgl-project/SpecForge, configs.
+    "max_window_layers",
+)
+"""Keys that change nothing in a head, beside those of checkpoints."""
 
 
 class Said(BaseModel):
-    """Fields that config.json is read for; others are no matter."""
+    """Fields that config.json is read for, some only to refuse what is not implemented."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -38,6 +61,9 @@ class Said(BaseModel):
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    model_type: Literal["llama", "deepseek_v2", "deepseek_v3", "kimi_k2", "eagle"] = "llama"
+    speculators_model_type: Literal["eagle", "eagle3"] | None = None
+    target_hidden_size: int | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -83,10 +109,10 @@ def read_config(
             raise ValueError(f"{file}: {name} = {inner!r}: must be an object")
         raw = raw | inner
     raw = {name: value for name, value in raw.items() if value is not None}
-    for name in _REFUSED:
-        if raw.get(name):
+    for name, value in _ONLY.items():
+        if raw.get(name, value) != value:
             raise ValueError(
-                f"{file}: {name} = {raw[name]}: is not implemented; use a head without"
+                f"{file}: {name} = {raw[name]!r}: is not implemented; use a head with {value!r}"
             )
     try:
         said = Said(**raw)
@@ -95,6 +121,8 @@ def read_config(
         name = ".".join(map(str, first["loc"]))
         raise ValueError(f"{file}: {name} = {raw.get(name)!r}: {first['msg']}") from None
     _check(file, said, of_main)
+    if problems := list(refusals(settle(raw), _known() - set(ignored), ignored)):
+        raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
     is_grouped = said.num_kv_heads > 0
     names = _OF_ALL if is_grouped else _OF_ALL + _OF_LATENTS
     own: dict[str, Any] = {name: raw[name] for name in names if name in raw}
@@ -121,12 +149,20 @@ def read_config(
 
 
 def _check(file: Path, said: Said, of_main: dict[str, Any]) -> None:
-    for name in ("hidden_size", "vocab_size"):
-        if getattr(said, name) != of_main[name]:
+    expected = of_main | {"target_hidden_size": of_main["hidden_size"]}
+    for name in ("hidden_size", "vocab_size", "target_hidden_size"):
+        if getattr(said, name) not in (None, expected[name]):
             raise ValueError(
-                f"{file}: {name} = {getattr(said, name)}, the model's is {of_main[name]}; use a "
+                f"{file}: {name} = {getattr(said, name)}, the model's is {expected[name]}; use a "
                 "head that was trained for it"
             )
     num, num_kv = said.num_attention_heads, said.num_key_value_heads
     if num_kv and num % num_kv:
         raise ValueError(f"{file}: num_key_value_heads = {num_kv}: has to divide {num} heads")
+
+
+def _known() -> set[str]:
+    """Return the keys that a head's config.json may have: those that are read or harmless, and
+    those of a checkpoint whose MLA and experts a head's tensors would have to have."""
+    of_checkpoint = {key for key in USED_KEYS if not key.startswith(QUANTIZATION)}
+    return of_checkpoint.union(Said.model_fields, _DEEPER, _ONLY, _HARMLESS)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from model.checkpoint.digest import file_digest
 from model.checkpoint.weights import Checkpoint
 
 
@@ -53,6 +54,17 @@ def digest(*files: Path) -> str:
         with file.open("rb") as opened:
             found.update(hashlib.file_digest(opened, "sha256").digest())
     return found.hexdigest()[:16]
+
+
+def folder_digest(folder: Path) -> str:
+    """Return a digest of config.json and of all weights in a drafter's folder. Of safetensors files
+    pages are sampled, as of a checkpoint's; others are read whole."""
+    whole = [file for file in folder.glob("*") if file.suffix in (".bin", ".pt")]
+    digests = [digest(file) for file in (*folder.glob("config.json"), *whole)]
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            digests.append(file_digest(opened))
+    return hashlib.sha256(" ".join(sorted(digests)).encode()).hexdigest()[:16]
 
 
 def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:

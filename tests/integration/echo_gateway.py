@@ -52,6 +52,7 @@ class EchoGateway:
         self.tokenizer = ByteTokenizer()
         self.hold_after: int | None = None
         self.max_streams = 1000
+        self.proof_key = bytes(32)
         self.state = SERVING
         self.go_on = asyncio.Event()
         self.failures: list[tuple[int, BaseException]] = []
@@ -68,7 +69,7 @@ class EchoGateway:
         )  # fmt: skip
         return ServerStatus(self.state, "split", num_running, (node,))
 
-    def check_queue(self, num_answers: int) -> None:
+    def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
         """Its queue is never full."""
 
     def begin(self, request: Request) -> SimpleNamespace:

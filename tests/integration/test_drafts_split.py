@@ -21,6 +21,7 @@ from model.loaded import LoadedModel
 from prefill_node.prefix_cache import PrefixCache
 from tests import rig as rigs
 from tests.conformance import DRAFTERS as EAGLES
+from tests.often import often
 from tests.rig import rig
 from tests.small import write_small
 from tests.unit.test_drafts import Spy
@@ -88,7 +89,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     "max_batch_tokens", [5, pytest.param(2048, marks=pytest.mark.slow)], ids=["chunks", "whole"]
 )
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", often(DRAFTERS, ["mtp", "vanilla", "eagle tree"]))
 async def test_the_drafts_of_every_step(
     modules_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_tokens: int
 ) -> None:

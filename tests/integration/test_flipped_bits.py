@@ -111,6 +111,29 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
     assert later[0] not in first and later[1] == first[1]
 
 
+def test_layers_that_change_places_are_found() -> None:
+    """And so are opposite changes at the same place of two layers: no two layers have the same
+    factors."""
+    pool, layers = PagePool(3, page_size=2), [torch.rand(6, 2) for _ in range(2)]
+    caches = PagedCaches({"main": layers}, pool, "float32", "tiny")
+
+    def summed() -> tuple[int, ...]:
+        return PageSums(caches).of(Computed(4, (1, 2), (0, 0))).groups["main"]
+
+    whole = summed()
+    first, second = (layer.clone() for layer in layers)
+    layers[0].copy_(second)
+    layers[1].copy_(first)
+    assert all(a != b for a, b in zip(summed(), whole, strict=True))
+    layers[0].copy_(first)
+    layers[1].copy_(second)
+    assert summed() == whole
+    words, more = (layer.view(torch.int64)[2:] for layer in layers)
+    words += 8
+    more -= 8
+    assert all(a != b for a, b in zip(summed(), whole, strict=True))
+
+
 def test_every_bit_counts() -> None:
     pool, layer = PagePool(3, page_size=2), torch.rand(6, 2)
     caches = PagedCaches({"main": [layer]}, pool, "float32", "tiny")

@@ -26,7 +26,7 @@ from tandem import AsyncClient
 from tests.fuzz import NAMES, mutated, ordinary, wild
 from tests.waiting import until
 
-NUM_SHORT, NUM_LONG, LONG_S = 800, 20_000, 60.0
+NUM_SHORT, NUM_LONG, LONG_S = 400, 20_000, 60.0
 NUM_CLIENTS = 16
 MOST_PIECES = 6
 """Read of one answer; a wild max_tokens may ask for thousands."""

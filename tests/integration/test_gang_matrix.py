@@ -20,12 +20,13 @@ from benchmarks.soak.check import score_ties
 from core.config import TINY_MODEL
 from core.request import Request
 from tandem import Client
+from tests.often import often
 from tests.rig import Rig, rig
 from tests.waiting import until
 
 SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")
 SIZES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
-IN_MAKE_TEST = {(2, 2), (1, 4), (4, 1)}
+IN_MAKE_TEST = {(2, 2), (1, 4)}
 NUM_REQUESTS = 18
 
 
@@ -76,10 +77,7 @@ async def serve_and_check(cluster: Rig, small_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [
-        pytest.param(*sizes, marks=() if sizes in IN_MAKE_TEST else pytest.mark.slow)
-        for sizes in SIZES
-    ],
+    often(SIZES, IN_MAKE_TEST),
 )
 async def test_all_sizes_with_three_drafts(prefill: int, decode: int, small_model: Path) -> None:
     sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
@@ -101,9 +99,11 @@ async def test_fewer_drafts(num_drafts: int, small_model: Path) -> None:
         pytest.param(("speculation.first_step=zero_hidden",), id="zero_hidden"),
         pytest.param(("prefill.dispatch=gathered", "decode.dispatch=exchanged"), id="dispatch"),
         pytest.param(
-            ("prefill.num_redundant_experts=4", "decode.num_redundant_experts=2"), id="replicas"
+            ("prefill.num_redundant_experts=4", "decode.num_redundant_experts=2"),
+            id="replicas",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(("decode.loop=overlapped",), id="overlapped"),
+        pytest.param(("decode.loop=overlapped",), id="overlapped", marks=pytest.mark.slow),
     ],
 )
 async def test_other_ways(more: tuple[str, ...], small_model: Path) -> None:

@@ -93,10 +93,14 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
         assert done["after"] > done["before"]
         assert not set(before) & set(actors(head.pid, "DecodeActor"))
     assert serve(server, 6, seed=51) == answers
-    again = settled(server).values()
-    [ratio] = {node.balance_ratio for node in again if node.kind == "decode"}
     expected = done["after"] if done["is_moved"] else done["before"]
-    assert ratio == pytest.approx(expected, abs=0.1), "the same rows, as they were counted"
+
+    def is_told() -> bool:
+        """The same rows, as they were counted: a heartbeat or two later."""
+        ratios = {one.balance_ratio for one in told(server).values() if one.kind == "decode"}
+        return len(ratios) == 1 and ratios.pop() == pytest.approx(expected, abs=0.1)
+
+    wait_until(is_told)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ class Flood(EchoGateway):
         try:
             while True:
                 self.num_told += 1
-                yield Delta(0, (5,), "x" * 4000)
+                yield Delta(0, (5,), "x" * 3900)
         finally:
             self.num_closed += 1
 

@@ -158,7 +158,7 @@ async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
 
 async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """So is what it leaves unread; its next call waits at its own end until it has read."""
-    monkeypatch.setattr(door, "SPARE_CALLS", 5)
+    monkeypatch.setattr(door, "SPARE_CALLS", 4)
     flood, sets = Flood(), ("server.write_s=0.3", "decode.max_rows=1", "server.max_queued=2")
     async with (
         echo_server(flood, *sets) as server,

@@ -101,7 +101,7 @@ async def test_no_call_that_has_ended_keeps_its_text(leaves: bool) -> None:
                     call.cancel()
                 held.go_on.set()
                 await asyncio.gather(reading, return_exceptions=True)
-                await until(lambda: not server._streams and not server._threads._num_chars)
+                await until(lambda: not server._streams and not server._threads.num_chars)
                 held.go_on.clear()
                 del call, reading
             await until(lambda: not any(map(is_of_a_text, gc.get_objects())))
@@ -133,7 +133,7 @@ async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.Mon
     threads = TokeniserThreads()
     assert await threads.run(1000, lambda: "alone it may be longer") == "alone it may be longer"
     held = HeldTokenizer()
-    await until(lambda: not threads._num_chars)
+    await until(lambda: not threads.num_chars)
     first = asyncio.create_task(threads.run(60, lambda: held.encode("x")))
     await until(lambda: held.num_begun == 1)
     with pytest.raises(Overloaded, match="60 characters are being tokenised already"):
@@ -142,6 +142,21 @@ async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.Mon
     with pytest.raises(Overloaded):
         await threads.run(60, lambda: None)
     held.go_on.set()
-    await until(lambda: not threads._num_chars)
+    await until(lambda: not threads.num_chars)
     assert await threads.run(60, lambda: "again") == "again"
+    threads.close()
+
+
+async def test_long_texts_that_wait_keep_no_short_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three texts of megabytes are as many characters as may wait."""
+    monkeypatch.setattr(tokenising, "LONG_CHARS", 50)
+    monkeypatch.setattr(tokenising, "MAX_CHARS", 100)
+    threads, held = TokeniserThreads(), HeldTokenizer()
+    long = asyncio.create_task(threads.run(100, lambda: held.encode("x")))
+    await until(lambda: held.num_begun == 1)
+    assert await threads.run(10, lambda: "short") == "short"
+    with pytest.raises(Overloaded):
+        await threads.run(51, lambda: None)
+    held.go_on.set()
+    await long
     threads.close()

@@ -57,7 +57,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         assert "prefill" in cut.calls and cluster.gateway.is_healthy()
         cut.calls.clear()
         await ask("left out")
-        assert set(cut.calls) <= {"status", "beat"}
+        assert set(cut.calls) <= {"ping", "beat"}
         cut.is_down = False
         await until(lambda: handle.liveness.is_well)
         await ask("back")

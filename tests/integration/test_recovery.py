@@ -57,7 +57,7 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
 
 
 class Dying:
-    """A prefill rank's control: its first prefills die, and so does its status until ``is_back``;
+    """A prefill rank's control: its first prefills die, and so does its ping until ``is_back``;
     heartbeats are answered all the time."""
 
     def __init__(self, control: Control, num_deaths: int = 1) -> None:
@@ -70,7 +70,7 @@ class Dying:
         if method == "prefill":
             self.asked.append(unpack(Prefill, payload))
         if (method == "prefill" and len(self.asked) <= self._num_deaths) or (
-            method == "status" and not self.is_back
+            method == "ping" and not self.is_back
         ):
             raise RankDied("its process has ended")
         return await self._control.call(method, payload)
@@ -233,8 +233,10 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_mode
     async with rig(small_model, *SETS, "server.patience_s=60") as cluster:
         [decode] = cluster.decodes
         running = await lose_the_only_decode_rank(cluster, "begun")
-        with pytest.raises(RankLost):
-            await cluster.complete(greedy("new", prompts(1, 5)[0], 8))
+        new = greedy("new", prompts(1, 5)[0], 8)
+        for asked in (new, replace(new, output_ids=(5,))):
+            with pytest.raises(RankLost):
+                await cluster.complete(asked)
         assert not running.done()
         cluster.members.add(decode)
         ids = await running

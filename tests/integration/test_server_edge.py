@@ -106,14 +106,15 @@ async def test_a_wrong_request_is_refused_and_harms_nobody(
     ],
 )
 async def test_errors_become_their_status(
-    client: AsyncClient,
+    server: Server,
     gateway: EchoGateway,
     error: BaseException,
     code: grpc.StatusCode,
     num_before: int,
 ) -> None:
     gateway.failures = [(num_before, error)]
-    failure = await failure_of(client.complete("x", max_tokens=20))
+    async with AsyncClient(server.address, retry_s=0) as client:
+        failure = await failure_of(client.complete("x", max_tokens=20))
     assert failure.code == code
     assert failure.retry_after_s == (2.5 if isinstance(error, Overloaded) else None)
     assert failure.token_ids == answer_to(gateway.requests[0].prompt_ids, num_before)

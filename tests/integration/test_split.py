@@ -18,7 +18,7 @@ from core.config import TINY_MODEL
 from core.control import Done, InProcessControl
 from core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
 from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING, RankStatus
+from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING
 from core.membership import DOWN, Gang, RankSpec
 from core.request import Request, SamplingParams, Unchecked
 from core.schema import Failure, pack
@@ -222,7 +222,7 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
         for rank in (*cluster.prefills, *cluster.decodes):
             control = InProcessControl(rank.handle, rank.spec.epoch - 1)
             with pytest.raises(RankLost, match=f"this is {rank.spec.epoch}"):
-                decode_reply(RankStatus, await control.call("status", b""))
+                decode_reply(Done, await control.call("ping", b""))
 
 
 async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_model: Path) -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from core.control import Done, Handler, InProcessControl, ask
 from core.errors import HandoverError, RankLost, SequenceEnded
 from core.schema import decode, unpack
 from core.tasks import cancelled
+from kv_transfer import line
 from kv_transfer import messages as m
 from kv_transfer.channel import make_channels
 from kv_transfer.links import MAX_PLACES
@@ -262,6 +265,51 @@ async def test_idle_channels_are_dropped_at_both_ends_and_built_again() -> None:
             await until(lambda: not world.sink._links)
             await until(lambda: not prefill.source.counts()["channels"])
             await until(lambda: not channel_threads())
+
+
+async def test_a_channel_is_idle_since_its_last_use_and_not_since_it_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        await pull_and_check(world)
+        now[0] = 100.0
+        await pull_and_check(world)
+        accepted = prefill.source._channels._accepted.values()
+        ends = [world.sink._links["p0"]._line, *(end for _, end in accepted)]
+        assert len(ends) == 2
+        for end in ends:
+            assert end is not None and not end.is_idle(50.0)
+        now[0] = 200.0
+        assert all(end is not None and end.is_idle(50.0) for end in ends)
+        monkeypatch.undo()
+
+
+async def test_a_pull_that_is_cancelled_while_a_chunk_is_copied_ends_after_the_copy() -> None:
+    """Its pages are given to others when it ends."""
+    copying, may_copy = threading.Event(), threading.Event()
+    async with prefill_rank() as prefill, decode_rank(prefill) as world:
+        scatter = world.decode.caches.scatter
+
+        def held(*given: Any) -> None:
+            copying.set()
+            assert may_copy.wait(PATIENCE_S)
+            scatter(*given)
+
+        world.decode.caches.scatter = held  # type: ignore[method-assign]
+        await world.prefill(asked := offer(20))
+        pages = await world.decode.engine.call(lambda: world.decode.pool.allocate(5))
+        pulling = asyncio.create_task(world.sink.pull(asked, world.control(), pages))
+        await until(copying.is_set)
+        pulling.cancel()
+        await turns(50)
+        assert not pulling.done()
+        may_copy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        await world.decode.engine.call(lambda: world.decode.pool.release(pages))
+        await world.check_clean(channels=1)
 
 
 async def test_a_pull_that_waits_longer_than_a_channel_idles_goes_on() -> None:

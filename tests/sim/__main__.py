@@ -6,13 +6,15 @@ import subprocess
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 
 from tqdm import tqdm
 
 from tests.sim.fault import Fault
+from tests.sim.mix import RUSHES, faults_of
 from tests.sim.once import ONCE, run_once
-from tests.sim.run import RUSHES, Result, faults_of, run_seed, shortest
+from tests.sim.run import Result, run_seed, shortest
 
 
 def main() -> None:
@@ -20,6 +22,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50, help="how many [50]")
     parser.add_argument("--first", type=int, default=RUSHES, help=f"of these [{RUSHES}]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes [cores]")
+    parser.add_argument("--stop", action="store_true", help="after the first that fails")
     parser.add_argument("--once", action="store_true", help="only what failed before it was mended")
     parser.add_argument(
         "--seed", type=int, nargs="+", help="these alone, with all that can be told of them"
@@ -37,7 +40,7 @@ def main() -> None:
     if args.once:
         once()
     if args.seed is None:
-        many(range(args.first, args.first + args.seeds), args.jobs)
+        many(range(args.first, args.first + args.seeds), args.jobs, args.stop)
     num_bad = sum(one(seed, args) for seed in args.seed)
     os._exit(num_bad > 0)  # what was in the middle of something would go on, and complain
 
@@ -64,18 +67,25 @@ def once() -> None:
     raise SystemExit(num_bad > 0)
 
 
-def many(seeds: range, num_jobs: int) -> None:
+def many(seeds: range, num_jobs: int, stops: bool) -> None:
     began_at, num_bad = time.perf_counter(), 0
     faults_seen: Counter[str] = Counter()
+    longest_s = 0.0
     with ProcessPoolExecutor(num_jobs) as pool:
         for result in tqdm(pool.map(run_seed, seeds), total=len(seeds), unit="seed", disable=None):
             faults_seen.update(result.num_faults)
+            longest_s = max(longest_s, result.longest_s)
             if result.failures:
                 num_bad += 1
                 tell(result)
+                if stops:
+                    for process in active_children():
+                        process.kill()  # in the middle of seeds that nobody wants any more
+                    os._exit(1)
     per_s = len(seeds) / (time.perf_counter() - began_at)
     print(f"{len(seeds)} seeds, {num_bad} with failures, {per_s:.2f} a second")
     print(", ".join(f"{num} x {kind}" for kind, num in sorted(faults_seen.items())))
+    print(f"{longest_s:.1f} s: the longest that a request waited in a cluster that was well")
     raise SystemExit(num_bad > 0)
 
 

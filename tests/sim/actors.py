@@ -78,7 +78,14 @@ class Actor:
         process.call(self._construct)
 
     def _construct(self) -> None:
-        self.instance = self.cls(*self.given)
+        """Ray does not restart an actor whose construction raises."""
+        try:
+            self.instance = self.cls(*self.given)
+        except RayError as error:
+            assert self.process is not None
+            self.ray.told("not constructed", self.name, error)
+            self.options["max_restarts"] = 0
+            return self.process.kill()
         for call in [*self.calls]:
             call.arrive()
 

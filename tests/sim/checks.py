@@ -78,6 +78,8 @@ class Checks:
                 return f"{one.name} knows {[*fleet.ranks]}, not {lives}"
             if not fleet.usable() or len(fleet.usable()) < len(fleet._warm_ups):
                 return f"{one.name} uses {len(fleet.usable())} of {len(fleet._warm_ups)} pairs"
+            if left := self._left_at(one):
+                return f"{one.name} has {left}"
         members = {info.spec.process for gang in gangs for info in gang.members}
         alive = {name for name, _ in self.ranks()}
         if members != alive:
@@ -93,6 +95,20 @@ class Checks:
                 return f"{name} has {num} staging buffers taken"
             if busy := [link.owner for link in self._links(rank) if link.num_moving]:
                 return f"{name} has chunks of {busy} on their way"
+        return ""
+
+    def _left_at(self, one: Gateway) -> str:
+        """What a gateway still holds of answers that have ended."""
+        assert one.gateway is not None and one.admission is not None
+        if num := len(one.admission._streams) or sum(map(len, one.gateway.running)):
+            return f"{num} open streams"
+        if num := one.admission._threads.num_chars:
+            return f"{num} characters to be tokenised"
+        for rank in one.gateway.fleet.ranks.values():
+            if rank.inboxes.queues or rank.inboxes.granted:
+                return f"inboxes of {[*rank.inboxes.queues]} at {rank.life}"
+            if rank.load.num_tokens:
+                return f"{rank.load.num_tokens} tokens that {rank.life} is to compute"
         return ""
 
     async def all_pairs_work(self) -> None:
@@ -131,7 +147,7 @@ class Checks:
         held = [*scheduler.sequences]
         if rank.spec.kind == PREFILL:
             return list(dict.fromkeys([*held, *rank.source._book.open_ones()]))
-        return list(dict.fromkeys([*held, *scheduler._begun, *scheduler._fresh]))
+        return list(dict.fromkeys([*held, *scheduler.queue.begun, *scheduler.queue.fresh]))
 
     def _links(self, rank: Any) -> list[Any]:
         return [] if rank.spec.kind == PREFILL else [*rank.intake._links.values()]

@@ -2,6 +2,7 @@
 for gRPC between them and a gateway's admission."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from cluster.door.request_mapping import to_unchecked
 from cluster.door.status_codes import status_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.mapping import piece_to_proto
-from cluster.proto.wire import STREAM_KEY
+from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
 from core.answer import Delta, Piece
 from core.request import Request, SamplingParams
 from tests.sim.loop import Process
 from tests.sim.model import expected
+from tests.sim.readers import Reader
 from tests.sim.world import Gateway, World
 
 RETRY_S, BACKOFF_S = 60.0, 0.2
@@ -43,10 +45,25 @@ class Client:
     cancel: Callable[[], None] | None = None
     token_ids: list[int] = field(default_factory=list)
     last_failure: str = ""
+    reader: Reader = field(default_factory=Reader)
+    began_at: float = math.inf
+    done_at: float = math.inf
 
     @property
     def is_done(self) -> bool:
         return self.plan.is_done or self.has_left
+
+    def pause_after(self, failure: InferenceError | None) -> float:
+        """Return the pause before its next stream. Raises what it cannot act on."""
+        return self.plan.pause_after(failure)
+
+    def take(self, response: pb.GenerateResponse) -> str:
+        """Take in a message; return what is wrong with it, "" if nothing is."""
+        piece = self.plan.receive(response)
+        if isinstance(piece, Delta):
+            self.token_ids += piece.token_ids
+        right = self.right if self.is_done else self.right[: len(self.token_ids)]
+        return "" if tuple(self.token_ids) == right else f"got {self.token_ids}, right is {right}"
 
     def end(self, failure: InferenceError | None) -> None:
         """Its stream."""
@@ -70,11 +87,11 @@ class Clients:
     """Of one world."""
 
     def __init__(self, world: World, draw: random.Random) -> None:
-        self._world, self._draw = world, draw
+        self._world, self.draw = world, draw
         self.all: list[Client] = []
 
     def make(self, may_leave: bool = False) -> Client:
-        draw, number = self._draw, len(self.all)
+        draw, number = self.draw, len(self.all)
         prompt = [draw.randrange(3, 90) for _ in range(draw.randint(4, 60))]
         asked: Any = {
             "max_tokens": draw.choice((1, 2, 4, 8, 16, 24)),
@@ -86,12 +103,17 @@ class Clients:
         right = expected(request, self._world.config.model.max_model_len or 0, ())
         options: Any = asked | {"request_id": request.request_id}
         client = Client(number, StreamPlan(prompt, options, RETRY_S, BACKOFF_S), right)
-        if may_leave and draw.random() < LEAVE:
-            client.stays_s = draw.uniform(0.0, STAY_S)
-        self.all.append(client)
+        self.add(client, may_leave)
         return client
 
+    def add(self, client: Client, may_leave: bool) -> None:
+        """Note one that is to begin."""
+        if may_leave and self.draw.random() < LEAVE:
+            client.stays_s = self.draw.uniform(0.0, STAY_S)
+        self.all.append(client)
+
     def begin(self, client: Client) -> None:
+        client.began_at = self._world.loop.time()
         process = Process(self._world.loop, f"client-{client.number}")
         process.start(self._follow(client, process))
         if client.stays_s is not None:
@@ -115,18 +137,19 @@ class Clients:
             if not ready:
                 await asyncio.sleep(0.5)  # time: virtual
                 continue
-            failure = await self._stream(client, process, self._draw.choice(ready))
+            failure = await self.stream(client, process, self.draw.choice(ready))
             if client.is_done:
+                client.done_at = self._world.loop.time()
                 return
             client.last_failure = str(failure)
             self._world.told("again", client.number, failure)
             try:
-                pause_s = client.plan.pause_after(failure)
+                pause_s = client.pause_after(failure)
             except InferenceError as error:
                 return self._world.wrong(f"client {client.number} is refused: {error}")
             await asyncio.sleep(pause_s)  # time: virtual
 
-    async def _stream(
+    async def stream(
         self, client: Client, process: Process, gateway: Gateway
     ) -> InferenceError | None:
         """One try; why it broke."""
@@ -135,11 +158,14 @@ class Clients:
 
         def take(response: pb.GenerateResponse) -> None:
             if not over.done():
-                self._take(client, client.plan.receive(response))
+                self._take(client, response)
+
+        proofs: list[str] = []
 
         async def write(piece: Piece) -> None:
             assert gateway.gateway is not None
-            message = piece_to_proto(piece, gateway.gateway.model.digest)
+            message = piece_to_proto(piece, gateway.gateway.model.digest, *proofs)
+            await client.reader.read(message.ByteSize())
             process.call(take, message, after_s=HOP_S)
 
         async def serve() -> None:
@@ -147,10 +173,11 @@ class Clients:
             assert gateway.admission is not None
             try:
                 asked, nonce = to_unchecked(sent.message), sent.metadata[STREAM_KEY]
-                await gateway.admission.answer(asked, write, nonce)
+                await gateway.admission.answer(asked, write, nonce, proofs.append)
             except Exception as error:
                 status = status_of(error)
-                failure = InferenceError(status.code, status.details)
+                hint = dict(status.trailing_metadata).get(RETRY_AFTER_KEY)
+                failure = InferenceError(status.code, status.details, hint and float(hint))
             process.call(client.end, failure, after_s=HOP_S)
 
         def begin() -> None:
@@ -163,13 +190,11 @@ class Clients:
         gateway.process.call(begin, after_s=HOP_S)
         return await over
 
-    def _take(self, client: Client, piece: Piece) -> None:
-        if isinstance(piece, Delta):
-            client.token_ids += piece.token_ids
-            self._world.told("tokens", client.number, *piece.token_ids)
+    def _take(self, client: Client, response: pb.GenerateResponse) -> None:
+        wrong = client.take(response)
+        if response.HasField("delta"):
+            self._world.told("tokens", client.number, *response.delta.token_ids)
         else:
-            self._world.told("done", client.number, piece.finish_reason)
-        num = len(client.token_ids)
-        right = client.right if client.is_done else client.right[:num]
-        if tuple(client.token_ids) != right:
-            self._world.wrong(f"client {client.number} got {client.token_ids}, right is {right}")
+            self._world.told("done", client.number, response.finished.finish_reason)
+        if wrong:
+            self._world.wrong(f"client {client.number} {wrong}")

@@ -76,6 +76,9 @@ class FakeRay:
         self.fails: Callable[[], bool] = lambda: False
         self.on_kill: Callable[[str], None] = lambda name: None
         self.on_call: Callable[[Process | None, Actor, str], None] = lambda *called: None
+        self.constructs_fail = False
+        """Whether an actor that is constructed may find that Ray does not answer."""
+        self.odd_error: Callable[[Process | None, str], Exception | None] = lambda *called: None
         self._process = Process(loop, "ray")
         self.util = SimpleNamespace(
             list_named_actors=self._named, placement_group_table=self._table
@@ -103,6 +106,8 @@ class FakeRay:
         handle.actor.kill()
 
     def get_runtime_context(self) -> Any:
+        if self.constructs_fail:
+            self._answers()
         return SimpleNamespace(current_actor=Handle(self.actor_of[here()]))
 
     def remote(self, what: Any) -> Any:
@@ -243,6 +248,8 @@ class FakeRay:
 
     def call(self, actor: Actor, method: str, given: tuple[Any, ...]) -> "asyncio.Future[Any]":
         answer: asyncio.Future[Any] = self.loop.create_future()
+        if (error := self.odd_error(PROCESS.get(), method)) is not None:
+            raise error
         caller, trouble = PROCESS.get(), self.trouble(actor, method)
         what = given[1] if method == "call" else ""
         self.told("call", caller and caller.name, actor.name, method, what)

@@ -48,7 +48,9 @@ class Faults:
         world.net.on_write = self._written
         world.ray.trouble = self._trouble
         world.ray.fails = self._fails
-        world.net.is_cut = lambda a, b: self._is_cut(a.machine, b.machine)
+        world.net.is_cut = lambda a, b: (
+            self._is_cut(a.machine, b.machine) or self._is_cut(a.name, b.name)
+        )
 
     def apply(self, fault: Fault) -> None:
         done = getattr(self, f"_{fault.kind.replace(' ', '_')}")(fault)
@@ -162,7 +164,7 @@ class Faults:
 
     async def _moved(self, keeper: GangKeeper, changing: asyncio.Lock) -> None:
         with suppress(TandemError):
-            await renew(keeper, changing, None)
+            await renew(keeper, changing, keeper.placement)
 
     def _lose_machine(self, fault: Fault) -> str:
         """Not that of the head, on which Ray itself lives; another comes in its place."""
@@ -274,7 +276,7 @@ class Faults:
         return "an hour"
 
     def _is_cut(self, a: str, b: str) -> bool:
-        """What ``a`` sends to ``b``."""
+        """What ``a`` sends to ``b``: machines, or processes of two."""
         return self.world.loop.time() < self._cuts.get((a, b), 0.0)
 
     def _trouble(self, actor: Actor, method: str) -> Trouble:

@@ -20,6 +20,8 @@ from core.placement import Placement
 from core.request import Request
 from core.stopping import cut, num_budget, stop_ids
 from model.checkpoint.config import ModelConfig
+from model.drafters.base import Drafter
+from model.drafters.ngram import NgramDrafter
 from model.drafters.none import NoDrafter
 from model.kernels.base import Kernels
 from model.loaded import LoadedModel
@@ -31,10 +33,13 @@ from tests.sim.loop import here
 
 MODULUS = 4093
 NUM_TOKENS = 96
+EOS = 1
 MOST_SLOTS = 1024
 SHARPNESS = 3.0
 WEIGHTS, OTHER_WEIGHTS = "5", "6"
 """Digests of the checkpoint that answers are of, and of another one."""
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes"
+"""As torch says it."""
 SLOW_S = 0.3, 2.0
 """Less than any bound on silence."""
 
@@ -117,25 +122,38 @@ def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
     return sums_BS.gather(1, context_lens_BQ.clamp(max=entries_BS.shape[1]))
 
 
+class Logits:
+    """Logits of the token that follows a text, by a checkpoint of these weights."""
+
+    def __init__(self, token_ids: Sequence[int], weights: str) -> None:
+        self._table, self._factors = _table(weights), _factors()
+        entries = torch.tensor(token_ids) + 1
+        terms = entries * entries * self._factors[: len(token_ids)] % MODULUS
+        self._total, self._num_tokens = int(terms.sum()), len(token_ids)
+
+    def next_1V(self) -> Tensor:
+        return self._table[self._total % MODULUS].unsqueeze(0)
+
+    def push(self, token: int) -> None:
+        """Make the text longer by ``token``."""
+        self._total += (token + 1) * (token + 1) * int(self._factors[self._num_tokens])
+        self._num_tokens += 1
+
+
 def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens of the answer."""
     sampling = request.sampling
     num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
-    stops, text = stop_ids(sampling, eos_ids), list(request.prompt_ids)
+    stops = stop_ids(sampling, eos_ids)
     rows = SamplingRows.of([sampling], torch.device("cpu"))
-    factors, table = _factors(), _table(WEIGHTS)
-    entries = torch.tensor(text) + 1
-    total = int((entries * entries * factors[: len(text)] % MODULUS).sum())
-    output: list[int] = []
+    logits, output = Logits(request.prompt_ids, WEIGHTS), list[int]()
     while True:
-        logits_1V = table[total % MODULUS].unsqueeze(0)
-        token = int(draw(logits_1V, rows, torch.tensor([len(output)])))
+        token = int(draw(logits.next_1V(), rows, torch.tensor([len(output)])))
         output.append(token)
         kept, reason = cut((*output,), stops, num_most)
         if reason is not None:
             return kept
-        total += (token + 1) * (token + 1) * int(factors[len(text)])
-        text.append(token)
+        logits.push(token)
 
 
 class _Dispatch(Dispatch):
@@ -149,16 +167,25 @@ class _Dispatch(Dispatch):
         pass
 
 
+def raise_once(errors: dict[str, Exception]) -> None:
+    """Raise the error of this process, which has none any more then."""
+    if (error := errors.pop(here().name, None)) is not None:
+        raise error
+
+
 class Loads:
     """In the place of runtime.parts.load_model."""
 
     def __init__(self, folder: Path, draw_: random.Random) -> None:
-        self._config, self._draw = ModelConfig.from_dir(folder), draw_
+        self._config, self._draw, self._folder = ModelConfig.from_dir(folder), draw_, folder
         self.step_s = 0.01
         self.failing: set[str] = set()
+        self.arrivals: dict[str, Exception] = {}
+        """Error of the next arrival of a sequence, by process."""
         self.slow: dict[str, float] = {}
         self.weights = WEIGHTS
-        """What lies under the path of the checkpoint."""
+        """Digest of what lies under the path of the checkpoint; OTHER_WEIGHTS lie under every other
+        path."""
 
     def __call__(
         self,
@@ -168,12 +195,15 @@ class Loads:
         placement: Placement | None = None,
         check_digest: Callable[[str], None] = lambda digest: None,
     ) -> LoadedModel:
-        weights = self.weights
+        weights = self.weights if config.model.path == self._folder else OTHER_WEIGHTS
         check_digest(weights)
         for share in (0.25, 0.5, 0.75, 1.0):
             time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
             on_start.get()(LOADING, share)
         network: Any = HashNetwork(self._draw, self.failing, self.slow, self.step_s, weights)
         most = config.model.max_model_len or self._config.max_position_embeddings
-        parts = self._config, network, NoDrafter(), _Dispatch(placement), Kernels()
+        drafter: Drafter = NoDrafter()
+        if config.speculation.drafter == NgramDrafter.name:
+            drafter = NgramDrafter(config.speculation.max_matching_ngram_size, oldest=False)
+        parts = self._config, network, drafter, _Dispatch(placement), Kernels()
         return LoadedModel(*parts, torch.float32, torch.device("cpu"), most, False, None, weights)

@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,15 +17,21 @@ from unittest.mock import patch
 
 from ray.exceptions import RayError
 
+from cluster.control.controller import Controller
 from cluster.control.members import RayMembers
+from cluster.gateway import gateway as gateways
+from cluster.gateway import tokenising
 from cluster.gateway.admission import Admission
 from cluster.gateway.gateway import ClusterGateway
 from core.config import TINY_MODEL, TandemConfig, load
+from core.config_shared import differences
 from core.control import Control
 from core.errors import TandemError
 from core.membership import RankSpec
 from decode_node.engine import DecodeEngine
+from decode_node.program.rows import Rows
 from kv_transfer import channel
+from kv_transfer.caches import PagedCaches
 from kv_transfer.links import Link
 from kv_transfer.sink import Sink
 from prefill_node.engine import PrefillEngine
@@ -35,10 +41,12 @@ from tests.sim import chance
 from tests.sim.actors import Machine
 from tests.sim.fake_ray import FakeRay
 from tests.sim.lockstep import Gangs
-from tests.sim.loop import Process, SimLoop
-from tests.sim.model import Loads
+from tests.sim.loop import Process, SimLoop, here
+from tests.sim.mix import Mix, mix_of
+from tests.sim.model import NUM_TOKENS, Loads, raise_once
 from tests.sim.net import Net
 from tests.sim.threads import Threads
+from tests.sim.tokenising import LONG_CHARS, MAX_CHARS, slow_tokenizer
 from tests.sim.wire import Wires
 from text.tokenizer import Tokenizer
 from wires import listener
@@ -58,29 +66,42 @@ BUILDERS = "colocated_node.rank", "decode_node.service.rank", "prefill_node.rank
 for _name in BUILDERS:
     import_module(_name)  # not in the middle of a seed
 START_RANK, LINK = parts.start_rank, Sink._link
-GATEWAYS = {"g0": "m0", "g1": "away"}
-"""And the machines that they run on."""
+ATTACH, SCATTER, BEGIN = Controller._attach, PagedCaches.scatter, Rows.begin
+ONE, OTHER = "one", "other"
+SPARE_STREAMS = 3
+"""Open streams beyond those that may have or wait for a row, where gateways have little room."""
 
 
 @cache
-def checkpoint() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tandem-sim-"))
+def checkpoint(name: str) -> Path:
+    """Return the folder of a checkpoint: that of the cluster is ONE, another one OTHER."""
+    folder = Path(tempfile.mkdtemp(prefix=f"tandem-sim-{name}-"))
     config = json.loads((TINY_MODEL / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "max_position_embeddings": 256}
-    config |= {"kv_lora_rank": 8, "qk_rope_head_dim": 8}
+    config |= {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "vocab_size": NUM_TOKENS}
     (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(TINY_MODEL / "tokenizer.json", folder)
+    (folder / "tokenizer.json").write_text(json.dumps(_few_tokens()))
     return folder
 
 
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(checkpoint())
+def _few_tokens() -> dict[str, Any]:
+    """The shipped tokenizer, of which only the first tokens are left: each is a character."""
+    tree: dict[str, Any] = json.loads((TINY_MODEL / "tokenizer.json").read_text())
+    model, added = tree["model"], tree["added_tokens"]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < NUM_TOKENS}
+    model["merges"] = []
+    tree["added_tokens"] = [token for token in added if token["id"] < NUM_TOKENS]
+    return tree
 
 
 @cache
-def configured(*sets: str) -> TandemConfig:
-    return load(None, [f"model.path={checkpoint()}", *SETS, *sets])
+def tokenizer(is_slow: bool = False) -> Tokenizer:
+    return slow_tokenizer(checkpoint(ONE)) if is_slow else Tokenizer(checkpoint(ONE))
+
+
+@cache
+def configured(*sets: str, name: str) -> TandemConfig:
+    return load(None, [f"model.path={checkpoint(name)}", *SETS, *sets])
 
 
 @dataclass(eq=False)
@@ -91,13 +112,15 @@ class Gateway:
     process: Process
     admission: Admission | None = None
     gateway: ClusterGateway | None = None
+    is_serving: bool = False
 
 
 class World:
     """Built and run inside ``patched``. ``trace`` is a hash of all that happened."""
 
-    def __init__(self, seed: int, *sets: str) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed, self.draw = seed, random.Random(seed)
+        self.mix: Mix = mix_of(seed)
         self.loop = SimLoop()
         self.threads = Threads(self.loop)
         self.net = Net(self.loop, random.Random(self.draw.random()))
@@ -105,11 +128,19 @@ class World:
         self.wires = Wires(self.net, self.threads)
         drawn = random.Random(self.draw.random())
         self.ray = FakeRay(self.loop, self.net, self.threads, drawn, self.told)
+        self.ray.constructs_fail = self.mix.is_edge
         self.lives: set[str] = set()
         self.linked: dict[tuple[Sink, str], int] = {}
         self.gangs = Gangs(self.net)
-        self.config = configured(*sets)
-        self.loads = Loads(checkpoint(), random.Random(self.draw.random()))
+        self._configs = [configured(*self.mix.sets, name=name) for name in (ONE, OTHER)]
+        self.config = self._configs[0]
+        self.loads = Loads(checkpoint(ONE), random.Random(self.draw.random()))
+        self.loads.step_s = self.mix.step_s
+        self.digests: set[str] = set()
+        """Of all weights that a rank has served."""
+        self.well_since = 0.0
+        """When something was last missing to the cluster (service.py)."""
+        self.on_life: Callable[[Process], None] = lambda life: None
         self.gateways: list[Gateway] = []
         self.failures: list[str] = []
         self.num_told: dict[str, int] = {}
@@ -135,6 +166,7 @@ class World:
             # Torch's mode is of the one thread that all of these are, and would be others', too.
             patch.object(DecodeEngine, "step", DecodeEngine.step.__wrapped__),
             patch.object(PrefillEngine, "step", PrefillEngine.step.__wrapped__),
+            *(self._edge_changes() if self.mix.is_edge else ()),
             *self.ray.patched(),
         ]
         with ExitStack() as stack:
@@ -147,6 +179,37 @@ class World:
             finally:
                 self.threads.end()
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _edge_changes(self) -> list[Any]:
+        """Patches where gateways have little room: bounds in proportion, and what may fail."""
+        arrivals = self.loads.arrivals
+
+        def scatter(caches: PagedCaches, *given: Any) -> None:
+            raise_once(arrivals)
+            SCATTER(caches, *given)
+
+        def begin(rows: Rows, *given: Any) -> None:
+            raise_once(arrivals)
+            BEGIN(rows, *given)
+
+        async def attach(controller: Controller, config: TandemConfig) -> None:
+            before = controller._config
+            await ATTACH(controller, config)
+            if before is not None and self.digests and differences(before, config):
+                self.wrong("the config of a cluster that has served is replaced")
+
+        return [
+            patch.object(tokenising, "LONG_CHARS", LONG_CHARS),
+            patch.object(tokenising, "MAX_CHARS", MAX_CHARS),
+            patch.object(gateways, "SPARE_STREAMS", SPARE_STREAMS),
+            patch.object(PagedCaches, "scatter", scatter),
+            patch.object(Rows, "begin", begin),
+            patch.object(Controller, "_attach", attach),
+        ]
+
+    def other_config(self) -> TandemConfig:
+        """Return the config that the cluster is not served with."""
+        return self._configs[self.config is self._configs[0]]
 
     @property
     def trace(self) -> str:
@@ -166,13 +229,17 @@ class World:
         self.failures.append(f"{self.loop.time():.3f}: {text}")
         self.loop.stop()
 
-    async def _start_rank(self, builder: str, spec: RankSpec, *given: Any, **links: Any) -> Any:
+    async def _start_rank(
+        self, builder: str, spec: RankSpec, memory: parts.Memory, *given: Any, **links: Any
+    ) -> Any:
         """As runtime.parts has it; every life of a rank begins here, once."""
         if spec.life in self.lives:
             self.wrong(f"{spec.life} is begun twice")
         self.lives.add(spec.life)
+        self.digests.add(memory.loaded.digest)
         self.told("life", spec.life)
-        return await START_RANK(builder, spec, *given, **links)
+        self.on_life(here())
+        return await START_RANK(builder, spec, memory, *given, **links)
 
     def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> Link:
         """As the sink has it, which never goes back to an earlier life of a seat."""
@@ -191,7 +258,7 @@ class World:
         return machine
 
     def begin_gateway(self, name: str) -> Gateway:
-        process = Process(self.loop, name, GATEWAYS[name])
+        process = Process(self.loop, name, self.mix.gateways[name])
         gateway = Gateway(name, process)
         self.gateways = [one for one in self.gateways if one.name != name] + [gateway]
         self.told("begin", name)
@@ -201,14 +268,16 @@ class World:
     async def _serve(self, gateway: Gateway) -> None:
         while True:
             try:
-                members = await RayMembers.attach(self.config)
+                members = await RayMembers.attach(config := self.config)
                 await members.started(lambda text: None)
                 break
             except (TandemError, RayError, ValueError) as error:
-                self.told("not started", gateway.name, error)
+                self.told("not started", gateway.name, type(error).__name__)
                 await asyncio.sleep(1.0)  # time: virtual
-        gateway.admission = admission = Admission(self.config)
-        gateway.gateway = made = ClusterGateway(self.config, tokenizer(), members)
+        gateway.admission = admission = Admission(config)
+        texts = tokenizer(self.mix.is_edge)
+        gateway.gateway = made = ClusterGateway(config, texts, members)
         await made.fleet.ready()
         await admission.attach(made)
+        gateway.is_serving = True
         self.told("serving", gateway.name)

@@ -17,6 +17,7 @@ from core.errors import HandoverError, Overloaded
 from core.identity import Identity
 from core.levels import chains
 from core.request import Request, SamplingParams, Speculation
+from core.turns import FRESH_SHARE
 from decode_node.planning.scheduler import Scheduler
 from decode_node.planning.states import Granted, Running, Size
 from kv_transfer.pages import PagePool
@@ -31,7 +32,8 @@ def request(name: str, num_prompt: int, max_tokens: int, max_drafts: int | None 
 
 
 def size_of(asked: Request) -> Size:
-    return Size(len(asked.prompt_ids), len(asked.output_ids), asked.sampling.max_tokens)
+    num_output = len(asked.output_ids)
+    return Size(len(asked.prompt_ids), num_output, asked.sampling.max_tokens, num_output > 0)
 
 
 @dataclass
@@ -143,13 +145,17 @@ class Life(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def abort(self, pick: int) -> None:
         scheduler = self.played.scheduler
-        queued = [*scheduler._begun, *scheduler._fresh]
+        queued = [*scheduler.queue.begun, *scheduler.queue.fresh]
         anybody = [*scheduler.sequences, *queued]
         assume(anybody)
         identity = anybody[pick % len(anybody)]
         assert scheduler.drop(identity) == (identity not in queued)
         assert not scheduler.drop(identity)
-        assert identity not in {*scheduler.sequences, *scheduler._begun, *scheduler._fresh}
+        assert identity not in {
+            *scheduler.sequences,
+            *scheduler.queue.begun,
+            *scheduler.queue.fresh,
+        }
 
     @precondition(lambda self: len(self.played.in_flight) < 2)
     @rule()
@@ -190,7 +196,7 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "played"):
             return
         scheduler = self.played.scheduler
-        for identity in [*scheduler.sequences, *scheduler._begun, *scheduler._fresh]:
+        for identity in [*scheduler.sequences, *scheduler.queue.begun, *scheduler.queue.fresh]:
             scheduler.drop(identity)
         while self.played.in_flight:
             self.played.land(self.luck)
@@ -254,13 +260,42 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
     assert scheduler.grant() == [names["runs"]]
     scheduler.ask(names["large"], Size(40, 0, 4))
     scheduler.ask(names["small"], Size(4, 0, 4))
-    scheduler.ask(names["begun"], Size(20, 7, 20))
+    scheduler.ask(names["begun"], Size(20, 7, 20, True))
     for turn in ("begun", "large", "small"):
         assert scheduler.grant() == [], "there is but one row"
         scheduler.drop(next(iter(scheduler.sequences)))
         assert scheduler.grant() == [names[turn]]
     with pytest.raises(HandoverError, match="holds no row"):
         scheduler.started(names["runs"], request("runs", 4, 4))
+
+
+def test_one_grant_in_so_many_is_for_a_request_that_has_not_begun() -> None:
+    """Nor does it lose its turn while there are too few pages for it."""
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 2, chains(MAX_DRAFTS), 200, ())
+    fresh, held = Identity("fresh"), Identity("held")
+    scheduler.ask(held, Size(20, 0, 4))
+    assert scheduler.grant() == [held]
+    scheduler.ask(fresh, Size(60, 0, 4))
+    begun = [Identity(f"begun-{i}") for i in range(FRESH_SHARE)]
+    for identity in begun:
+        scheduler.ask(identity, Size(4, 1, 4, is_begun=True))
+    for identity in begun[:-1]:
+        assert scheduler.grant() == [identity]
+        scheduler.drop(identity)
+    assert scheduler.grant() == [], "its turn has come, and the pages are taken"
+    scheduler.drop(held)
+    assert scheduler.grant() == [fresh]
+    scheduler.drop(fresh)
+    assert scheduler.grant() == begun[-1:]
+    scheduler.check_integrity()
+
+
+def test_tokens_that_a_client_claims_give_no_priority() -> None:
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
+    first, claims = Identity("first"), Identity("claims")
+    scheduler.ask(first, Size(4, 0, 4))
+    scheduler.ask(claims, Size(4, 3, 4))
+    assert scheduler.grant() == [first]
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,5 +305,5 @@ def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch
         scheduler.ask(Identity("r"), Size(4, 0, 4))
     with pytest.raises(Overloaded):
         scheduler.ask(Identity("r"), Size(4, 0, 4))
-    scheduler.ask(Identity("r"), Size(4, 1, 4))
+    scheduler.ask(Identity("r"), Size(4, 1, 4, True))
     scheduler.check_integrity()

@@ -14,7 +14,7 @@ from benchmarks.driven.engines import Bench, greedy, load
 from core.config import TandemConfig
 from core.config import load as load_config
 from core.errors import LayoutMismatch
-from core.info import PREFILL
+from core.info import DECODE, PREFILL
 from core.membership import RankSpec
 from kv_transfer.layout import check_given
 from kv_transfer.pages import PagePool
@@ -149,11 +149,12 @@ def test_features_are_what_enters_the_layers_that_a_config_names(
             assert_near(got, exact, bound)
 
 
+OWN_HEAD_VD = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(1))
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
     "eagle1 own embedding, no bias": ("eagle1", {"tensors": {"fc.bias": None}}),
     "eagle1 shared embedding": ("eagle1", {"tensors": {"embed_tokens.weight": None}}),
-    "eagle1 own head": ("eagle1", {"tensors": {"lm_head.weight": torch.randn(VOCAB, 48)}}),
+    "eagle1 own head": ("eagle1", {"tensors": {"lm_head.weight": OWN_HEAD_VD}}),
     "eagle1 over latents": ("eagle1", LATENTS | {"tensors": over_latents("eagle1")}),
     "eagle3": ("eagle3", {"tensors": {"embed_tokens.weight": None}}),
     "eagle3 whole vocabulary": (
@@ -286,6 +287,25 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm": ("eagle3", {"fc_norm": True}, r"fc_norm = True: is not implemented"),
     "deeper": ("eagle3", {"eagle_config": [3]}, r"eagle_config = \[3\]: must be an object"),
     "rope": ("eagle3", {"rope_scaling": {"type": "llama3", "factor": 8}}, r"rope_scaling"),
+    "another activation": ("eagle3", {"hidden_act": "gelu"}, "hidden_act = 'gelu': is not imp"),
+    "another architecture": ("eagle3", {"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
+    "another method": ("eagle3", {"speculators_model_type": "peagle"}, "model_type = 'peagle'"),
+    "features": ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden"),
+    "a window": ("eagle3", {"layer_types": ["sliding_attention"]}, "use a head with .'full_att"),
+    "tied": ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    "target": ("eagle3", {"target_hidden_size": 64}, "target_hidden_size = 64, the model's is 48"),
+    "key": ("eagle1", {"logit_scale": 2.0}, r"config\.json: logit_scale = 2\.0: Tandem does not"),
+    "keys": (
+        "eagle3",
+        {"sliding_window": 64, "eagle_config": {"swiglu_limit": 7.0}, "use_cache": False},
+        r"sliding_window = 64, swiglu_limit = 7\.0: .*keys=\[sliding_window, swiglu_limit\]",
+    ),
+    "precision": (
+        "eagle3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        r"quantization_config\.quant_method = 'fp8': Tandem does not know",
+    ),
+    "at one value": ("eagle3", {"partial_rotary_factor": 0.5}, r"\(partial_rotary_factor = 1"),
 }
 
 
@@ -294,6 +314,89 @@ def test_bad_heads_are_refused(main: Path, tmp_path: Path, name: str) -> None:
     kind, changed, text = BAD[name]
     with pytest.raises(ValueError, match=text):
         load_with(main, write_head(tmp_path, kind, **changed), kind)
+
+
+OF_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2],
+    "initializer_range": 0.02,
+    "model_type": "llama",
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+}
+"""Keys that all of these have, as transformers writes a LlamaConfig."""
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "EAGLE": ("eagle1", {"bias": False}),
+    "SpecForge": (
+        "eagle3",
+        {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
+                "use_aux_hidden_state": True,
+            },
+            "max_window_layers": 48,
+            "model_type": "kimi_k2",
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+    ),
+    "speculators": (
+        "eagle3",
+        {
+            "embed_requires_grad": False,
+            "enable_sp_ulysses": False,
+            "has_no_defaults_at_init": False,
+            "norm_before_residual": False,
+            "speculators_config": {"algorithm": "eagle3", "proposal_methods": []},
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.1.0",
+            "target_hidden_size": 48,
+            "transformer_layer_config": {"layer_types": ["full_attention"], "mlp_bias": False},
+        },
+    ),
+    "over latents": (
+        "eagle3",
+        {
+            **LATENTS,
+            "tensors": over_latents("eagle3"),
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": None,
+            "moe_layer_freq": 1,
+            "num_experts_per_tok": 8,
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_heads_are_known(main: Path, tmp_path: Path, name: str) -> None:
+    """With values of a head of this size."""
+    kind, changed = PUBLISHED[name]
+    head = write_head(tmp_path, kind, **OF_LLAMA | changed)
+    assert isinstance(load_with(main, head, kind).drafter, EagleDrafter)
+
+
+def test_a_key_of_a_head_can_be_ignored_and_one_that_is_read_is_read(
+    main: Path, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path, "eagle3", logit_scale=2.0)
+    ignored = "model.ignore_config_keys=[logit_scale, head_dim]"
+    loaded = load_with(main, head, "eagle3", ignored)
+    assert isinstance(loaded.drafter, EagleDrafter)
+    assert loaded.drafter._head.config.said.head_dim == 16
 
 
 def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
@@ -352,3 +455,34 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
     with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
         check_given(facts(load(main)), mine)
     check_given(mine, facts(load(main, "speculation.drafter=none")))
+
+
+def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_path: Path) -> None:
+    """Before anything is read; a folder with the same files is the same head."""
+    norm = head_tensors("eagle3")["midlayer.hidden_norm.weight"]
+    heads = {
+        "head": write_head(tmp_path / "a", "eagle3"),
+        "copy": write_head(tmp_path / "b", "eagle3"),
+        "other weights": write_head(
+            tmp_path / "c", "eagle3", tensors={"midlayer.hidden_norm.weight": norm + 1}
+        ),
+        "other config": write_head(tmp_path / "d", "eagle3", rope_theta=500.0),
+    }
+    found: dict[str, str] = {}
+
+    class Enough(Exception):
+        """The weights need not be read."""
+
+    for name, head in heads.items():
+
+        def check(weights: str, name: str = name) -> None:
+            found[name] = weights
+            raise Enough
+
+        sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
+        for kind in (PREFILL, DECODE):
+            with pytest.raises(Enough):
+                load_model(load_config(None, list(sets)), kind, check_digest=check)
+    assert found["head"] == found["copy"] and len(set(found.values())) == 3
+    digest = load(main, "model.kernels=native").digest
+    assert all(one.startswith(f"{digest} and speculation.path ") for one in found.values())

@@ -29,10 +29,12 @@ from core.request import ACCEPTANCES  # noqa: E402
 from decode_node.planning.forms import usual_keys  # noqa: E402
 from decode_node.planning.step_plan import PLAIN, Extras, StepKey  # noqa: E402
 from model.loaded import LoadedModel  # noqa: E402
-from tests.conformance import DRAFTERS, WITHOUT_TREES, bench_of  # noqa: E402
+from tests.conformance import DRAFTERS, bench_of  # noqa: E402
+from tests.often import often  # noqa: E402
 
 ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
 """But for classes of one's own, which are Python between two steps."""
+OFTEN = "mtp", "mtp tree", "eagle3 tree", "medusa tree", "ngram+mtp"
 EVERYTHING = Extras(all_greedy=False, has_rules=True, kinds=tuple(sorted(ACCEPTANCES)))
 
 
@@ -72,13 +74,7 @@ def computed(loaded: LoadedModel, name: str) -> int:
     return num
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in WITHOUT_TREES else ())
-        for name in ON_DEVICE
-    ],
-)
+@pytest.mark.parametrize("name", often(ON_DEVICE, OFTEN))
 def test_no_program_of_a_drafter_depends_on_values(_noted: None, name: str) -> None:
     assert computed(loaded_with(name), name) > 300
 

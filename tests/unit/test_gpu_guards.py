@@ -2,6 +2,7 @@
 Hopper: whether enough is in flight for its memory, loads and products overlap, and no launch or
 byte has been added. No device says so; what one measured stands in docs/gpu.md."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,12 @@ STEPS: dict[At, tuple[int, float]] = {
 """Launches, and GB that they move."""
 COMPILED = [at for at in STEPS if at[1] > 1 or at[4]]
 OFTEN = ("v2-lite", 32, 4096, 3, False), ("v3-slice", 32, 4096, 3, True)
-"""Steps that are compiled whenever tests run: both models, and bf16 and FP8."""
+"""Steps that are looked at whenever tests run: both models, and bf16 and FP8."""
+
+
+def at_times(steps: Iterable[At]) -> list[Any]:
+    """Return steps as parameters, of which those that are not in OFTEN are slow."""
+    return [pytest.param(at, marks=() if at in OFTEN else pytest.mark.slow) for at in steps]
 
 
 def faults(line: Line) -> list[str]:
@@ -56,7 +62,7 @@ def faults(line: Line) -> list[str]:
     return [f"{name}: {fault}: {made}" for fault, is_so in told.items() if is_so]
 
 
-@pytest.mark.parametrize("at", STEPS, ids=str)
+@pytest.mark.parametrize("at", at_times(STEPS), ids=str)
 def test_no_launch_and_no_byte_is_added(at: At) -> None:
     """Whoever takes some away writes that down here, and in docs/gpu.md."""
     launches, work = step_of(*at)
@@ -64,11 +70,7 @@ def test_no_launch_and_no_byte_is_added(at: At) -> None:
     assert (len(launches), round(gigabytes, 2)) == STEPS[at]
 
 
-@pytest.mark.parametrize(
-    "at",
-    [pytest.param(at, marks=() if at in OFTEN else pytest.mark.slow) for at in COMPILED],
-    ids=str,
-)
+@pytest.mark.parametrize("at", at_times(COMPILED), ids=str)
 def test_kernels_that_take_most_of_a_step_keep_memory_and_products_busy(at: At) -> None:
     hot = {str(one): one for one in lines_of(*at, only=HOT)}
     assert len({one.launch.name for one in hot.values()}) >= 3

@@ -89,9 +89,21 @@ def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.M
     epochs = Epochs()
     monkeypatch.setattr(time, "time", lambda: 1000.5)
     epochs.seen = 3, 0
-    assert epochs.next_epoch() == 1000
-    epochs.seen = 3, 1000 + behind_s
-    assert [epochs.next_epoch() - behind_s for _ in range(3)] == [1001, 1002, 1003]
+    assert epochs.next_epoch() == 1_000_500
+    epochs.seen = 3, 1_000_500 + behind_s
+    assert [epochs.next_epoch() - behind_s for _ in range(3)] == [1_000_501, 1_000_502, 1_000_503]
+
+
+def test_a_cluster_after_another_was_stopped_has_other_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is left that could say which epochs there were; many gangs began at once."""
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    first = Epochs()
+    last = [first.next_epoch() for _ in range(64)][-1]
+    now += 1.0
+    assert Epochs().next_epoch() > last
 
 
 def test_a_snapshot_travels_whole() -> None:
@@ -99,7 +111,7 @@ def test_a_snapshot_travels_whole() -> None:
         Gang("decode-0", "decode", 5, "ready", (INFO,)),
         Gang("prefill-0", "prefill", 6, "down", failure=Failure("RankLost", "it died")),
     )
-    sent = Membership((3, 4), gangs)
+    sent = Membership((3, 4), gangs, "d1", proof_key=b"\x00\xff secret")
     got = unpack(Membership, pack(sent))
     assert got == sent and got.ready() == [INFO]
     assert got.gangs[1].failure == Failure("RankLost", "it died")

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from core.errors import HandoverError
 from core.identity import Identity
 from core.request import Request, SamplingParams
+from core.turns import FRESH_SHARE, is_fresh_turn
 from kv_transfer.pages import PagePool
 from prefill_node.page_source import AdoptedPages, PageSource
 from prefill_node.scheduler import SHORT_SHARE, Scheduler
@@ -17,7 +18,7 @@ SIZE, BUDGET = 4, 7
 
 
 def request(prompt: tuple[int, ...], output: tuple[int, ...] = ()) -> Request:
-    return Request("r", prompt, output, SamplingParams(seed=0))
+    return Request("r", prompt, output, SamplingParams(seed=0), is_begun=bool(output))
 
 
 def compute(scheduler: Scheduler, first_token: int = 5) -> None:
@@ -52,6 +53,21 @@ def test_prompts_wait_for_pages_in_order_and_begun_ones_first() -> None:
     assert scheduler.num_queued == 0
 
 
+def test_one_place_in_so_many_is_for_a_prompt_that_has_not_begun() -> None:
+    scheduler = Scheduler(PageSource(PagePool(5, SIZE)), 100)
+    holds = admit(scheduler, 16)
+    fresh = [admit(scheduler, 16) for _ in range(2)]
+    for _ in range(2 * FRESH_SHARE):
+        admit(scheduler, 15, 7)
+    placed = []
+    while scheduler.num_queued:
+        scheduler.drop(holds.identity)
+        [holds] = [one for one in scheduler.sequences.values() if one.pages]
+        placed.append(holds in fresh)
+    turns = [False] * (FRESH_SHARE - 1) + [True]
+    assert placed == turns * 2 + [False] * 2
+
+
 def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
     scheduler = Scheduler(PageSource(PagePool(6, SIZE)), 100)
     first, wide, narrow = (admit(scheduler, num) for num in (12, 16, 4))
@@ -81,7 +97,9 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(12, SIZE)
         self.scheduler = Scheduler(self.source(), BUDGET)
-        self.queue: list[Sequence] = []
+        self.begun: list[Sequence] = []
+        self.fresh: list[Sequence] = []
+        self.num_begun = 0
 
     def source(self) -> PageSource:
         return PageSource(self.pool)
@@ -94,11 +112,11 @@ class Traffic(RuleBasedStateMachine):
     def admit(self, shared: int, own: list[int], is_begun: bool) -> None:
         asked = request((*range(100, 100 + shared), *own), (3,) if is_begun else ())
         sequence = self.scheduler.admit(Identity("r"), asked)
-        if is_begun:
-            num_begun = sum(bool(one.request.output_ids) for one in self.queue)
-            self.queue.insert(num_begun, sequence)
-        else:
-            self.queue.append(sequence)
+        (self.begun if is_begun else self.fresh).append(sequence)
+
+    def next_queue(self) -> list[Sequence]:
+        is_fresh = is_fresh_turn(self.num_begun, bool(self.begun), bool(self.fresh))
+        return self.fresh if is_fresh else self.begun
 
     @rule()
     def step(self) -> None:
@@ -119,18 +137,20 @@ class Traffic(RuleBasedStateMachine):
         sequences = list(self.scheduler.sequences.values())
         gone = sequences[number % len(sequences)]
         self.scheduler.drop(gone.identity)
-        if gone in self.queue:
-            self.queue.remove(gone)
+        for queue in (self.begun, self.fresh):
+            if gone in queue:
+                queue.remove(gone)
 
     @invariant()
     def placed_in_order(self) -> None:
-        while self.queue and self.queue[0].pages:
-            placed = self.queue.pop(0)
+        while (queue := self.next_queue()) and queue[0].pages:
+            self.num_begun = 0 if queue is self.fresh else self.num_begun + 1
+            placed = queue.pop(0)
             assert placed.num_cached < len(placed.token_ids) and placed.num_cached % SIZE == 0
-        assert not any(one.pages for one in self.queue), "somebody was passed"
-        assert self.scheduler.num_queued == len(self.queue)
-        if self.queue:
-            num_pages = self.pool.num_pages_for(len(self.queue[0].token_ids))
+        assert not any(one.pages for one in (*self.begun, *self.fresh)), "somebody was passed"
+        assert self.scheduler.num_queued == len(self.begun) + len(self.fresh)
+        if queue:
+            num_pages = self.pool.num_pages_for(len(queue[0].token_ids))
             assert num_pages > self.pool.num_available, "there was room for the first"
 
     @invariant()

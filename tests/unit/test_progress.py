@@ -238,6 +238,14 @@ def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
     assert read_box(path) == InStep((B,), False)
 
 
+def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
+    """A page of a mapped file that finds no room on a full disk would be a signal as it is used."""
+    path = tmp_path / "rank.box"
+    BlackBox(str(path))
+    status = path.stat()
+    assert status.st_blocks * 512 >= status.st_size > 0  # POSIX counts blocks of 512 bytes
+
+
 def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
     """With the longest ids that requests may have."""
     name = request_id("\U00020000" * 128)

@@ -13,6 +13,7 @@ from cluster.gateway.checks import checked
 from core.config import TINY_MODEL
 from core.info import ModelInfo
 from core.request import Unchecked
+from tests.often import often
 from tests.tokenizer_folders import (
     CUT,
     FILLED,
@@ -25,7 +26,6 @@ from tests.tokenizer_folders import (
 from text.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "prompts.md"
-NUM_TEXTS = 2000
 BOS = "<｜begin▁of▁sentence｜>"
 TINY_BOS = (BOS, 0)
 
@@ -52,8 +52,11 @@ def around(whole: list[int], part: list[int]) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(part) :]
 
 
+@pytest.mark.parametrize("num_texts", often([300, 2000], [300]))
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_text_has_autotokenizers_ids_after_what_the_table_says(tmp_path: Path, name: str) -> None:
+def test_a_text_has_autotokenizers_ids_after_what_the_table_says(
+    tmp_path: Path, name: str, num_texts: int
+) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     tokenizer = Tokenizer(write_folder(tmp_path, name))
@@ -66,7 +69,7 @@ def test_a_text_has_autotokenizers_ids_after_what_the_table_says(tmp_path: Path,
     assert found == table()[name]
     if name == "fallback-llama":  # transformers replaces tokenizer.json's pre-tokeniser here
         judge = AutoTokenizer.from_pretrained(write_folder(tmp_path, "fallback"))
-    asked = list(texts(NUM_TEXTS, seed))
+    asked = list(texts(num_texts, seed))
     expected = judge(asked, add_special_tokens=False)["input_ids"]
     for text, ids in zip(asked, expected, strict=True):
         assert tokenizer.encode(text) == [*ours, *ids], text

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,13 +11,17 @@ from cluster.control import rebalance as rebalance_module
 from cluster.control.gang import GangKeeper
 from cluster.control.plan import plan_gangs
 from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
-from cluster.gateway.balance import with_balance
+from cluster.gateway.balance import balance_ratios
+from cluster.gateway.handles import Handle
+from core.beat import Beat, Held
 from core.config import load
 from core.eplb import balance_ratio, rebalance
 from core.errors import RankLost
-from core.info import DECODE, PREFILL, RankStatus
+from core.info import DECODE
 from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, RankInfo, RankSpec
+from core.pace import Pace
 from core.placement import Placement
+from core.tasks import Tasks
 from tests.unit.test_gang import MODEL
 from tests.unit.test_gang_lives import FakeMachines, haste
 from tests.waiting import until
@@ -150,8 +155,19 @@ def test_machines_count_where_each_has_as_many_ranks() -> None:
 
 
 def test_status_tells_how_evenly_each_gangs_experts_are_used() -> None:
-    node = RankStatus("x", PREFILL, 1)
-    nodes = [replace(node, rows_by_layer=rows) for rows in ((10, 0), (30, 40), (5, 5), (5, 5), ())]
-    told = with_balance(nodes, ["p", "p", "d", "d", "alone"])
-    ratios = [one.balance_ratio for one in told]
-    assert ratios == [pytest.approx((40 * 20 / 30 + 40 * 20 / 40) / 80)] * 2 + [1.0, 1.0, 0.0]
+    gangs: dict[str, list[tuple[int, ...] | None]] = {
+        "p": [(10, 0), (30, 40)],
+        "d": [(5, 5), (5, 5)],
+        "alone": [()],
+        "silent": [None],
+    }
+    ranks = []
+    for gang, rows_RL in gangs.items():
+        for i, rows_L in enumerate(rows_RL):
+            spec = RankSpec(gang, DECODE, 1, i, len(rows_RL))
+            rank = Handle(RankInfo(spec, ("f",), "none", MODEL, 9, 9), Mock(), Tasks())
+            if rows_L is not None:
+                rank.beat = Beat(Pace(0, 0.0, 60.0), Held(rows_by_layer=rows_L))
+            ranks.append(rank)
+    expected = (40 * 20 / 30 + 40 * 20 / 40) / 80
+    assert balance_ratios(ranks) == {"p": pytest.approx(expected), "d": 1.0}

@@ -9,15 +9,20 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
+from tests.mutants import ROOT, copy_tree
 from tests.sim.loop import PROCESS, Deadlock, Process, SimLoop
+from tests.sim.mix import EDGES
 from tests.sim.net import Net
 from tests.sim.once import ONCE
+from tests.sim.plants import Plant, read, try_out
 from tests.sim.threads import Threads
 
-NUM_SEEDS = 12
+NUM_SEEDS, NUM_EDGES = 8, 4
+PAGE = ROOT / "docs" / "failures.md"
 ENDED = "the finally of a process that was killed"
 
 
@@ -154,6 +159,12 @@ def test_nothing_is_lost() -> None:
     assert f"{NUM_SEEDS} seeds, 0 with failures" in told
 
 
+def test_nothing_is_lost_at_the_edges() -> None:
+    """Full gateways, every option, an operator, hostile clients."""
+    told = sim("--first", str(EDGES), "--seeds", str(NUM_EDGES), "--jobs", "1")
+    assert f"{NUM_EDGES} seeds, 0 with failures" in told
+
+
 def test_what_once_failed() -> None:
     """All of it with each of its faults."""
     told = sim("--once")
@@ -163,12 +174,28 @@ def test_what_once_failed() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_in_more() -> None:
-    assert "1000 seeds, 0 with failures" in sim("--first", "11001", "--seeds", "1000")
+@pytest.mark.parametrize("first", [11_001, 21_001])
+def test_nothing_is_lost_in_more(first: int) -> None:
+    assert "500 seeds, 0 with failures" in sim("--first", str(first), "--seeds", "500")
+
+
+@pytest.mark.parametrize("plant", read(), ids=lambda plant: plant.name)
+def test_each_mistake_can_be_put_back(plant: Plant) -> None:
+    """The page says which seed finds it."""
+    assert plant.changed(ROOT)
+    rows = [line for line in PAGE.read_text().splitlines() if f"`{plant.name}`" in line]
+    assert [line.split(" | ")[-1].strip(" |") for line in rows] == [f"{plant.seed:,}"]
+
+
+@pytest.mark.slow
+def test_each_mistake_that_is_put_back_is_found(tmp_path: Path) -> None:
+    copy_tree(tmp_path)
+    missed = [one.name for one in read() if not try_out(one, tmp_path, "--seed", str(one.seed))]
+    assert not missed
 
 
 @pytest.mark.parametrize(
-    "seeds", [("10007",), pytest.param(("7", "10008", "10009"), marks=pytest.mark.slow)]
+    "seeds", [("20003",), pytest.param(("7", "10007", "20004", "20006"), marks=pytest.mark.slow)]
 )
 def test_a_seed_decides_everything(seeds: tuple[str, ...]) -> None:
     """The hash of all that happened, in two processes of different hashes of strings."""

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from tests.sizes import ROOT, product
 
@@ -45,6 +46,7 @@ def names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
+@cache
 def words(name: str) -> set[str]:
     """Its parts, in lower case, also without the s of a plural."""
     parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)}

@@ -1,0 +1,223 @@
+"""What goes wrong at the edges: a pair of ranks, an operator's change, hostile clients."""
+
+import asyncio
+import random
+from functools import partial
+
+from ray.exceptions import RayError
+
+from cluster.control.drain import renew
+from cluster.control.gang import GangKeeper
+from cluster.control.members import RayMembers, stop_cluster
+from core.config_shared import shared_digest
+from core.errors import TandemError
+from core.membership import READY
+from core.placement import Placement
+from tests.sim.actors import Actor
+from tests.sim.fault import LASTING, Fault
+from tests.sim.faults import Faults
+from tests.sim.hostile import HostileClients
+from tests.sim.loop import Process
+from tests.sim.model import NO_MEMORY, OTHER_WEIGHTS, WEIGHTS
+from tests.sim.service import Service
+from tests.sim.world import World
+
+PARTED = 3.0
+"""How much longer than other faults two ranks cannot reach each other."""
+LIFE_S = 0.05, 0.5
+"""How long a rank lives that dies again and again."""
+NUM_EXPERTS = 4
+
+
+class EdgeFaults(Faults):
+    """Those of seeds from EDGES on, beside all others."""
+
+    def __init__(
+        self, world: World, draw: random.Random, service: Service, hostile: HostileClients
+    ) -> None:
+        super().__init__(world, draw)
+        self._service, self._hostile = service, hostile
+        self._crashes_until, self._is_over = 0.0, False
+        world.on_life = self._lives
+        world.ray.odd_error = self._odd
+        self._odd_gateways: list[Process] = []
+
+    def apply(self, fault: Fault) -> None:
+        """Do it, and note how long the cluster may not be well for it."""
+        super().apply(fault)
+        if fault.kind in LASTING:
+            is_parted = fault.kind == "part pair"
+            lasts_s = fault.for_s * (PARTED if is_parted else 1.0)
+            self._service.disturbed(self.world.loop.time() + lasts_s, is_parted)
+
+    def end(self) -> None:
+        """Let nothing be wrong from now on. An operator puts back the weights that ranks hold."""
+        super().end()
+        self._crashes_until, self._is_over = 0.0, True
+        self._odd_gateways.clear()
+        self.world.loads.arrivals.clear()
+        self._hostile.end()
+        held = self._service.held_weights()
+        self.world.loads.weights = held or self.world.loads.weights
+
+    def watch(self) -> None:
+        """Restart gateways whose model or config is not the cluster's, as their logs ask for."""
+        snapshot = self._service.snapshot()
+        if not snapshot.ready():
+            return
+        digests = {info.model.digest for info in snapshot.ready()}
+        for one in self.world.gateways:
+            if one.gateway is None or not one.is_serving or one.process.is_stopped:
+                continue
+            is_other = snapshot.config != shared_digest(one.gateway.config)
+            if is_other or one.gateway.model.digest not in digests:
+                self.world.told("operator restarts", one.name)
+                self._end_gateway(one)
+
+    # Faults of ranks and gateways.
+
+    def _fail_arrival(self, fault: Fault) -> str:
+        decodes = self._ranks_of("decode")
+        if not decodes:
+            return ""
+        name = decodes[fault.number % len(decodes)].name
+        is_bug = fault.number // 7 % 2 == 0
+        error = KeyError("a fault of the rank's own") if is_bug else RuntimeError(NO_MEMORY)
+        self.world.loads.arrivals[name] = error
+        return f"{name}: {error!r}"
+
+    def _odd_error(self, fault: Fault) -> str:
+        """The next question of a gateway for the membership raises what no code expects."""
+        gateways = [one for one in self.world.gateways if one.is_serving]
+        if not gateways:
+            return ""
+        self._odd_gateways.append(gateways[fault.number % len(gateways)].process)
+        return self._odd_gateways[-1].name
+
+    def _odd(self, caller: Process | None, method: str) -> Exception | None:
+        if method != "membership" or caller not in self._odd_gateways:
+            return None
+        self._odd_gateways.remove(caller)
+        return RuntimeError("cannot schedule new futures after shutdown")
+
+    def _part_pair(self, fault: Fault) -> str:
+        """A decode and a prefill rank do not reach each other; a gateway begins meanwhile."""
+        decodes, prefills = self._ranks_of("decode"), self._ranks_of("prefill")
+        if not (decodes and prefills):
+            return ""
+        names = (
+            decodes[fault.number % len(decodes)].name,
+            prefills[fault.number // 7 % len(prefills)].name,
+        )
+        for way in (names, names[::-1]):
+            self._cuts[way] = self.world.loop.time() + PARTED * fault.for_s
+        self._later(PARTED * fault.for_s + 0.001, self.world.net.heal)
+        self._end_gateway(self.world.gateways[fault.number // 49 % len(self.world.gateways)])
+        return " and ".join(names)
+
+    def _ranks_of(self, kind: str) -> list[Actor]:
+        return [rank for rank in self._actors() if rank.name.startswith(kind)]
+
+    def _crash_loop(self, fault: Fault) -> str:
+        """Every rank dies as soon as it lives, for so long."""
+        self._crashes_until = self.world.loop.time() + fault.for_s
+        for rank in self._actors():
+            self._die_soon(rank)
+        return f"{fault.for_s} s"
+
+    def _lives(self, life: Process) -> None:
+        if self.world.loop.time() < self._crashes_until:
+            self._die_soon(self.world.ray.actor_of[life])
+
+    def _die_soon(self, rank: Actor) -> None:
+        assert rank.process is not None
+        self._later(self._draw.uniform(*LIFE_S), rank.process.kill)
+
+    # What an operator does.
+
+    def _move_link(self, fault: Fault) -> str:
+        self.world.loads.weights = OTHER_WEIGHTS
+        self._later(fault.for_s, self._move_link_back)
+        return f"for {fault.for_s} s"
+
+    def _move_link_back(self) -> None:
+        if not self._is_over:
+            self.world.loads.weights = WEIGHTS
+
+    def _rebalance(self, fault: Fault) -> str:
+        """As ``tandem rebalance`` has it, for counts that no simulated rank has."""
+        for one in self._actors(is_rank=False):
+            gangs = one.instance._gangs if one.instance is not None else {}
+            ready = [keeper for keeper in gangs.values() if keeper.gang.state == READY]
+            if ready and one.process is not None and not one.process.is_stopped:
+                keeper = ready[fault.number % len(ready)]
+                one.process.start(self._placed_anew(keeper, one.instance._changing, fault.number))
+                return str(keeper.gang.name)
+        return ""
+
+    async def _placed_anew(self, keeper: GangKeeper, changing: asyncio.Lock, number: int) -> None:
+        num_ranks = keeper.plan.num_ranks
+        experts = random.Random(number).sample(range(NUM_EXPERTS), NUM_EXPERTS)
+        placement = Placement(num_ranks, (tuple(experts),))
+        try:
+            await renew(keeper, changing, placement)
+        except TandemError as error:
+            self.world.told("not moved", keeper.plan.name, error)
+        else:
+            self._service.moved[keeper] = placement
+
+    def _other_config(self, fault: Fault) -> str:
+        process = Process(self.world.loop, "operator", "m0")
+        process.start(self._attach_other())
+        return "a second serve"
+
+    async def _attach_other(self) -> None:
+        """What joins is refused, unless nothing is left of the cluster."""
+        world = self.world
+        try:
+            await RayMembers.attach(other := world.other_config())
+        except (TandemError, RayError, ValueError) as error:
+            return world.told("refused", type(error).__name__)
+        self._took_over(other)
+
+    def _roll_out(self, fault: Fault) -> str:
+        process = Process(self.world.loop, "operator", "m0")
+        process.start(self._serve_other())
+        return "another checkpoint"
+
+    async def _serve_other(self) -> None:
+        """``tandem stop``, then ``tandem serve`` with another config."""
+        world = self.world
+        other = world.other_config()
+        while world.config is not other:
+            try:
+                await stop_cluster(world.config.control.stop_s)
+                await RayMembers.attach(other)
+                self._took_over(other)
+            except (TandemError, RayError, ValueError) as error:
+                world.told("not rolled out", type(error).__name__)
+                await asyncio.sleep(1.0)  # time: virtual
+
+    def _took_over(self, config: object) -> None:
+        self.world.config = config  # type: ignore[assignment]
+        self.world.told("taken over")
+        for gateway in self.world.gateways:
+            self._later(0.0, partial(self._end_gateway, gateway))
+
+    # Hostile clients.
+
+    def _trickle(self, fault: Fault) -> str:
+        self._hostile.trickle(fault.for_s)
+        return f"{fault.for_s} s"
+
+    def _half_read(self, fault: Fault) -> str:
+        self._hostile.half_read(fault.for_s)
+        return f"{fault.for_s} s"
+
+    def _claims(self, fault: Fault) -> str:
+        self._hostile.claims(fault.for_s)
+        return f"{fault.for_s} s"
+
+    def _long_texts(self, fault: Fault) -> str:
+        self._hostile.long_texts(fault.for_s)
+        return f"{fault.for_s} s"

@@ -1,0 +1,47 @@
+"""A tokeniser that takes virtual time: on its thread alone, or of its whole process.
+
+The library's calls that keep the interpreter lock stand still the process that makes them.
+"""
+
+import time
+from contextvars import Context
+from pathlib import Path
+from typing import Any
+
+from tests.sim.loop import here
+from text.tokenizer import Tokenizer
+
+CHAR_S = 0.002
+"""Seconds for a character: texts here are short."""
+LONG_CHARS, MAX_CHARS = 150, 6000
+"""Bounds of cluster/gateway/tokenising.py in proportion."""
+
+
+class SlowLibrary:
+    """Stands for ``tokenizers.Tokenizer``, which does the work."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        """Other threads of the process run meanwhile."""
+        time.sleep(CHAR_S * sum(map(len, texts)))  # time: virtual
+        return self._library.encode_batch_fast(texts, **options)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        """Nothing else of the process runs meanwhile."""
+        seconds, process = CHAR_S * len(text), here()
+        process.runs = False
+        process.loop.call_later(seconds, process.resume, context=Context())
+        time.sleep(seconds)  # time: virtual
+        return self._library.encode(text, **options)
+
+
+def slow_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint folder, which takes virtual time."""
+    made = Tokenizer(folder)
+    made._tokenizer = SlowLibrary(made._tokenizer)  # type: ignore[assignment]
+    return made

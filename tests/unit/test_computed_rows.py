@@ -1,0 +1,60 @@
+"""Counts of rows: read on the engine thread, seldom, one reading at a time."""
+
+import asyncio
+
+import pytest
+
+from core.placement import Placement
+from model.network.dispatch.base import Dispatch
+from runtime import computed_rows
+from runtime.computed_rows import ComputedRows
+from runtime.engine_loop import EngineLoop
+from tests.waiting import PATIENCE_S
+
+
+class Counting(Dispatch):
+    """A dispatch of a gang, whose every reading finds one more row."""
+
+    num_read = 0
+
+    def computed(self) -> list[int]:
+        self.num_read += 1
+        return [self.num_read, 0]
+
+
+async def latest_after_a_turn(rows: ComputedRows, loop: EngineLoop) -> tuple[int, ...]:
+    rows.latest()
+    async with asyncio.timeout(PATIENCE_S):
+        await loop.call(lambda: None)
+    return rows.latest()
+
+
+async def test_one_reading_is_under_way_however_often_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(computed_rows, "ROWS_S", 0.0)
+    loop, dispatch = EngineLoop("engine"), Counting(2)
+    dispatch.placement = Placement.plain(1, 2, 2)
+    rows = ComputedRows(loop, dispatch)
+    assert [rows.latest() for _ in range(9)] == [()] * 9, "nobody waits for the engine"
+    loop.start()
+    await loop.call(lambda: None)
+    assert dispatch.num_read == 1 and rows.latest() == (1, 0)
+    await loop.call(lambda: None)
+    assert rows.latest() == (2, 0), "it is read anew"
+    loop.stop()
+
+
+async def test_they_are_read_seldom_and_of_a_rank_alone_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(computed_rows, "ROWS_S", PATIENCE_S)
+    loop, dispatch, alone = EngineLoop("engine"), Counting(2), Counting(2)
+    dispatch.placement = Placement.plain(1, 2, 2)
+    loop.start()
+    rows = ComputedRows(loop, dispatch)
+    for _ in range(3):
+        assert await latest_after_a_turn(rows, loop) == (1, 0)
+    assert await latest_after_a_turn(ComputedRows(loop, alone), loop) == ()
+    assert (dispatch.num_read, alone.num_read) == (1, 0)
+    loop.stop()
