@@ -12,7 +12,6 @@ that writes as many messages of one token to as many streams, as often as the ra
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.decode_step import Case, benches, turn
 from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import serving
+from benchmarks.driven.procs import cpu_s, serving
 from cluster.client.client import AsyncClient
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.wire import proxy_options
@@ -41,11 +40,6 @@ NUM_PROMPT = 64
 SETS = "model.dtype=bfloat16", "speculation.num_tokens=0", "decode.num_threads=1"
 FIGURES = "alone_ms", "step_ms", "cpu_ms", "grpc_ms"
 Figures = dict[str, float]
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 async def read(pieces: AsyncIterator[Any]) -> list[float]:

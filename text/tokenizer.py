@@ -99,8 +99,10 @@ class Tokenizer:
             TextTooLong: The text alone has more than ``max_tokens``.
         """
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        if max_tokens is not None and len(encoding) > max_tokens:
-            raise TextTooLong(len(encoding))
+        num_tokens = len(encoding)
+        if max_tokens is not None and num_tokens > max_tokens:
+            del encoding  # the error's traceback keeps this frame, and some 100 bytes a token
+            raise TextTooLong(num_tokens)
         ids: list[int] = encoding.ids
         num_there = max(
             num for num in range(len(self._begin) + 1) if tuple(ids[:num]) == self._begin[:num]

@@ -21,7 +21,7 @@ from statistics import median
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.driven.procs import actors
+from benchmarks.driven.procs import actors, rss_mb
 from benchmarks.soak.__main__ import positive, serving
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left
@@ -46,12 +46,7 @@ class Memory:
     samples_mb: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
-        [line] = [
-            line
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
-            if line.startswith("VmRSS")
-        ]
-        self.samples_mb.append(int(line.split()[1]) / 1024)
+        self.samples_mb.append(rss_mb(self.pid))
         return self.samples_mb[-1]
 
     @property

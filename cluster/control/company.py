@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LEAVE_S = 10.0
 """Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
+MUTE_STUCKS = 5
+"""Times ``control.stuck_s`` for which a rank that is not ready may be silent. A process that
+imports torch on a busy machine may well be silent for one of them."""
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,8 @@ log = logging.getLogger(__name__)
 class Company:
     """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
     missing. Who does not answer within ``control.stuck_s`` is silent, and lost if there is a
-    ``suspicion``; who starts is lost when it has said nothing new for ``control.start_s``."""
+    ``suspicion``; who starts is lost when it has said nothing new for ``control.start_s``, or has
+    fallen silent for MUTE_STUCKS times ``control.stuck_s``."""
 
     plan: GangPlan
     control: ControlConfig
@@ -42,6 +46,8 @@ class Company:
     _silent: list[int] = field(default_factory=list)
     _since: dict[object, float] = field(default_factory=dict)
     """When a rank said first what it says of its start."""
+    _heard_at: dict[int, float] = field(default_factory=dict)
+    """When a rank answered last."""
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -69,6 +75,9 @@ class Company:
             lost = silent or stalled  # others may wait for who is silent, whatever it said last
             bound = f"{self.control.start_s:g} s (control.start_s)"
             raise LifeOver(RankLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
+        if mute := [rank for rank in silent if self._is_mute(rank)]:
+            bound = f"{MUTE_STUCKS} times {self.control.stuck_s:g} s (control.stuck_s)"
+            raise LifeOver(RankLost(f"{self._start(mute[0])}: no answer for {bound}"), *mute)
         if not silent:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
@@ -91,6 +100,13 @@ class Company:
         said = {r: (r, s and (s.doing, s.progress, s.is_joined)) for r, s in known.items()}
         since = {r: self._since.setdefault(said[r], now) for r in said}
         return [r for r in since if now - since[r] > self.control.start_s and is_starting(known[r])]
+
+    def _is_mute(self, rank: int) -> bool:
+        """Return whether a rank that has answered, but was not ready, is silent for too long. Only
+        ready ranks have gateways that would report them."""
+        state = self.states.get(rank)
+        silent_s = time.monotonic() - self._heard_at.get(rank, time.monotonic())
+        return bool(state and not state.info) and silent_s > MUTE_STUCKS * self.control.stuck_s
 
     async def join(self, states: Sequence[RankState], epoch: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were
@@ -137,7 +153,7 @@ class Company:
 
     def kill(self, ranks: Iterable[int]) -> None:
         self._since.clear()
-        for rank in list(ranks):
+        for rank in [rank for rank in ranks if rank in self.handles]:  # one that leaves may be gone
             self.weights.held.pop(self.handles[rank], None)
             self.states.pop(rank, None)  # who comes in its place has said nothing yet
             self._doomed.append(self.handles.pop(rank))
@@ -181,6 +197,7 @@ class Company:
                         rank,
                     )
                 self.states[rank] = answer
+                self._heard_at[rank] = time.monotonic()
         return [rank for rank in told if isinstance(told[rank], TimeoutError)]
 
     async def _call(

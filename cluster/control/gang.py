@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.control.company import Company
-from cluster.control.next_life import History, next_life
+from cluster.control.next_life import Decision, History, next_life
 from cluster.control.plan import Birth, GangPlan, is_whole, room_of
-from cluster.control.verdict import Death, LifeOver, check, has_failed
+from cluster.control.verdict import Death, LastWords, LifeOver, check, has_failed
 from cluster.control.weights import ClusterWeights
 from core.config import TandemConfig
 from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
@@ -162,8 +162,30 @@ class GangKeeper:
     async def _bury(self, over: LifeOver) -> float | None:
         """Do as the end of this life asks for; returns the pause before the next one."""
         now = time.monotonic()
-        death = await self._death(over)
-        decision = next_life(self.history, death, now)
+        states, self.ranks.states = self.ranks.states, {}
+        self.ranks.kill(over.lost)  # what they leave is whole
+        failed = [state for rank, state in states.items() if has_failed(state)]
+        guilty = [s for r, s in states.items() if r in over.lost or s in failed]
+        async with asyncio.TaskGroup() as tasks:
+            words = tasks.create_task(self._last_words(guilty))
+            if failed:
+                await words  # who leaves forgets its step
+            tasks.create_task(self.ranks.leave())
+            death = Death(over.cause, frozenset(self.ranks.handles), await words)
+            decision = next_life(self.history, death, now)
+            self._end_life(death, decision)
+        if not self.ranks.handles:
+            await self._clear()
+        if decision.pause_s is None:  # not before: from now on it may be started again
+            self._set(state=DOWN, is_given_up=True)
+            return None
+        return max(0.0, decision.pause_s - (time.monotonic() - now))
+
+    async def _last_words(self, states: Sequence[RankState]) -> tuple[LastWords, ...]:
+        return tuple(await asyncio.gather(*map(self.machines.last_words, states)))
+
+    def _end_life(self, death: Death, decision: Decision) -> None:
+        """Report the end of this life and kill the ranks that the next one does not keep."""
         self.history, epoch, failure = decision.history, self.gang.epoch, death.failure
         log.error("%s, epoch %d, %s: %s", self.plan.name, epoch, death.why, failure.text)
         ended = EndedLife(epoch, death.in_step)
@@ -171,20 +193,6 @@ class GangKeeper:
         told = {"failure": failure, "ended": ended, "num_deaths": num_deaths}
         self._set(state=LOST, members=(), starts=(), **told)
         self.ranks.kill(self.ranks.handles.keys() - decision.kept)
-        await self.ranks.leave()
-        if not self.ranks.handles:
-            await self._clear()
-        if decision.pause_s is None:  # not before: from now on it may be started again
-            self._set(state=DOWN, is_given_up=True)
-        return decision.pause_s
-
-    async def _death(self, over: LifeOver) -> Death:
-        """The lost are dead from now on: what they leave is whole."""
-        states, self.ranks.states = self.ranks.states, {}
-        self.ranks.kill(over.lost)
-        guilty = [s for r, s in states.items() if r in over.lost or has_failed(s)]
-        words = await asyncio.gather(*map(self.machines.last_words, guilty))
-        return Death(over.cause, frozenset(self.ranks.handles), tuple(words))
 
     async def _clear(self) -> None:
         try:

@@ -5,6 +5,7 @@ few."""
 import asyncio
 import inspect
 import logging
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -80,10 +81,19 @@ async def _reported(context: _Context, on_error: Callable[[str], None]) -> Async
             raise asyncio.CancelledError from error
         try:
             on_error((status := status_of(error)).code.name)
+            _forget_frames(error)
             # It follows what the client leaves unread, and may wait here for as long as that stays.
             await context.abort(*status)
         except grpc.aio.InternalError:  # the client has gone
             raise asyncio.CancelledError from None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what an error's frames hold, which may be megabytes of text: grpc keeps the error
+    of a call in a cycle that waits for the garbage collector."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _kind(is_stream: bool) -> str:
@@ -104,18 +114,20 @@ class _Call:
         self, place: Callable[[_Context], Any], received: AsyncIterator[bytes], context: _Context
     ) -> Any:
         async with place(context), _reported(context, self.on_error):
-            message: Any
-            if self.handler.request_streaming:
-                message = (self._parsed(data, context) async for data in received)
-            else:
-                data = await self.uploads.receive(received, context.peer())
-                message = self._parsed(data, context)
             kinds = self.handler.request_streaming, self.handler.response_streaming
-            answer = getattr(self.handler, "_".join(map(_kind, kinds)))(message, context)
+            method = getattr(self.handler, "_".join(map(_kind, kinds)))
+            # No variable here has the message: an error in grpc's hands keeps this frame.
+            answer = method(await self._message(received, context), context)
             if not inspect.isasyncgen(answer):
                 return await answer
             async for piece in answer:
                 await context.write(piece)
+
+    async def _message(self, received: AsyncIterator[bytes], context: _Context) -> Any:
+        """Return the message of a call, or an iterator over those of a stream."""
+        if self.handler.request_streaming:
+            return (self._parsed(data, context) async for data in received)
+        return self._parsed(await self.uploads.receive(received, context.peer()), context)
 
     def _parsed(self, data: bytes, context: _Context) -> Any:
         try:

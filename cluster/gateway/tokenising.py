@@ -1,8 +1,10 @@
 """Threads that check requests and make tokens of their texts, apart from all other threads."""
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from core.errors import Overloaded
@@ -11,6 +13,9 @@ LONG_CHARS = 50_000
 """Characters from which on a text has to wait for other long texts; short ones never do."""
 MAX_CHARS = 16 << 20
 """Maximum of characters of the texts that wait for a thread or are tokenised by it."""
+TRIM_CHARS = 500_000
+"""Characters from which on the memory that a text took goes back to the system at once. It is some
+hundred bytes a character, which glibc would keep in pieces."""
 Result = TypeVar("Result")
 
 
@@ -31,7 +36,8 @@ class TokeniserThread:
             raise Overloaded(f"{self.num_chars} characters are being tokenised already")
         self.num_chars += num_chars
         loop = asyncio.get_running_loop()
-        posted = self._executor.submit(work)
+        is_short = num_chars < TRIM_CHARS
+        posted = self._executor.submit(work if is_short else partial(_then_trim, work))
 
         def ended(_: "Future[Result]") -> None:
             # A caller that was cancelled does not end what its thread is busy with.
@@ -70,3 +76,11 @@ class TokeniserThreads:
         """End both threads when they are idle; what has not begun is not done."""
         for thread in (self._short, self._long):
             thread.close()
+
+
+def _then_trim(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    finally:
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc alone has it
+            trim(0)

@@ -24,6 +24,7 @@ from benchmarks.soak.__main__ import show
 from tests.chaos.asker import asked_ones
 from tests.chaos.controllers import Controllers
 from tests.chaos.faults import KINDS, Faults, Trouble
+from tests.chaos.gaps import parts_of_longest
 from tests.chaos.machines import Machines, asking, lines, machines
 from tests.chaos.report import Report, spans, take
 from tests.pods import CAN_RUN
@@ -32,6 +33,7 @@ SETS = (
     "control.drain_s=6",
     *("model.dtype=float32", "speculation.measure_at_start=false", "control.stuck_s=3"),
     *("kv.num_pages=300", "kv_transfer.host=auto"),
+    *("decode.max_rows=4", "server.max_queued=8"),
 )
 LAYOUTS = {
     "gangs": ("prefill.dp_size=2", "decode.dp_size=2", "decode.replicas=2"),
@@ -74,6 +76,8 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
         report.short = spans(states, over, {"SERVING"})
         report.poison = Counter(one["came"] for one in lines(folder / "poison.jsonl"))
         told = lines(folder / "answers.jsonl")
+        noted = (lines(folder / f"{name}.jsonl") for name in ("attempts", "gangs"))
+        report.gap_parts = parts_of_longest(told, *noted)
         checking = bar.add_task(f"{layout}: checks {len(told)}", total=None)
         take(report, asked_ones(args.seed), told, lambda: bar.advance(checking))
         return report

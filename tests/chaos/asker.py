@@ -8,6 +8,7 @@ every so many seconds one asks what kills its rank; what became of it goes to ``
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -25,6 +26,8 @@ from training.corpus import held_out_prompts
 
 NUM_REQUESTS, MAX_PROMPT, MIN_TOKENS, MAX_TOKENS = 24, 300, 40, 160
 LOOK_S = 0.5
+FULL_S = 1.0
+"""Pause after a request that found a gateway full."""
 LEFT_S = 60.0
 """A lease, and sweeps: what a lost message should have ended."""
 
@@ -39,14 +42,23 @@ class Asked:
 
 @dataclass
 class Told:
-    """What came of one. ``gap_s`` is the longest between two pieces of its stream; ``refused`` says
-    what the client raised."""
+    """What came of one request.
+
+    Attributes:
+        number: Of ``asked_ones``.
+        began_at: When the request was sent, in seconds since 1970.
+        gap_s: Longest time between two pieces of its stream.
+        gap_at: When that time began.
+        refused: What the client raised, "" if it raised nothing.
+    """
 
     number: int
+    request_id: str
     tokens: list[int]
     began_at: float
     took_s: float = 0.0
     gap_s: float = 0.0
+    gap_at: float = 0.0
     refused: str = ""
 
 
@@ -64,14 +76,15 @@ def asked_ones(seed: int) -> list[Asked]:
     return found
 
 
-async def ask(client: AsyncClient, number: int, asked: Asked) -> Told:
-    told = Told(number, [], time.time())
+async def ask(client: AsyncClient, number: int, asked: Asked, name: str) -> Told:
+    told = Told(number, name, [], time.time())
     last = began = time.monotonic()
     try:
-        async for piece in client.generate(asked.ids, **asked.options):
+        async for piece in client.generate(asked.ids, request_id=name, **asked.options):
             now = time.monotonic()
-            if told.tokens:
-                told.gap_s = max(told.gap_s, now - last)
+            if told.tokens and now - last > told.gap_s:
+                told.gap_s = now - last
+                told.gap_at = time.time() - told.gap_s
             last = now
             told.tokens += piece.token_ids
     except InferenceError as error:
@@ -81,12 +94,21 @@ async def ask(client: AsyncClient, number: int, asked: Asked) -> Told:
 
 
 async def go_on(client: AsyncClient, requests: list[Asked], seed: int, folder: Path) -> None:
-    """One after the other."""
+    """Ask one request after the other, with a pause after each that found a gateway full."""
     draw = random.Random(seed)
-    while not (folder / "stop").exists():
+    for i in itertools.count():
+        if (folder / "stop").exists():
+            return
         number = draw.randrange(len(requests))
-        told = await ask(client, number, requests[number])
+        told = await ask(client, number, requests[number], f"client-{seed}-{i}")
         note(asdict(told), folder)
+        if is_turned_away(asdict(told)):
+            await asyncio.sleep(FULL_S)  # time: what a gateway asks for
+
+
+def is_turned_away(told: dict[str, Any]) -> bool:
+    """Return whether a request found a gateway full before it had begun."""
+    return not told["tokens"] and told["refused"].startswith("RESOURCE_EXHAUSTED")
 
 
 def note(told: dict[str, Any], folder: Path, name: str = "answers.jsonl") -> None:

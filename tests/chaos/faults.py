@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.machines import Machine, Machines, killed
+from benchmarks.hostile.kinds import KINDS as HOSTILE
+from tests.chaos.machines import GATEWAY_PORT, Machine, Machines, killed
 
 KINDS = {
     "kill a rank": 5,
@@ -19,10 +20,14 @@ KINDS = {
     "kill a raylet": 2,
     "kill the head": 1,
     "cut two machines": 4,
+    "hostile client": 3,
+    "fill a gateway": 2,
 }
 """How often each is drawn."""
 STOPPED_S = 1.0, 8.0
 CUT_S = 1.0, 12.0
+HOSTILE_S = 8.0, 20.0
+"""How long a client misbehaves, its process's start included."""
 
 
 @dataclass
@@ -155,6 +160,22 @@ class Faults(Trouble):
         what = "what is not Ray's" if spares_ray else "all"
         way = "to and from" if is_both else "to"
         return f"{what} from {one.name} {way} {other.name} for {for_s:.1f} s"
+
+    def _hostile_client(self) -> str:
+        return self._from_outside(self.draw.choice([*HOSTILE]))
+
+    def _fill_a_gateway(self) -> str:
+        """With requests of clients that do nothing wrong."""
+        return self._from_outside("crowd")
+
+    def _from_outside(self, kind: str) -> str:
+        """A client of some kind, on a machine of its own, uses one gateway."""
+        gateway, for_s = self.draw.choice(self.machines.gateways), self.draw.uniform(*HOSTILE_S)
+        words = ["--kind", kind, "--grpc", f"{gateway.pod.address}:{GATEWAY_PORT}"]
+        command = ["python", "-m", "benchmarks.hostile.client", *words]
+        process = self.machines.stranger.run(command)
+        self._later(for_s, process.kill)
+        return f"{kind} at {gateway.name} for {for_s:.1f} s"
 
     def _heal(self, machine: Machine) -> None:
         self.machines.heal(machine)

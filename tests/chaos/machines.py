@@ -24,6 +24,8 @@ RAY = (
 )
 SHM_OF_RAY = "512m"
 GATEWAYS = "gateway-0", "gateway-1"
+CLIENTS = "client", "stranger"
+"""Machines without a part of the cluster: of honest clients, and of all others."""
 GATEWAY_PORT = 50051
 RANKS = "ray::PrefillActor", "ray::DecodeActor"
 PAUSE_S = 2.0
@@ -71,7 +73,9 @@ class Machines:
         env = {"FAULTS": str(folder), "CHAOS": "1", "RAY_enable_metrics_collection": "0"}
         env["PYTHONPATH"] = f"{Path(__file__).parents[1] / 'faults'}:{Path(__file__).parents[2]}"
         asked = [f"--set={one}" for one in (f"server.address=0.0.0.0:{GATEWAY_PORT}", *sets)]
-        self.folder, self.all, self.client = folder, dict[str, Machine](), there["client"]
+        self.folder = folder
+        self.all = dict[str, Machine]()
+        self.client, self.stranger = (there[name] for name in CLIENTS)
         for name, pod in there.items():
             own = [*RAY, f"--node-ip-address={pod.address}"]
             shm, more = SHM_OF_RAY, env
@@ -85,7 +89,7 @@ class Machines:
                     ["bash", "-c", 'exec tandem-gateway "$@"', "-", *asked],
                     env | {"RAY_ADDRESS": head},
                 )
-            elif name == "client":
+            elif name in CLIENTS:
                 continue
             else:
                 start = " ".join(["exec ray start", f"--address={head}", "--num-cpus=2", *own])
@@ -164,7 +168,7 @@ class Tc:
 def machines(num_nodes: int, sets: Sequence[str], folder: Path) -> Iterator[Machines]:
     """Not begun yet; all are ended with the block."""
     nodes = [f"node-{i}" for i in range(num_nodes)]
-    with pods(["head", *GATEWAYS, *nodes, "client"], {}) as there:
+    with pods(["head", *GATEWAYS, *nodes, *CLIENTS], {}) as there:
         made = Machines(there, sets, folder)
         try:
             yield made

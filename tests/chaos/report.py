@@ -12,7 +12,7 @@ from benchmarks.soak.check import is_plain, score_ties, to_request
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
 from core.config import TINY_MODEL
-from tests.chaos.asker import Asked
+from tests.chaos.asker import Asked, is_turned_away
 
 PATIENCE_S = 60.0
 """Of a typed client with its defaults."""
@@ -24,7 +24,9 @@ class Report:
     places at which float64 tells the best two apart by less than 1e-4. Who is refused while no
     pair was there for longer than a client's patience is ``excused``. ``away`` are the times
     without a pair, from and to, ``short`` those in which something was missing. A ``poison`` is to
-    be refused with INTERNAL."""
+    be refused with INTERNAL. ``turned_away`` found a gateway full before they had begun; what has
+    begun may not be refused for that. ``gap_parts`` is what the longest gaps were made of
+    (gaps.py)."""
 
     faults: dict[str, int]
     messages: dict[str, int]
@@ -32,6 +34,8 @@ class Report:
     num_exact: int = 0
     refused: list[str] = field(default_factory=list)
     excused: int = 0
+    turned_away: int = 0
+    gap_parts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     ties: list[str] = field(default_factory=list)
     away: list[tuple[float, float]] = field(default_factory=list)
@@ -64,6 +68,7 @@ class Report:
             "near ties": len(self.ties),
             "refused": len(self.refused),
             f"without a pair for {PATIENCE_S:.0f} s": self.excused,
+            "turned away by a full gateway": self.turned_away,
             "why": self.refused[:5],
             "wrong": len(self.wrong),
             "what": self.wrong[:5],
@@ -74,6 +79,7 @@ class Report:
             "longest answer": f"{self.longest_answer_s:.1f} s",
             "gap in a stream": f"p50 {statistics.median(gaps):.2f} s, p99 "
             f"{gaps[int(0.99 * (len(gaps) - 1))]:.2f} s, most {gaps[-1]:.2f} s",
+            "the longest tenth of gaps": self.gap_parts,
             "full size after": f"{self.full_size_after_s} s",
             "poison": dict(self.poison),
             "left behind": self.num_left,
@@ -95,7 +101,8 @@ def take(
         report.num_tokens += len(one["tokens"])
         report.longest_answer_s = max(report.longest_answer_s, one["took_s"])
         report.gaps_s.append(one["gap_s"])
-        if one["refused"]:
+        report.turned_away += is_turned_away(one)
+        if one["refused"] and not is_turned_away(one):
             times = one["began_at"], one["began_at"] + one["took_s"]
             is_excused = any(
                 b - a >= PATIENCE_S and times[0] < b and a < times[1] for a, b in report.away

@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.control import rebalance
 from core.membership import DRAINING, LOST, STARTING
+from tests.faults.timeline import note_gang
 
 PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
 LOOK_S, LATER_S = 0.005, 0.3
@@ -52,8 +53,12 @@ def _of(keeper: Any) -> str:
 
 
 async def watch(controller: Any) -> None:
+    gangs: dict[str, Any] = {}
     while True:
         for keeper in controller._gangs.values():
+            if gangs.get(keeper.plan.name) != keeper.gang:
+                gangs[keeper.plan.name] = keeper.gang
+                note_gang(keeper.gang)
             KNOWN.update({s.spec.process: s for s in keeper.ranks.states.values()})
         await asyncio.sleep(LOOK_S)  # time: between two looks
         with suppress(FileNotFoundError):

@@ -228,6 +228,18 @@ def _watch_controllers(controller: Any) -> None:
     phases.watched(controller)
 
 
+def _note_attempts(flow: Any) -> None:
+    from tests.faults import timeline
+
+    timeline.note_attempts(flow)
+
+
+def _note_routing(gateway: Any) -> None:
+    from tests.faults import timeline
+
+    timeline.note_routing(gateway)
+
+
 PATCHES = {
     "decode_node.program.launcher": _poison_steps,
     "model.checkpoint.files": _stop_as_it_loads,
@@ -260,6 +272,8 @@ class _Patcher(importlib.abc.MetaPathFinder):
 CHAOS_PATCHES = {
     "cluster.control.actors": _lose_calls,
     "cluster.control.controller": _watch_controllers,
+    "cluster.gateway.flow": _note_attempts,
+    "cluster.gateway.gateway": _note_routing,
     "runtime.frames": _break_frames,
     "wires.calls": _trouble_pulls,
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.driven.http2 import Connection, connection
 from cluster.client.client import AsyncClient
 from cluster.door import grpc_door, uploads
 from cluster.door.grpc_door import SERVICE
@@ -13,7 +14,6 @@ from cluster.door.server import Server
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto.wire import MAX_MESSAGE_BYTES
 from core.config import load
-from tests.http2 import Connection, connection
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import stub_of
 from tests.waiting import PATIENCE_S, until

@@ -1,17 +1,21 @@
 """A long text holds up no other request, whatever its tokens take."""
 
 import asyncio
+import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.client.client import AsyncClient
 from cluster.gateway import tokenising
 from cluster.gateway.tokenising import TokeniserThreads
+from cluster.proto import tandem_pb2 as pb
 from core.config import TINY_MODEL
 from core.errors import Overloaded, TextTooLong
+from core.request import Unchecked
 from tests.integration.echo_gateway import EchoGateway, echo_server
-from tests.integration.test_hostile_clients import HeldTokenizer
+from tests.integration.test_hostile_clients import HeldTokenizer, stub_of
 from tests.waiting import until
 from text.tokenizer import Tokenizer
 
@@ -63,6 +67,65 @@ async def test_short_texts_do_not_wait_for_a_long_one() -> None:
             assert not slow.done()
             held.go_on.set()
             await slow
+
+
+class Tokens:
+    """What a tokenizer has made of a text when it refuses it."""
+
+
+class RefusingTokenizer(HeldTokenizer):
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        super().encode(text)
+        tokens = Tokens()
+        raise TextTooLong(tokens.__sizeof__())
+
+
+def is_of_a_text(one: object) -> bool:
+    return type(one) is Tokens or (type(one) is Unchecked and bool(one.prompt))
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["refused", "client gone"])
+async def test_no_call_that_has_ended_keeps_its_text(leaves: bool) -> None:
+    """Without the garbage collector, which may take minutes to look."""
+    gateway = EchoGateway()
+    gateway.tokenizer = held = RefusingTokenizer()
+    async with echo_server(gateway) as server, stub_of(server.address) as stub:
+        gc.collect()
+        gc.disable()
+        try:
+            for num in range(1, 4):
+                call = stub.Generate(pb.GenerateRequest(text="x" * 100_000))
+                reading = asyncio.ensure_future(call.read())
+                await until(lambda num=num: held.num_begun == num)
+                if leaves:
+                    call.cancel()
+                held.go_on.set()
+                await asyncio.gather(reading, return_exceptions=True)
+                await until(lambda: not server._streams and not server._threads.num_chars)
+                held.go_on.clear()
+                del call, reading
+            await until(lambda: not any(map(is_of_a_text, gc.get_objects())))
+        finally:
+            gc.enable()
+
+
+async def test_memory_of_a_long_text_goes_back_also_when_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    libc = SimpleNamespace(malloc_trim=lambda pad: events.append("trimmed"))
+    monkeypatch.setattr(tokenising, "ctypes", SimpleNamespace(CDLL=lambda name: libc))
+    threads = TokeniserThreads()
+
+    def refuse() -> None:
+        events.append("refused")
+        raise TextTooLong(1)
+
+    await threads.run(tokenising.TRIM_CHARS - 1, lambda: events.append("short"))
+    with pytest.raises(TextTooLong):
+        await threads.run(tokenising.TRIM_CHARS, refuse)
+    assert events == ["short", "refused", "trimmed"]
+    threads.close()
 
 
 async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:

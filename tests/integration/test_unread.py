@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from benchmarks.driven.exact import near_ties
+from benchmarks.driven.http2 import Connection, connection
 from cluster.client.client import AsyncClient
 from cluster.door.server import Server
 from cluster.gateway import admission, fan_out
@@ -16,7 +17,6 @@ from cluster.gateway import gateway as gateway_module
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
 from core.errors import Overloaded
-from tests.http2 import Connection, connection
 from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until

@@ -1,9 +1,11 @@
 """A gang of several ranks: who dies is replaced, who is left is in the next life."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -44,7 +46,7 @@ from core.pace import Pace, Place
 from core.placement import Placement
 from core.schema import failure_of
 from tests.unit.test_gang import MODEL, note
-from tests.waiting import for_ever, until
+from tests.waiting import for_ever, turns, until
 
 NUM_RANKS = 3
 
@@ -120,6 +122,8 @@ class FakeMachines:
         self.asked_for_words: list[int] = []
         self.num_cleared = 0
         self.is_held, self.troubles = False, list[Exception]()
+        self.may_tell_words = asyncio.Event()
+        self.may_tell_words.set()
         self.in_step: dict[int, InStep] = {}
         self.seen = (7, 100)
 
@@ -143,6 +147,7 @@ class FakeMachines:
 
     async def last_words(self, state: RankState) -> LastWords:
         self.asked_for_words.append(state.spec.rank)
+        await self.may_tell_words.wait()
         return LastWords("", self.in_step.get(state.spec.rank))
 
     async def clear(self, gang: str) -> None:
@@ -206,6 +211,47 @@ async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: 
         [lost] = [gang for gang in seen if gang.state == LOST]
         assert not lost.members and "connection reset" in note(lost)
         assert machines.asked_for_words == [victim] and not machines.num_cleared
+
+
+async def test_the_others_leave_while_the_words_of_the_dead_are_fetched() -> None:
+    """From a machine that is lost they take ten seconds, and a stopped peer holds up who leaves for
+    five."""
+    async with ready_gang() as (machines, keeper, _):
+        before = dict(machines.ranks)
+        machines.may_tell_words.clear()
+        before[1].death = RankLost("its machine is lost")
+        await until(lambda: before[0].num_left == before[2].num_left == 1)
+        assert machines.asked_for_words == [1] and keeper.gang.epoch == 101
+        machines.may_tell_words.set()
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+        assert [before[rank].num_left for rank in range(NUM_RANKS)] == [1, 0, 1]
+
+
+async def test_who_failed_tells_of_its_step_before_it_leaves() -> None:
+    async with ready_gang() as (machines, keeper, _):
+        machines.may_tell_words.clear()
+        machines.ranks[1].says(ended=failure_of(ProgramFailed("cosmic ray")))
+        await until(lambda: machines.asked_for_words == [1])
+        await turns(100)
+        assert not any(rank.num_left for rank in machines.ranks.values())
+        machines.may_tell_words.set()
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
+
+
+async def test_the_pause_before_a_life_begins_with_the_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is over when the search for words has taken as long."""
+    monkeypatch.setattr(next_life, "PAUSE_S", 1000.0)
+    async with ready_gang() as (machines, keeper, _):
+        clock = SimpleNamespace(monotonic=time.monotonic, time=time.time)
+        monkeypatch.setattr(gang_module, "time", clock)
+        machines.may_tell_words.clear()
+        machines.ranks[1].death = RankLost("connection reset")
+        await until(lambda: machines.asked_for_words == [1])
+        clock.monotonic = lambda: time.monotonic() + 1000.0
+        machines.may_tell_words.set()
+        await until(lambda: keeper.gang.epoch == 102 and keeper.gang.state == READY)
 
 
 async def test_who_cannot_leave_is_killed_too() -> None:

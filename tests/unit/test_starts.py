@@ -114,6 +114,10 @@ def stopped_at_once(n: int) -> dict[str, object] | None:
     return waits(n) if n < 5 else None
 
 
+def stops_as_it_loads(n: int) -> dict[str, object] | None:
+    return moves(n) if n < 5 else None
+
+
 def falls_silent(n: int) -> dict[str, object] | None:
     return serves(n) if n < 3 else None
 
@@ -128,6 +132,8 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: no progress"),
         ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
+        ((waits, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
+        ((waits, stops_as_it_loads), {1}, "d.1: loading weights, 0%, but it does not answer"),
     ],
 )
 async def test_who_does_not_get_on_is_lost(

@@ -15,15 +15,22 @@ HEADERS = (("te", "trailers"), ("content-type", "application/grpc"))
 
 
 class Connection:
-    """One connection; ``ended`` are the streams that the server has ended, with their trailers."""
+    """An HTTP/2 connection to a gRPC server.
+
+    Attributes:
+        ended: Trailers of the streams that the server has ended.
+        num_received: Bytes that have arrived on each stream.
+        is_closed: Whether the server has closed the connection.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self.ended: dict[int, dict[str, str]] = {}
         self.num_received: dict[int, int] = {}
+        self.is_closed = False
         self._reader = reader
         self._writer = writer
-        self._window = asyncio.Event()
+        self._event = asyncio.Event()
         self._trailers: dict[int, dict[str, str]] = {}
 
     def open(self, path: str) -> int:
@@ -34,8 +41,12 @@ class Connection:
         return stream
 
     async def upload(self, stream: int, data: bytes, *, is_end: bool = False) -> int:
-        """Send ``data`` as the server's windows allow; the number of bytes until it ends the
-        stream."""
+        """Send ``data`` as the server's windows allow and return the number of sent bytes, which
+        is smaller where the server ends the stream.
+
+        Raises:
+            ConnectionError: The server closed the connection.
+        """
         num_sent = 0
         while num_sent < len(data) and stream not in self.ended:
             try:
@@ -44,8 +55,7 @@ class Connection:
                 break
             size = min(room, self.h2.max_outbound_frame_size, len(data) - num_sent)
             if size <= 0:
-                self._window.clear()
-                await self._window.wait()
+                await self._next_event()
                 continue
             self.h2.send_data(stream, data[num_sent : num_sent + size])
             num_sent += size
@@ -56,6 +66,16 @@ class Connection:
             self._flush()
         return num_sent
 
+    async def wait_ended(self, stream: int) -> dict[str, str]:
+        """Wait until the server ends a stream and return its trailers.
+
+        Raises:
+            ConnectionError: The server closed the connection.
+        """
+        while stream not in self.ended:
+            await self._next_event()
+        return self.ended[stream]
+
     def allow(self, stream: int, num_bytes: int) -> None:
         """Let the server send so many bytes more on a stream."""
         with suppress(h2.exceptions.StreamClosedError):
@@ -64,22 +84,31 @@ class Connection:
 
     async def run(self) -> None:
         """Receive until the connection ends."""
-        while data := await self._reader.read(65536):
-            for event in self.h2.receive_data(data):
-                self._note(event)
-            self._flush()
-        self._window.set()
+        try:
+            while data := await self._reader.read(65536):
+                for event in self.h2.receive_data(data):
+                    self._note(event)
+                self._flush()
+        finally:
+            self.is_closed = True
+            self._event.set()
+
+    async def _next_event(self) -> None:
+        if self.is_closed:
+            raise ConnectionResetError("the server closed the connection")
+        self._event.clear()
+        await self._event.wait()
 
     def _note(self, event: h2.events.Event) -> None:
-        self._window.set()
+        self._event.set()
         match event:
             case h2.events.DataReceived(stream_id=stream, flow_controlled_length=length):
                 self.num_received[stream] = self.num_received.get(stream, 0) + length
                 self.h2.increment_flow_control_window(length)  # of the connection alone
             case h2.events.ResponseReceived(stream_id=stream, headers=headers):
-                self._trailers[stream] = dict(headers)
+                self._trailers[stream] = {str(name): str(value) for name, value in headers}
             case h2.events.TrailersReceived(stream_id=stream, headers=headers):
-                self._trailers[stream] = dict(headers)
+                self._trailers[stream] = {str(name): str(value) for name, value in headers}
             case h2.events.StreamEnded(stream_id=stream) | h2.events.StreamReset(stream_id=stream):
                 self.ended[stream] = self._trailers.get(stream, {})
 
@@ -94,7 +123,9 @@ async def connection(address: str, stream_window: int = 65535) -> AsyncIterator[
     reader, writer = await asyncio.open_connection(host, int(port))
     made = Connection(reader, writer)
     made.h2.initiate_connection()
-    window = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: stream_window}
+    window: dict[h2.settings.SettingCodes | int, int] = {
+        h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: stream_window
+    }
     made.h2.update_settings(window)
     made._flush()
     running = asyncio.create_task(made.run())

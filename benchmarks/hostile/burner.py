@@ -1,0 +1,36 @@
+"""Processes that burn a share of a core: standard library only."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BURN = """
+import sys, time
+share, began = float(sys.argv[1]), time.monotonic()
+print(flush=True)
+while True:
+    while time.process_time() < share * (time.monotonic() - began):
+        pass
+    time.sleep(0.002)
+"""
+
+
+@contextmanager
+def burning(*rates: float) -> Iterator[None]:
+    """Burn CPU seconds per second at each of ``rates``, in as many processes as a rate needs."""
+    shares = [rate / math.ceil(rate) for rate in rates if rate > 0 for _ in range(math.ceil(rate))]
+    processes = [
+        subprocess.Popen([sys.executable, "-S", "-c", BURN, str(share)], stdout=subprocess.PIPE)
+        for share in shares
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

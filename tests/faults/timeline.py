@@ -1,0 +1,73 @@
+"""When lives of gangs and attempts at answers began and ended, noted by processes under chaos.
+
+In $FAULTS ``gangs.jsonl`` has each change of a gang that its controller knows of, and
+``attempts.jsonl`` the events of each attempt at an answer, by the gateway that makes it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROUTING, ATTEMPT, GRANTED, PIECE, ENDED = "routing", "attempt", "granted", "piece", "ended"
+"""A gateway looks for a pair of ranks, has one, has a row, has a piece, and has no more to do with
+this attempt."""
+
+
+def note(name: str, **fields: object) -> None:
+    line = json.dumps({"at": time.time(), "pid": os.getpid(), **fields})
+    with Path(os.environ["FAULTS"], name).open("a") as file:
+        file.write(f"{line}\n")
+
+
+def note_gang(gang: Any) -> None:
+    why = gang.failure.text if gang.failure else ""
+    shown = {"gang": gang.name, "epoch": gang.epoch, "state": gang.state, "starts": gang.starts}
+    note("gangs.jsonl", **shown, why=why)
+
+
+def note_attempts(flow: Any) -> None:
+    """cluster.gateway.flow, before others import from it."""
+    run_request, grant = flow.run_request, flow._grant
+
+    async def running(
+        request: Any, pair: Any, session: int, answer: Any, tell: Callable[[Any], None]
+    ) -> None:
+        name, told = request.request_id, False
+
+        def telling(piece: Any) -> None:
+            nonlocal told
+            if not told:
+                note("attempts.jsonl", request=name, event=PIECE)
+            told = True
+            tell(piece)
+
+        ranks = [pair.prefill.life, pair.decode.life]
+        note("attempts.jsonl", request=name, event=ATTEMPT, ranks=ranks)
+        error = ""
+        try:
+            await run_request(request, pair, session, answer, telling)
+        except BaseException as caught:
+            error = repr(caught)
+            raise
+        finally:
+            note("attempts.jsonl", request=name, event=ENDED, error=error[:300])
+
+    async def granting(request: Any, *args: Any) -> None:
+        await grant(request, *args)
+        note("attempts.jsonl", request=request.request_id, event=GRANTED)
+
+    flow.run_request, flow._grant = running, granting
+
+
+def note_routing(gateway: Any) -> None:
+    """cluster.gateway.gateway."""
+    find_pair = gateway.ClusterGateway._pair
+
+    async def finding(self: Any, request: Any, *args: Any) -> Any:
+        note("attempts.jsonl", request=request.request_id, event=ROUTING)
+        return await find_pair(self, request, *args)
+
+    gateway.ClusterGateway._pair = finding
