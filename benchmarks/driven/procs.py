@@ -48,8 +48,11 @@ class RayHead:
 
 
 @contextmanager
-def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
-    """A Ray of one's own on the loopback interface, with a home folder of its own."""
+def ray_head(
+    *, with_token: bool, num_cpus: int = 8, store: Path = Path("/dev/shm")
+) -> Iterator[RayHead]:
+    """A Ray of one's own on the loopback interface, with a home folder of its own. Its object store
+    lies in ``store``."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:
         env = os.environ | {"HOME": home, "XDG_CACHE_HOME": str(user_cache())}
         env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
@@ -62,7 +65,8 @@ def ray_head(*, with_token: bool, num_cpus: int = 8) -> Iterator[RayHead]:
         sizes = (f"--num-cpus={num_cpus}", f"--object-store-memory={128 << 20}")
         process = subprocess.Popen(
             [str(Path(sys.executable).with_name("ray")), "start", "--head", *options, *sizes]
-            + [f"--port={address.rpartition(':')[2]}", f"--temp-dir={home}/r"],
+            + [f"--port={address.rpartition(':')[2]}", f"--temp-dir={home}/r"]
+            + [f"--plasma-directory={store}"],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@
 address, and ``authentication`` reads our token as Ray does; ``ray_constants`` and the variables
 let a Ray of one's own listen on loopback only, and ``node.Node`` start fewer processes; the head's
 resource keeps the controller where Ray itself lives; ``state`` tells which machines are to go, and
-what is free on each.
+what is free on each. Two more variables bound what a call carries itself.
 """
 
 import logging
@@ -16,11 +16,24 @@ from ray._private.authentication import authentication_token_setup as tokens
 log = logging.getLogger(__name__)
 HEAD = "node:__internal_head__"
 """A resource of the machine where the cluster began."""
+_INLINE_BYTES = str(32 << 20)
+"""Twice the largest message of a client."""
 
 
 def log_troubles() -> None:
     """Ray prints its troubles to stdout, which is for answers."""
     worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
+
+
+def send_arguments_inline() -> None:
+    """Before a Ray is started or joined: let calls carry their arguments themselves.
+
+    Ray puts arguments of more than 100 kB, such as long prompts, into its object store. Its pages
+    lie in /dev/shm and are not reserved: when that is full, a write to them ends the gateway and
+    Ray's own processes by SIGBUS.
+    """
+    names = "RAY_max_direct_call_object_size", "RAY_task_rpc_inlined_bytes_limit"
+    os.environ |= dict.fromkeys(names, _INLINE_BYTES)
 
 
 def draining_nodes() -> set[str]:

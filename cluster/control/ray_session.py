@@ -33,6 +33,7 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
     Raises ValueError when there is no Ray at ``address`` or it does not let us in.
     """
     ray_private.log_troubles()
+    ray_private.send_arguments_inline()
     watcher: subprocess.Popen[bytes] | None = None
     try:
         if address is not None:
