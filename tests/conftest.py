@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+# Ray would start a cluster in the test's own process where nobody has joined one.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -69,6 +69,9 @@ async def test_short_texts_do_not_wait_for_a_long_one() -> None:
             await slow
 
 
+TEXT = "x" * 100_000
+
+
 class Tokens:
     """What a tokenizer has made of a text when it refuses it."""
 
@@ -81,7 +84,7 @@ class RefusingTokenizer(HeldTokenizer):
 
 
 def is_of_a_text(one: object) -> bool:
-    return type(one) is Tokens or (type(one) is Unchecked and bool(one.prompt))
+    return type(one) is Tokens or (type(one) is Unchecked and one.prompt == TEXT)
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["refused", "client gone"])
@@ -94,7 +97,7 @@ async def test_no_call_that_has_ended_keeps_its_text(leaves: bool) -> None:
         gc.disable()
         try:
             for num in range(1, 4):
-                call = stub.Generate(pb.GenerateRequest(text="x" * 100_000))
+                call = stub.Generate(pb.GenerateRequest(text=TEXT))
                 reading = asyncio.ensure_future(call.read())
                 await until(lambda num=num: held.num_begun == num)
                 if leaves:
