@@ -16,9 +16,9 @@
 # A cluster is many processes, which all import the same: their bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that run tests: two more than cores, for what waits. Interpreted kernels never wait.
+# Processes that run tests: two more than cores, for what waits. Interpreted kernels never wait and
+# have another process meanwhile.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 2 : 4)))
-NUM_BUSY := $(shell n=$$(nproc); echo $$((n < $(WORKERS) ? n : $(WORKERS))))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -62,8 +62,9 @@ lint: $(READY)
 
 # Files in the order of their names: those that start clusters come first and share the time.
 test: lint
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(NUM_BUSY) $(INTERPRETED); kernels=$$?; \
+	@log=$$(mktemp); TRITON_INTERPRET=1 $(PY) -m pytest $(INTERPRETED) > $$log 2>&1 & kernels=$$!; \
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; all=$$?; \
+	wait $$kernels; kernels=$$?; echo "interpreted kernels:"; cat $$log; rm $$log; \
 	echo "exit codes: $$all, interpreted kernels: $$kernels"; [ $$all = 0 ] && [ $$kernels = 0 ]
 
 image-test: $(READY)

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from cluster.proto.wire import proxy_options
 from tandem import AsyncClient, InferenceError
 
 MAX_TOKENS = 48
@@ -25,7 +26,7 @@ class OwnConnection(AsyncClient):
 
     _open_channel = staticmethod(
         lambda address, options: grpc.aio.insecure_channel(
-            address, options=(*options, ("grpc.use_local_subchannel_pool", 1))
+            address, options=(*options, *proxy_options(), ("grpc.use_local_subchannel_pool", 1))
         )
     )
 

@@ -34,7 +34,7 @@ from tests.often import often  # noqa: E402
 
 ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
 """But for classes of one's own, which are Python between two steps."""
-OFTEN = "mtp", "mtp tree", "eagle3 tree", "medusa tree", "ngram+mtp"
+OFTEN = "mtp tree", "eagle3 tree", "ngram+mtp"
 EVERYTHING = Extras(all_greedy=False, has_rules=True, kinds=tuple(sorted(ACCEPTANCES)))
 
 

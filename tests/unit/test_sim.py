@@ -21,7 +21,7 @@ from tests.sim.once import ONCE
 from tests.sim.plants import Plant, read, try_out
 from tests.sim.threads import Threads
 
-NUM_SEEDS, NUM_EDGES = 8, 4
+NUM_SEEDS, NUM_EDGES = 6, 2
 PAGE = ROOT / "docs" / "failures.md"
 ENDED = "the finally of a process that was killed"
 

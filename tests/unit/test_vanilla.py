@@ -30,7 +30,10 @@ Round = tuple[int, list[int]]
 """How long a text was, and what was drafted behind it."""
 
 
-@pytest.fixture(scope="module", params=[(2, False), (3, False), (2, True), (3, True)])
+@pytest.fixture(
+    scope="module",
+    params=[(2, False), pytest.param((3, False), marks=pytest.mark.slow), (2, True), (3, True)],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random, where hardly a draft is right, or one that drafts well."""
     num, drafts_well = request.param
