@@ -46,8 +46,8 @@ class Company:
     _silent: list[int] = field(default_factory=list)
     _since: dict[object, float] = field(default_factory=dict)
     """When a rank said first what it says of its start."""
-    _heard_at: dict[int, float] = field(default_factory=dict)
-    """When a rank answered last."""
+    _num_silent: dict[int, int] = field(default_factory=dict)
+    """Questions in a row that a rank has not answered, of those that have ever answered one."""
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ class Company:
             lost = silent or stalled  # others may wait for who is silent, whatever it said last
             bound = f"{self.control.start_s:g} s (control.start_s)"
             raise LifeOver(RankLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
-        if mute := [rank for rank in silent if self._is_mute(rank)]:
-            bound = f"{MUTE_STUCKS} times {self.control.stuck_s:g} s (control.stuck_s)"
-            raise LifeOver(RankLost(f"{self._start(mute[0])}: no answer for {bound}"), *mute)
+        if mute := self._mute():
+            text = f"{self._start(mute[0])}, for {MUTE_STUCKS} times control.stuck_s"
+            raise LifeOver(RankLost(text), *mute)
         if not silent:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
@@ -101,12 +101,13 @@ class Company:
         since = {r: self._since.setdefault(said[r], now) for r in said}
         return [r for r in since if now - since[r] > self.control.start_s and is_starting(known[r])]
 
-    def _is_mute(self, rank: int) -> bool:
-        """Return whether a rank that has answered, but was not ready, is silent for too long. Only
-        ready ranks have gateways that would report them."""
-        state = self.states.get(rank)
-        silent_s = time.monotonic() - self._heard_at.get(rank, time.monotonic())
-        return bool(state and not state.info) and silent_s > MUTE_STUCKS * self.control.stuck_s
+    def _mute(self) -> list[int]:
+        """Return ranks that have answered once and are silent for too long, without those that are
+        ready: gateways report those."""
+        for rank in set(self._silent) & self._num_silent.keys():
+            self._num_silent[rank] += 1
+        ready = {rank for rank, state in self.states.items() if state.info is not None}
+        return [r for r, num in self._num_silent.items() if num >= MUTE_STUCKS and r not in ready]
 
     async def join(self, states: Sequence[RankState], epoch: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were
@@ -155,6 +156,7 @@ class Company:
         self._since.clear()
         for rank in [rank for rank in ranks if rank in self.handles]:  # one that leaves may be gone
             self.weights.held.pop(self.handles[rank], None)
+            self._num_silent.pop(rank, None)
             self.states.pop(rank, None)  # who comes in its place has said nothing yet
             self._doomed.append(self.handles.pop(rank))
         self._end_doomed()
@@ -173,6 +175,8 @@ class Company:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.handles[rank].leave()
+            if rank in self.handles:  # it may have been killed meanwhile
+                self._num_silent[rank] = 0
         except Exception as error:
             log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
             self.kill([rank])
@@ -197,7 +201,7 @@ class Company:
                         rank,
                     )
                 self.states[rank] = answer
-                self._heard_at[rank] = time.monotonic()
+                self._num_silent[rank] = 0
         return [rank for rank in told if isinstance(told[rank], TimeoutError)]
 
     async def _call(

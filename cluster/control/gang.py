@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.control.company import Company
 from cluster.control.next_life import Decision, History, next_life
 from cluster.control.plan import Birth, GangPlan, is_whole, room_of
-from cluster.control.verdict import Death, LastWords, LifeOver, check, has_failed
+from cluster.control.verdict import Death, LifeOver, check, has_failed
 from cluster.control.weights import ClusterWeights
 from core.config import TandemConfig
 from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
@@ -167,11 +167,11 @@ class GangKeeper:
         failed = [state for rank, state in states.items() if has_failed(state)]
         guilty = [s for r, s in states.items() if r in over.lost or s in failed]
         async with asyncio.TaskGroup() as tasks:
-            words = tasks.create_task(self._last_words(guilty))
+            words = asyncio.gather(*map(self.machines.last_words, guilty))
             if failed:
                 await words  # who leaves forgets its step
             tasks.create_task(self.ranks.leave())
-            death = Death(over.cause, frozenset(self.ranks.handles), await words)
+            death = Death(over.cause, frozenset(self.ranks.handles), tuple(await words))
             decision = next_life(self.history, death, now)
             self._end_life(death, decision)
         if not self.ranks.handles:
@@ -180,9 +180,6 @@ class GangKeeper:
             self._set(state=DOWN, is_given_up=True)
             return None
         return max(0.0, decision.pause_s - (time.monotonic() - now))
-
-    async def _last_words(self, states: Sequence[RankState]) -> tuple[LastWords, ...]:
-        return tuple(await asyncio.gather(*map(self.machines.last_words, states)))
 
     def _end_life(self, death: Death, decision: Decision) -> None:
         """Report the end of this life and kill the ranks that the next one does not keep."""

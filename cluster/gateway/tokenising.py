@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from core.errors import Overloaded
@@ -17,6 +16,7 @@ TRIM_CHARS = 500_000
 """Characters from which on the memory that a text took goes back to the system at once. It is some
 hundred bytes a character, which glibc would keep in pieces."""
 Result = TypeVar("Result")
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # only glibc has it
 
 
 class TokeniserThread:
@@ -36,10 +36,11 @@ class TokeniserThread:
             raise Overloaded(f"{self.num_chars} characters are being tokenised already")
         self.num_chars += num_chars
         loop = asyncio.get_running_loop()
-        is_short = num_chars < TRIM_CHARS
-        posted = self._executor.submit(work if is_short else partial(_then_trim, work))
+        posted = self._executor.submit(work)
 
-        def ended(_: "Future[Result]") -> None:
+        def ended(done: "Future[Result]") -> None:
+            if num_chars >= TRIM_CHARS and not done.cancelled():
+                _trim(0)
             # A caller that was cancelled does not end what its thread is busy with.
             loop.call_soon_threadsafe(self._forget, num_chars)
 
@@ -76,11 +77,3 @@ class TokeniserThreads:
         """End both threads when they are idle; what has not begun is not done."""
         for thread in (self._short, self._long):
             thread.close()
-
-
-def _then_trim(work: Callable[[], Result]) -> Result:
-    try:
-        return work()
-    finally:
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc alone has it
-            trim(0)

@@ -23,6 +23,7 @@ EVENTS = {
     "half-messages": "status 4",
     "trickling-readers": "status 0",
     "resume-loops": "OK",
+    "proven-loops": "proofs",
     "silent-connections": "ended",
     "connects": "opened",
 }

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -116,8 +115,7 @@ async def test_memory_of_a_long_text_goes_back_also_when_it_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
-    libc = SimpleNamespace(malloc_trim=lambda pad: events.append("trimmed"))
-    monkeypatch.setattr(tokenising, "ctypes", SimpleNamespace(CDLL=lambda name: libc))
+    monkeypatch.setattr(tokenising, "_trim", lambda pad: events.append("trimmed"))
     threads = TokeniserThreads()
 
     def refuse() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.company import Company
+from cluster.control.company import MUTE_STUCKS, Company
 from cluster.control.members import RayMembers, _tell
 from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver
@@ -118,6 +118,10 @@ def stops_as_it_loads(n: int) -> dict[str, object] | None:
     return moves(n) if n < 5 else None
 
 
+async def leaves() -> None:
+    return None
+
+
 def falls_silent(n: int) -> dict[str, object] | None:
     return serves(n) if n < 3 else None
 
@@ -163,6 +167,21 @@ async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
 ) -> None:
     """Of one that is ready silence means nothing by itself."""
     await asked(company(*says), 4 * START_S, monkeypatch)
+
+
+async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ready and left. One that has never answered may take longer."""
+    ranks = company(lambda n: serves(n) if n == 1 else None, silent)
+    monkeypatch.setattr(ranks.handles[0], "leave", leaves, raising=False)
+    for _ in range(3):
+        await ranks.ask(SEEN)
+    ranks.states = {}
+    await ranks._leave(0)
+    for _ in range(MUTE_STUCKS - 1):
+        await ranks.ask(SEEN)
+    with pytest.raises(LifeOver, match="d.0: starting its process, but it does not answer") as over:
+        await ranks.ask(SEEN)
+    assert over.value.lost == {0}
 
 
 async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(

@@ -4,7 +4,7 @@ from benchmarks.hostile.kinds.base import Hostile, Target
 from benchmarks.hostile.kinds.connects import Connects
 from benchmarks.hostile.kinds.half_messages import HalfMessages
 from benchmarks.hostile.kinds.long_texts import LongTexts
-from benchmarks.hostile.kinds.loops import Crowd, FreshLoops, ResumeLoops
+from benchmarks.hostile.kinds.loops import Crowd, FreshLoops, ProvenLoops, ResumeLoops
 from benchmarks.hostile.kinds.silent import SilentConnections
 from benchmarks.hostile.kinds.trickling import TricklingReaders
 
@@ -13,6 +13,7 @@ KINDS: dict[str, type[Hostile]] = {
     "half-messages": HalfMessages,
     "trickling-readers": TricklingReaders,
     "resume-loops": ResumeLoops,
+    "proven-loops": ProvenLoops,
     "silent-connections": SilentConnections,
     "connects": Connects,
 }

@@ -5,6 +5,7 @@ import asyncio
 from benchmarks.hostile.kinds.base import Hostile, stub_of
 from cluster.proto import tandem_pb2 as pb
 from cluster.proto import tandem_pb2_grpc as rpc
+from cluster.proto.wire import STREAM_KEY
 
 
 class FreshLoops(Hostile):
@@ -39,9 +40,29 @@ class FreshLoops(Hostile):
 
 
 class ResumeLoops(FreshLoops):
-    """Sends every request as the rest of an answer that has begun elsewhere."""
+    """Claims without a proof that every request is the rest of an answer that has begun."""
 
     resume_ids = (5,)
+
+
+class ProvenLoops(FreshLoops):
+    """Begins one answer per client and resumes that one, with its proof, again and again."""
+
+    async def _loop(self, stub: rpc.InferenceStub, number: int) -> None:
+        metadata = ((STREAM_KEY, f"loop-{number}"),)
+        message = pb.GenerateRequest(
+            request_id=f"loop-{number}",
+            token_ids=pb.TokenIds(ids=[5 + number, 6, 7]),
+            sampling=pb.Sampling(max_tokens=self.num_tokens, ignore_eos=True, seed=1),
+        )
+        async for response in stub.Generate(message, metadata=metadata):
+            message.resume_proof = response.proof or message.resume_proof
+            message.resume_token_ids.extend(response.delta.token_ids)
+            if message.resume_token_ids:
+                break
+        self.counts["proofs"] += bool(message.resume_proof)
+        while True:
+            await self.call(stub, message)
 
 
 class Crowd(FreshLoops):
