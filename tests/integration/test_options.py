@@ -153,10 +153,10 @@ async def test_all_of_it_over_grpc(small_model: Path) -> None:
 
 async def test_preemption_changes_neither_penalties_nor_stops(small_model: Path) -> None:
     """Counts and held-back text are functions of (request, output ids), whoever goes on."""
-    rules = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 30}
+    rules = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 50}
     asked = [
         sampled(f"r{i}", ids, 60, seed=i, stop=("\n", "e"), **rules)
-        for i, ids in enumerate(prompts(6, 20, 60))
+        for i, ids in enumerate(prompts(8, 20, 60))
     ]
     answers = []
     for num_pages in (400, 24):
