@@ -133,7 +133,7 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
         ((moves, hangs), {1}, "d.1: waiting for process 4711"),
         ((waits, silent), {1}, "d.1: starting its process"),
-        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: no progress"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer, for 5 times"),
         ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
         ((waits, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
@@ -171,6 +171,7 @@ async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
 
 async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was ready and left. One that has never answered may take longer."""
+    monkeypatch.setattr("cluster.control.company.time", SimpleNamespace(monotonic=lambda: 0.0))
     ranks = company(lambda n: serves(n) if n == 1 else None, silent)
     monkeypatch.setattr(ranks.handles[0], "leave", leaves, raising=False)
     for _ in range(3):
@@ -179,7 +180,7 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
     await ranks._leave(0)
     for _ in range(MUTE_STUCKS - 1):
         await ranks.ask(SEEN)
-    with pytest.raises(LifeOver, match="d.0: starting its process, but it does not answer") as over:
+    with pytest.raises(LifeOver, match="d.0: starting its process, but it does not answer, for 5") as over:
         await ranks.ask(SEEN)
     assert over.value.lost == {0}
 
