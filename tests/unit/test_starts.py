@@ -180,7 +180,8 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
     await ranks._leave(0)
     for _ in range(MUTE_STUCKS - 1):
         await ranks.ask(SEEN)
-    with pytest.raises(LifeOver, match="d.0: starting its process, but it does not answer, for 5") as over:
+    text = "d.0: starting its process, but it does not answer, for 5"
+    with pytest.raises(LifeOver, match=text) as over:
         await ranks.ask(SEEN)
     assert over.value.lost == {0}
 
