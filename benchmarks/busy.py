@@ -3,7 +3,7 @@ other environments have them too."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 BUSY = "print(flush=True)\nwhile True: pass"
@@ -11,9 +11,16 @@ BUSY = "print(flush=True)\nwhile True: pass"
 
 @contextmanager
 def busy(num: int) -> Iterator[None]:
-    """So many processes that compute, and have begun to."""
-    command = [sys.executable, "-S", "-c", BUSY]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(num)]
+    """Keep ``num`` processes computing."""
+    with running([[sys.executable, "-S", "-c", BUSY]] * num):
+        yield
+
+
+@contextmanager
+def running(commands: Iterable[Sequence[str]]) -> Iterator[None]:
+    """Run a process for each of ``commands``, which have begun once they print a line, and kill
+    them in the end."""
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     try:
         for process in processes:
             assert process.stdout is not None

@@ -30,5 +30,7 @@ class ComputedRows:
         return self._latest
 
     def _read(self) -> None:
-        self._latest = tuple(self._dispatch.computed())
-        self._next_at = time.monotonic() + ROWS_S
+        try:
+            self._latest = tuple(self._dispatch.computed())
+        finally:
+            self._next_at = time.monotonic() + ROWS_S

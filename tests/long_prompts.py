@@ -105,6 +105,7 @@ async def load(address: str, num_streams: int, seconds: float) -> Figures:
                 except InferenceError as error:
                     num_refused += 1
                     # time: the pause that a gateway asks for
+                    # time: the pause that the gateway asked for
                     await asyncio.sleep(error.retry_after_s or DEFAULT_PAUSE_S)
 
     async with AsyncClient(address, retry_s=0) as client:

@@ -1,10 +1,11 @@
 """Processes that burn a share of a core: standard library only."""
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from benchmarks.busy import running
 
 BURN = """
 import sys, time
@@ -21,16 +22,5 @@ while True:
 def burning(*rates: float) -> Iterator[None]:
     """Burn CPU seconds per second at each of ``rates``, in as many processes as a rate needs."""
     shares = [rate / math.ceil(rate) for rate in rates if rate > 0 for _ in range(math.ceil(rate))]
-    processes = [
-        subprocess.Popen([sys.executable, "-S", "-c", BURN, str(share)], stdout=subprocess.PIPE)
-        for share in shares
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
+    with running([sys.executable, "-S", "-c", BURN, str(share)] for share in shares):
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()

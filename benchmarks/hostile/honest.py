@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import grpc
-
-from cluster.proto.wire import proxy_options
 from tandem import AsyncClient, InferenceError
 
 MAX_TOKENS = 48
@@ -25,8 +22,8 @@ class OwnConnection(AsyncClient):
     """A client that shares its TCP connection with no other client of this process."""
 
     _open_channel = staticmethod(
-        lambda address, options: grpc.aio.insecure_channel(
-            address, options=(*options, *proxy_options(), ("grpc.use_local_subchannel_pool", 1))
+        lambda address, options: AsyncClient._open_channel(
+            address, options=(*options, ("grpc.use_local_subchannel_pool", 1))
         )
     )
 

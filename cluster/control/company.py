@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 LEAVE_S = 10.0
 """Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
-MUTE_STUCKS = 5
-"""Times ``control.stuck_s`` for which a rank that is not ready may be silent. A process that
-imports torch on a busy machine may well be silent for one of them."""
+MAX_UNANSWERED = 5
+"""Questions in a row that a rank that is not ready may leave unanswered for ``control.stuck_s``
+each. A process that imports torch on a busy machine may well leave one unanswered."""
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Company:
     """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
     missing. Who does not answer within ``control.stuck_s`` is silent, and lost if there is a
     ``suspicion``; who starts is lost when it has said nothing new for ``control.start_s``, or has
-    fallen silent for MUTE_STUCKS times ``control.stuck_s``."""
+    left MAX_UNANSWERED questions in a row unanswered."""
 
     plan: GangPlan
     control: ControlConfig
@@ -76,7 +76,7 @@ class Company:
             bound = f"{self.control.start_s:g} s (control.start_s)"
             raise LifeOver(RankLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
         if mute := self._mute():
-            text = f"{self._start(mute[0])}, for {MUTE_STUCKS} times control.stuck_s"
+            text = f"{self._start(mute[0])}: {MAX_UNANSWERED} questions in a row were unanswered"
             raise LifeOver(RankLost(text), *mute)
         if not silent:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
@@ -107,7 +107,9 @@ class Company:
         for rank in set(self._silent) & self._num_silent.keys():
             self._num_silent[rank] += 1
         ready = {rank for rank, state in self.states.items() if state.info is not None}
-        return [r for r, num in self._num_silent.items() if num >= MUTE_STUCKS and r not in ready]
+        return [
+            r for r, num in self._num_silent.items() if num >= MAX_UNANSWERED and r not in ready
+        ]
 
     async def join(self, states: Sequence[RankState], epoch: int) -> None:
         """Bring the ranks together, unless they are. Some that are and others that are not were

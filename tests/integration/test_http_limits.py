@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from benchmarks.hostile.kinds.sockets import has_ended
 from cluster.door import http_limits
 from cluster.door.server import Server
 from core.config import load
@@ -16,17 +17,10 @@ NUM_HELD = 40
 
 async def connected(server: Server, num: int) -> list[socket.socket]:
     host, _, port = str(server.addresses["http"]).rpartition(":")
-    return [socket.create_connection((host, int(port))) for _ in range(num)]
-
-
-def is_ended(one: socket.socket) -> bool:
-    one.setblocking(False)
-    try:
-        return one.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    made = [socket.create_connection((host, int(port))) for _ in range(num)]
+    for one in made:
+        one.setblocking(False)
+    return made
 
 
 async def test_silent_connections_fail_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +29,7 @@ async def test_silent_connections_fail_no_probe(monkeypatch: pytest.MonkeyPatch)
     async with Server(load(None, list(SETS))) as server:
         silent = await connected(server, 2 * NUM_HELD)
         assert await ask(server, "/livez") == (200, "alive\n")
-        await until(lambda: sum(map(is_ended, silent)) >= NUM_HELD)
+        await until(lambda: sum(map(has_ended, silent)) >= NUM_HELD)
         assert await ask(server, "/livez") == (200, "alive\n")
         for one in silent:
             one.close()
@@ -49,7 +43,7 @@ async def test_half_a_request_is_not_waited_for(
     async with Server(load(None, list(SETS))) as server:
         [slow] = await connected(server, 1)
         slow.sendall(sent)
-        await until(lambda: is_ended(slow))
+        await until(lambda: has_ended(slow))
         slow.close()
 
 

@@ -39,6 +39,21 @@ async def stub_of(server: Server) -> AsyncIterator[rpc.InferenceStub]:
         yield rpc.InferenceStub(channel)
 
 
+@asynccontextmanager
+async def served(
+    model: Path,
+) -> AsyncIterator[tuple[Any, Server, rpc.InferenceStub, AsyncClient]]:
+    """A cluster with one row, its server, and two clients of it that try nothing again."""
+    async with (
+        rig(model, *SETS) as cluster,
+        Server(cluster.config) as server,
+        stub_of(server) as stub,
+        AsyncClient(server.address, retry_s=0) as client,
+    ):
+        await server.attach(cluster.gateway)
+        yield cluster, server, stub, client
+
+
 async def first_message(
     stub: rpc.InferenceStub, prompt: list[int], name: str, **options: Any
 ) -> pb.GenerateResponse:
@@ -180,13 +195,7 @@ async def test_clients_that_resume_in_a_loop_starve_nobody(
     small_model: Path, has_proof: bool
 ) -> None:
     """There is one row, which they want again as soon as they have had their first token."""
-    async with (
-        rig(small_model, *SETS) as cluster,
-        Server(cluster.config) as server,
-        stub_of(server) as stub,
-        AsyncClient(server.address, retry_s=0) as client,
-    ):
-        await server.attach(cluster.gateway)
+    async with served(small_model) as (cluster, server, stub, client):
         noted, begun = note_grants(cluster.decodes[0])
         proofs = {}
         for name in ("a", "b", "c"):
@@ -252,13 +261,7 @@ async def test_proofs_and_their_key_are_in_no_log_and_no_status(
     small_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with (
-        rig(small_model, *SETS) as cluster,
-        Server(cluster.config) as server,
-        stub_of(server) as stub,
-        AsyncClient(server.address, retry_s=0) as client,
-    ):
-        await server.attach(cluster.gateway)
+    async with served(small_model) as (cluster, server, stub, client):
         proof = (await first_message(stub, [5, 6, 7], NAME)).proof
         for name in (NAME, "wrong", ""):
             resume: Any = {"resume_token_ids": [5], "resume_proof": proof}

@@ -9,7 +9,7 @@ from model.network.dispatch.base import Dispatch
 from runtime import computed_rows
 from runtime.computed_rows import ComputedRows
 from runtime.engine_loop import EngineLoop
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 class Counting(Dispatch):
@@ -57,4 +57,24 @@ async def test_they_are_read_seldom_and_of_a_rank_alone_never(
         assert await latest_after_a_turn(rows, loop) == (1, 0)
     assert await latest_after_a_turn(ComputedRows(loop, alone), loop) == ()
     assert (dispatch.num_read, alone.num_read) == (1, 0)
+    loop.stop()
+
+
+async def test_a_reading_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computed_rows, "ROWS_S", 0.0)
+
+    class Failing(Counting):
+        def computed(self) -> list[int]:
+            counts = super().computed()
+            if self.num_read == 1:
+                raise RuntimeError("the device is full")
+            return counts
+
+    loop, dispatch = EngineLoop("engine"), Failing(2)
+    dispatch.placement = Placement.plain(1, 2, 2)
+    rows = ComputedRows(loop, dispatch)
+    rows.latest()
+    loop.start()
+    await until(lambda: bool(rows.latest()))
+    assert rows.latest() == (2, 0)
     loop.stop()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.company import MUTE_STUCKS, Company
+from cluster.control.company import MAX_UNANSWERED, Company
 from cluster.control.members import RayMembers, _tell
 from cluster.control.plan import GangPlan
 from cluster.control.verdict import LifeOver
@@ -133,7 +133,7 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
         ((moves, hangs), {1}, "d.1: waiting for process 4711"),
         ((waits, silent), {1}, "d.1: starting its process"),
-        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer, for 5 times"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: 5 questions in a row"),
         ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
         ((waits, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
@@ -178,9 +178,9 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
         await ranks.ask(SEEN)
     ranks.states = {}
     await ranks._leave(0)
-    for _ in range(MUTE_STUCKS - 1):
+    for _ in range(MAX_UNANSWERED - 1):
         await ranks.ask(SEEN)
-    text = "d.0: starting its process, but it does not answer, for 5"
+    text = "d.0: starting its process, but it does not answer: 5 questions"
     with pytest.raises(LifeOver, match=text) as over:
         await ranks.ask(SEEN)
     assert over.value.lost == {0}
