@@ -52,6 +52,7 @@ def summary(measured: Measured) -> dict[str, Any]:
         ],
         "lost": measured.lost,
         "gateway_rss_mb": measured.rss_mb,
+        "gateway_peaks_mb": measured.peaks_mb,
         "grown_mb": measured.grown_mb,
         "hostile_cpu_s_per_s": measured.hostile_rates,
         "gateway_cpu_s_per_s": measured.gateway_rates,
@@ -88,7 +89,7 @@ def harm_table(found: Sequence[dict[str, Any]]) -> Table:
     shown = Table(title="what else it did, and what it cost")
     for column in ("beside", "refused", "new clients refused", "probes failed", "ranks lost"):
         shown.add_column(column, justify="right")
-    for column in ("gateway MB by round", "2nd to 5th", "CPU: client", "gateway"):
+    for column in ("gateway MB by round", "peak", "2nd to 5th", "CPU: client", "gateway"):
         shown.add_column(column, justify="right")
     for one in found:
         names = ("num_refused", "num_turned_away", "num_failed_probes")
@@ -98,6 +99,7 @@ def harm_table(found: Sequence[dict[str, Any]]) -> Table:
             *(str(one[name]) for name in names),
             str(len(one["lost"])),
             " ".join(f"{mb:.0f}" for mb in one["gateway_rss_mb"]),
+            f"{max(one['gateway_peaks_mb']):.0f}",
             f"{one['grown_mb']:+.1f}",
             *(f"{statistics.fmean(values):.2f}" for values in rates),
         )
