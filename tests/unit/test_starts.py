@@ -133,7 +133,7 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
         ((moves, hangs), {1}, "d.1: waiting for process 4711"),
         ((waits, silent), {1}, "d.1: starting its process"),
-        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: 5 questions in a row"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: 5 questions"),
         ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
         ((waits, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
