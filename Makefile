@@ -38,7 +38,7 @@ $(READY): pyproject.toml deploy/constraints.txt
 	$(VENV)/bin/pip install -q --upgrade pip
 	@$(MAKE) -s torch-for-cpu
 	$(VENV)/bin/pip install -q -e '.[dev]' -c deploy/constraints.txt
-	@command -v $${CXX:-g++} >/dev/null && $(PY) -m model.kernels.build || true
+	@command -v $${CXX:-g++} >/dev/null && $(PY) -m tandem.model.kernels.build || true
 	touch $(READY)
 
 torch-for-cpu:
@@ -91,7 +91,8 @@ soak: tritons numerics
 	TRITON_INTERPRET=1 $(PY) -m pytest -m slow -n 2 $(INTERPRETED) tests/unit/test_gpu_engine.py
 
 proto: $(READY)
-	$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. cluster/proto/tandem.proto
+	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src \
+		tandem/cluster/proto/tandem.proto
 	sed -i '1i # mypy: ignore-errors' cluster/proto/tandem_pb2_grpc.py
 
 checkpoint: $(READY)

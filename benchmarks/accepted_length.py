@@ -20,9 +20,9 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.driven.engines import Bench, load
-from core.answer import SpeculationCounts
-from core.request import Request, SamplingParams
-from model.loaded import LoadedModel
+from tandem.core.answer import SpeculationCounts
+from tandem.core.request import Request, SamplingParams
+from tandem.model.loaded import LoadedModel
 from training.corpus import held_out_prompts
 
 TINY = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"

@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 from benchmarks.versus.checkpoints import SHAPE, write_random
-from core.config import TINY_MODEL
-from model.checkpoint.config import ModelConfig
+from tandem.core.config import TINY_MODEL
+from tandem.model.checkpoint.config import ModelConfig
 
 BYTES = 2
 """Of a weight or cached value in bf16."""

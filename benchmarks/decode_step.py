@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 
 EAGER = "eager bf16"
 ARMS = {

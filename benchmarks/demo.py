@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client.options import GenerateOptions
-from cluster.commands.common import running_server
-from cluster.commands.status import rank_table
-from core.config import load
 from tandem import AsyncClient, Finished
+from tandem.cluster.client.options import GenerateOptions
+from tandem.cluster.commands.common import running_server
+from tandem.cluster.commands.status import rank_table
+from tandem.core.config import load
 
 
 @dataclass(frozen=True, slots=True)

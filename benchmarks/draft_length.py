@@ -32,11 +32,11 @@ from benchmarks.accepted_length import TINY, requests
 from benchmarks.driven.engines import Held, load
 from benchmarks.driven.turns import BY_LOAD, Arm, Engine, by_load_arm, together
 from benchmarks.driven.wrong import Wrong, changed
-from core.config import load as load_config
-from core.levels import Levels
-from core.request import Request
-from model.drafters.none import NoDrafter
-from model.loaded import LoadedModel
+from tandem.core.config import load as load_config
+from tandem.core.levels import Levels
+from tandem.core.request import Request
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.loaded import LoadedModel
 
 NUM_PROMPTS, MAX_DEPTH = 100, 3
 """The depth unless speculation.num_tokens is set."""

@@ -23,23 +23,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from core.config import KvTransferConfig, load
-from core.control import InProcessControl, Service
-from core.identity import Identity
-from kv_transfer.caches import PagedCaches, Span, chunks, staged
-from kv_transfer.channel import make_channels
-from kv_transfer.layout import PROTOCOL
-from kv_transfer.messages import Offer, Seal
-from kv_transfer.pages import PagePool
-from kv_transfer.side import Side
-from kv_transfer.sink import Sink
-from kv_transfer.source import Source
-from model.kernels.build import built
-from model.kernels.native import Native
-from model.network.cache import MAIN
-from runtime.engine_loop import EngineLoop
-from wires.calls import DOOR, CallClient, CallServer
-from wires.groups import gloo_group, store_client, store_server
+from tandem.core.config import KvTransferConfig, load
+from tandem.core.control import InProcessControl, Service
+from tandem.core.identity import Identity
+from tandem.kv_transfer.caches import PagedCaches, Span, chunks, staged
+from tandem.kv_transfer.channel import make_channels
+from tandem.kv_transfer.layout import PROTOCOL
+from tandem.kv_transfer.messages import Offer, Seal
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.sink import Sink
+from tandem.kv_transfer.source import Source
+from tandem.model.kernels.build import built
+from tandem.model.kernels.native import Native
+from tandem.model.network.cache import MAIN
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.wires.calls import DOOR, CallClient, CallServer
+from tandem.wires.groups import gloo_group, store_client, store_server
 
 HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
 

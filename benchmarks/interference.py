@@ -27,8 +27,8 @@ from benchmarks.versus.engines.tandem_served import pin_sides, run_batch, settin
 from benchmarks.versus.job import Job, Timeline, Trial
 from benchmarks.versus.loads import Load
 from benchmarks.versus.measures import by_sequence
-from cluster.client.client import AsyncClient
-from core.config import TINY_MODEL
+from tandem.cluster.client.client import AsyncClient
+from tandem.core.config import TINY_MODEL
 
 PROMPT_TOKENS = 1024
 MAX_TOKENS = 128

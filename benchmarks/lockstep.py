@@ -25,21 +25,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from core.config import TandemConfig, load
-from core.identity import Identity
-from core.info import DECODE, PREFILL
-from core.membership import Meeting, RankSpec
-from core.request import Request, SamplingParams
-from decode_node.engine import DecodeEngine
-from decode_node.planning.states import Size
-from kv_transfer.pages import PagePool
-from prefill_node.engine import PrefillEngine, Progress
-from runtime.engine_loop import EngineLoop
-from runtime.gang.collectives import Collectives
-from runtime.gang.hub import Hub
-from runtime.gang.member import Member
-from runtime.lockstep import Lockstep
-from runtime.parts import RankParts, load_memory
+from tandem.core.config import TandemConfig, load
+from tandem.core.identity import Identity
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.membership import Meeting, RankSpec
+from tandem.core.request import Request, SamplingParams
+from tandem.decode_node.engine import DecodeEngine
+from tandem.decode_node.planning.states import Size
+from tandem.kv_transfer.pages import PagePool
+from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.gang.collectives import Collectives
+from tandem.runtime.gang.hub import Hub
+from tandem.runtime.gang.member import Member
+from tandem.runtime.lockstep import Lockstep
+from tandem.runtime.parts import RankParts, load_memory
 
 LOOPBACK = "127.0.0.1"
 NUM_WARM = 10

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.busy import busy
 from benchmarks.decode_step import Case, benches, turn
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 
 ARM = "recorded bf16"
 NUM_STEPS = 40

@@ -15,9 +15,9 @@ import time
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from cluster.commands.common import running_server
-from core.config import TINY_MODEL, load
 from tandem import AsyncClient, Finished
+from tandem.cluster.commands.common import running_server
+from tandem.core.config import TINY_MODEL, load
 from training.corpus import held_out_prompts
 
 TAIL_TOKENS = 16

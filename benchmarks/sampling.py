@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from benchmarks.decode_step import Case, benches, turn
 from benchmarks.driven.tiny import random_tensors
-from core.config import TINY_MODEL
-from model.checkpoint.config import ModelConfig
+from tandem.core.config import TINY_MODEL
+from tandem.model.checkpoint.config import ModelConfig
 
 ARM = "recorded bf16"
 WAYS = "greedy", "all", "top-p 0.95", "top-k 50"

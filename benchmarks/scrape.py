@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import free_port, serving
-from cluster.gateway.cluster_metrics import of_gangs, of_ranks
-from cluster.gateway.metrics import RequestMetrics
-from core.beat import Beat, Held
-from core.membership import Gang
-from core.pace import Pace
 from tandem import Client
+from tandem.cluster.gateway.cluster_metrics import of_gangs, of_ranks
+from tandem.cluster.gateway.metrics import RequestMetrics
+from tandem.core.beat import Beat, Held
+from tandem.core.membership import Gang
+from tandem.core.pace import Pace
 
 COUNTERS = (
     *("num_steps", "step_s", "program_s", "num_preempted"),

@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.decode_step import Case, benches, turn
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import cpu_s, serving
-from cluster.client.client import AsyncClient
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto.wire import proxy_options
-from core.config import TINY_MODEL
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.wire import proxy_options
+from tandem.core.config import TINY_MODEL
 
 ARM = "recorded bf16"
 NUM_PROMPT = 64

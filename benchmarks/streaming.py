@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from core.errors import RankLost
-from core.identity import Identity
-from core.request import SequenceUpdate, TokenFrame
-from core.schema import pack, unpack
-from runtime.frames import Frame, FrameServer, PortAddress, connect
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.request import SequenceUpdate, TokenFrame
+from tandem.core.schema import pack, unpack
+from tandem.runtime.frames import Frame, FrameServer, PortAddress, connect
 
 HOST = "127.0.0.1"
 WAYS = ("ray", "socket")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.two_commits BASE [HEAD] [--pairs 10] [--json] [options of decode_step]
 
-Each commit gets a worktree of its own in a temporary folder. A pair is two processes that run this
-checkout's ``benchmarks/decode_step.py`` on each commit's code, with this interpreter and what is
+Each commit gets a worktree of its own in a temporary folder. A pair is two processes that run
+each commit's own ``benchmarks/decode_step.py`` on its code, with this interpreter and what is
 installed for it: ``--rows 1,8,32 --drafts 0,3 --sampling greedy,top-p --arms "recorded bf16"``
 unless options say otherwise. They do everything in turns, one step of base, one of head, so that
 whatever else the machine does hits both; a pair's ratio is the median of its steps' head by base.
@@ -34,11 +34,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-import benchmarks.decode_step
-from core.config import TINY_MODEL
+from benchmarks.driven.procs import ROOT, python_path
+from tandem.core.config import TINY_MODEL
 
-DRIVER = Path(benchmarks.decode_step.__file__)
-ROOT = DRIVER.parents[1]
+DRIVER = "benchmarks/decode_step.py"
 USUAL = ("--sampling", "greedy,top-p", "--arms", "recorded bf16", "--rounds", "2")
 WARM_UP = ("--rows", "1", "--drafts", "0", "--sampling", "greedy", "--rounds", "1", "--steps", "1")
 """A turn of each commit that does not count: its kernels are compiled, its files are read."""
@@ -112,8 +111,16 @@ def read_turn(line: str) -> Turn:
 
 def begin(tree: Path, options: Sequence[str], keeps: Sequence[int] = ()) -> "Popen[str]":
     """A turn on the code in ``tree``; ``keeps`` are open in its process too."""
-    command = [sys.executable, "-P", str(DRIVER), "--json", "--path", str(TINY_MODEL), *options]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [
+        sys.executable,
+        "-P",
+        str(tree / DRIVER),
+        "--json",
+        "--path",
+        str(TINY_MODEL),
+        *options,
+    ]
+    environment = {**os.environ, "PYTHONPATH": python_path(tree)}
     return Popen(
         command, cwd=tree, env=environment, stdout=PIPE, stderr=PIPE, text=True, pass_fds=keeps
     )

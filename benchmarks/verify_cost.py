@@ -24,15 +24,15 @@ from torch import Tensor
 
 from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
-from core.levels import chains
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.rows import Rows
-from decode_node.program.step import draft, verify
-from model.drafters.base import Drafts
-from model.loaded import LoadedModel
-from model.network.cache import Caches
-from model.network.tree import tree_of
+from tandem.core.config import TINY_MODEL
+from tandem.core.levels import chains
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.rows import Rows
+from tandem.decode_node.program.step import draft, verify
+from tandem.model.drafters.base import Drafts
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
+from tandem.model.network.tree import tree_of
 
 MAX_DRAFTS = 3
 Part = Callable[[Tensor], tuple[Tensor]]

@@ -16,8 +16,8 @@ from rich.progress import track
 
 from benchmarks.accepted_length import BATCH, TINY, batches, requests
 from benchmarks.driven.engines import Bench, IdleFirst, load
-from core.request import Request
-from model.loaded import LoadedModel
+from tandem.core.request import Request
+from tandem.model.loaded import LoadedModel
 
 MAX_DRAFTS = 3
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from core.schema import pack
-from decode_node.planning.step_plan import Proposal, Report, StepKey
-from runtime.gang.told import Proposed, Told
+from tandem.core.schema import pack
+from tandem.decode_node.planning.step_plan import Proposal, Report, StepKey
+from tandem.runtime.gang.told import Proposed, Told
 
 NUM_MOE_LAYERS, HIDDEN, NUM_CHOSEN, NUM_GROUPS, NUM_KEPT = 58, 7168, 8, 8, 4
 """Of V3: MoE layers of the main model, D, K, n_group, topk_group."""

@@ -2,12 +2,12 @@
 
 import typer
 
-from cluster.bench.command import bench
-from cluster.commands.generate import generate
-from cluster.commands.rebalance import rebalance
-from cluster.commands.serve import serve
-from cluster.commands.status import status
-from cluster.commands.stop import stop
+from tandem.cluster.bench.command import bench
+from tandem.cluster.commands.generate import generate
+from tandem.cluster.commands.rebalance import rebalance
+from tandem.cluster.commands.serve import serve
+from tandem.cluster.commands.status import status
+from tandem.cluster.commands.stop import stop
 
 app = typer.Typer(
     no_args_is_help=True,

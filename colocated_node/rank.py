@@ -6,17 +6,17 @@ hand-over is the seal alone.
 
 from collections.abc import Sequence
 
-from core.answer import TransferStats
-from core.control import Control, Done, InProcessControl, ask
-from core.identity import Identity
-from core.tasks import Tasks
-from decode_node.service.rank import DecodeRank
-from kv_transfer import messages as m
-from kv_transfer.side import Deadlines
-from kv_transfer.sink import Pulled
-from prefill_node.page_source import AdoptedPages
-from prefill_node.rank import PrefillRank
-from runtime.parts import RankParts
+from tandem.core.answer import TransferStats
+from tandem.core.control import Control, Done, InProcessControl, ask
+from tandem.core.identity import Identity
+from tandem.core.tasks import Tasks
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.kv_transfer import messages as m
+from tandem.kv_transfer.side import Deadlines
+from tandem.kv_transfer.sink import Pulled
+from tandem.prefill_node.page_source import AdoptedPages
+from tandem.prefill_node.rank import PrefillRank
+from tandem.runtime.parts import RankParts
 
 PREFILL_METHODS = ("prefill", "cancel")
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from core.identity import Identity
-from core.pace import Pace
+from tandem.core.identity import Identity
+from tandem.core.pace import Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

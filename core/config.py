@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ValidationInfo
 
-from core.config_source import explain, overlay, read_yaml, type_text, value_text
-from core.info import COLOCATED, DECODE, PREFILL
-from core.levels import MOST_NODES
+from tandem.core.config_source import explain, overlay, read_yaml, type_text, value_text
+from tandem.core.info import COLOCATED, DECODE, PREFILL
+from tandem.core.levels import MOST_NODES
 
 AUTO = "auto"
-TINY_MODEL = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
+TINY_MODEL = Path(__file__).parents[1] / "tiny-v3"
 _MAX_CHUNK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=1)]
 Label = Annotated[str, Field(pattern=r"^[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?$")]

@@ -4,7 +4,7 @@ import hashlib
 import json
 from operator import attrgetter
 
-from core.config import TandemConfig, checked, leaves
+from tandem.core.config import TandemConfig, checked, leaves
 
 
 def received(config_json: str) -> TandemConfig:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from core.errors import Overloaded, RankLost, TandemError, is_out_of_resources
-from core.schema import decode, encode_failure, pack, unpack
+from tandem.core.errors import Overloaded, RankLost, TandemError, is_out_of_resources
+from tandem.core.schema import decode, encode_failure, pack, unpack
 
 Reply = TypeVar("Reply")
 Handler = Callable[[int, str, bytes], Awaitable[bytes]]

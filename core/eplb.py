@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import lcm
 
-from core.placement import Placement, check_sizes
+from tandem.core.placement import Placement, check_sizes
 
 
 def rebalance(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from core.beat import Held
+from tandem.core.beat import Held
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"

@@ -6,11 +6,11 @@ list of nodes of their own.
 
 from dataclasses import dataclass, field
 
-from core.identity import Identity
-from core.info import ModelInfo
-from core.pace import Pace
-from core.placement import Placement
-from core.schema import Failure
+from tandem.core.identity import Identity
+from tandem.core.info import ModelInfo
+from tandem.core.pace import Pace
+from tandem.core.placement import Placement
+from tandem.core.schema import Failure
 
 STARTING, READY, LOST = "starting", "ready", "lost"
 """States of a gang; only a READY one gets requests. LOST is between two lives."""
@@ -117,7 +117,7 @@ class EndedLife:
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What a rank says of itself. It loads, joins its gang, and is ready when it has an ``info``.
-    While it loads it tells what it is ``doing``, and its ``progress`` (core.pace.on_start).
+    While it loads it tells what it is ``doing``, and its ``progress`` (core/pace.py: on_start).
     It holds ``num_held`` sequences; ``placement`` is the digest of where its gang's experts lie, if
     that is not the plain order.
 

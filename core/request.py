@@ -7,10 +7,10 @@ function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` st
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.answer import SpeculationCounts, TokenLogprobs
-from core.beat import Beat
-from core.identity import Identity
-from core.schema import Failure
+from tandem.core.answer import SpeculationCounts, TokenLogprobs
+from tandem.core.beat import Beat
+from tandem.core.identity import Identity
+from tandem.core.schema import Failure
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""

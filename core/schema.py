@@ -14,7 +14,7 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaSerializer, SchemaValidator
 
-from core import errors
+from tandem.core import errors
 
 Message = TypeVar("Message")
 _EXACT = {"int", "float", "bool", "str", "bytes"}
@@ -26,7 +26,8 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``kind`` is the name of a class in core.errors, or ValueError; others become TandemError."""
+    """Describe an error. ``kind`` is the name of a class in core/errors.py, or ValueError; others
+    become TandemError."""
 
     kind: str
     text: str

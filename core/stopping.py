@@ -1,6 +1,6 @@
 """Where an answer ends: one pure rule for the first token and for accepted runs alike."""
 
-from core.request import LENGTH, STOP, SamplingParams
+from tandem.core.request import LENGTH, STOP, SamplingParams
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: tuple[int, ...]) -> frozenset[int]:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from core.errors import TandemError
+from tandem.core.errors import TandemError
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from typing import Generic, TypeVar
 
-from core.identity import Identity
+from tandem.core.identity import Identity
 
 FRESH_SHARE = 4
 """One turn in this many goes to the oldest fresh request, however many begun answers wait."""

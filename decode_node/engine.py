@@ -9,23 +9,23 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from core.config import AUTO
-from core.errors import NonFinite, Poisonous, StepFailed
-from core.forms import CAPTURED
-from core.identity import Identity
-from core.request import ERROR, PREEMPTED, Request, SequenceUpdate, TokenLogprobs
-from core.schema import failure_of
-from core.stopping import cut
-from decode_node.planning.scheduler import Scheduler
-from decode_node.planning.states import Running, Size
-from decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wishes_of
-from decode_node.planning.step_planner import StepPlanner
-from decode_node.program.clock import settle
-from decode_node.program.launcher import InFlight, Launcher
-from model.sampling.acceptance.base import Run
-from runtime.engine_loop import is_fatal
-from runtime.lockstep import Planner
-from runtime.parts import RankParts
+from tandem.core.config import AUTO
+from tandem.core.errors import NonFinite, Poisonous, StepFailed
+from tandem.core.forms import CAPTURED
+from tandem.core.identity import Identity
+from tandem.core.request import ERROR, PREEMPTED, Request, SequenceUpdate, TokenLogprobs
+from tandem.core.schema import failure_of
+from tandem.core.stopping import cut
+from tandem.decode_node.planning.scheduler import Scheduler
+from tandem.decode_node.planning.states import Running, Size
+from tandem.decode_node.planning.step_plan import MAKE, Proposal, Report, StepPlan, wishes_of
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.decode_node.program.clock import settle
+from tandem.decode_node.program.launcher import InFlight, Launcher
+from tandem.model.sampling.acceptance.base import Run
+from tandem.runtime.engine_loop import is_fatal
+from tandem.runtime.lockstep import Planner
+from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-from core.errors import HandoverError
-from core.tasks import in_thread
-from kv_transfer.base import Channel
-from kv_transfer.line import Line
-from kv_transfer.messages import Connect
-from kv_transfer.side import Side
-from kv_transfer.waiting import opened
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import in_thread
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.line import Line
+from tandem.kv_transfer.messages import Connect
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.waiting import opened
 
 
 class AcceptedChannels:

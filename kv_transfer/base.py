@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from core.errors import HandoverError
-from core.tasks import pending
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import pending
 
 Direction = Literal["send", "recv"]
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import torch
 
-from core.config import TandemConfig
+from tandem.core.config import TandemConfig
 
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kv_transfer.layout import Group, Layout
-from kv_transfer.pages import PagePool
-from kv_transfer.staging import Buffer
+from tandem.kv_transfer.layout import Group, Layout
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.staging import Buffer
 
 Mark = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
@@ -156,6 +156,6 @@ def copy_by_layer(
 def copy_on(device: torch.device) -> Copy:
     if device.type != "cuda" or find_spec("triton") is None:
         return copy_by_layer
-    from kv_transfer.gpu_copies import copy_all_layers
+    from tandem.kv_transfer.gpu_copies import copy_all_layers
 
     return copy_all_layers

@@ -10,13 +10,13 @@ import time
 
 import torch
 
-from core.config import TandemConfig
-from core.errors import HandoverError
-from core.info import COLOCATED
-from kv_transfer.base import Channel
-from kv_transfer.gloo import GlooBackend
-from kv_transfer.nccl import NcclBackend
-from wires.groups import Store, store_client, store_server
+from tandem.core.config import TandemConfig
+from tandem.core.errors import HandoverError
+from tandem.core.info import COLOCATED
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.gloo import GlooBackend
+from tandem.kv_transfer.nccl import NcclBackend
+from tandem.wires.groups import Store, store_client, store_server
 
 
 class ChannelMaker:

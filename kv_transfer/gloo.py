@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kv_transfer.base import Direction, Wire
-from wires.groups import Store, gloo_group
+from tandem.kv_transfer.base import Direction, Wire
+from tandem.wires.groups import Store, gloo_group
 
 
 class GlooBackend:

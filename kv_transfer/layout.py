@@ -6,7 +6,7 @@ Page size is not part of it: the wire is token-wise, so both sides may page as t
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from core.errors import LayoutMismatch
+from tandem.core.errors import LayoutMismatch
 
 PROTOCOL = 8
 """Version of the hand-over messages; both sides must speak the same one."""

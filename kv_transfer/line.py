@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from core.tasks import Tasks
-from kv_transfer.base import Channel
-from kv_transfer.waiting import SLACK_S
+from tandem.core.tasks import Tasks
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.waiting import SLACK_S
 
 
 @dataclass(eq=False)

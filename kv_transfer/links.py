@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from core.control import Control, Done, ask
-from core.errors import HandoverError, RankLost, SequenceEnded, StalePages, TandemError
-from core.identity import Identity
-from kv_transfer.base import Channel
-from kv_transfer.caches import Span, staged
-from kv_transfer.line import Line
-from kv_transfer.messages import Accepted, Connect, HangUp, Send, Sent
-from kv_transfer.side import Side
-from kv_transfer.staging import Buffer
-from kv_transfer.waiting import opened, settled
+from tandem.core.control import Control, Done, ask
+from tandem.core.errors import HandoverError, RankLost, SequenceEnded, StalePages, TandemError
+from tandem.core.identity import Identity
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.caches import Span, staged
+from tandem.kv_transfer.line import Line
+from tandem.kv_transfer.messages import Accepted, Connect, HangUp, Send, Sent
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.staging import Buffer
+from tandem.kv_transfer.waiting import opened, settled
 
 log = logging.getLogger(__name__)
 MAX_PLACES = 3

@@ -13,12 +13,12 @@ hang_up    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
 What is summed up or renewed is told by its Identity alone. A request that fails is answered by a
-Failure (core.schema). The epoch of P that is meant is in the call's envelope (core.control).
+Failure (core/schema.py). The epoch of P that is meant is in the call's envelope (core/control.py).
 """
 
 from dataclasses import dataclass
 
-from core.identity import Identity
+from tandem.core.identity import Identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_transfer.base import Direction, Wire
-from wires.groups import Store
-from wires.nccl import nccl_group, prepare
+from tandem.kv_transfer.base import Direction, Wire
+from tandem.wires.groups import Store
+from tandem.wires.nccl import nccl_group, prepare
 
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0

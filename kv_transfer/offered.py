@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.errors import SequenceEnded
-from core.identity import Identity
-from core.remembered import Remembered
-from core.tasks import resolve
-from kv_transfer.messages import Seal
+from tandem.core.errors import SequenceEnded
+from tandem.core.identity import Identity
+from tandem.core.remembered import Remembered
+from tandem.core.tasks import resolve
+from tandem.kv_transfer.messages import Seal
 
 if TYPE_CHECKING:
-    from kv_transfer.caches import Mark
+    from tandem.kv_transfer.caches import Mark
 
 RELEASE_KNOWN_S = 600.0
 """How long an ended identity is known, so that late calls get its reason and not silence."""

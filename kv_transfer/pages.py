@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from core.errors import StalePages
-from core.pages import DUMMY_PAGE
+from tandem.core.errors import StalePages
+from tandem.core.pages import DUMMY_PAGE
 
 
 class PagePool:

@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.answer import TransferStats
-from core.errors import HandoverError, StalePages
-from kv_transfer import messages as m
-from kv_transfer.caches import Span, staged
-from kv_transfer.links import Link
-from kv_transfer.side import Side
-from kv_transfer.staging import Buffer
+from tandem.core.answer import TransferStats
+from tandem.core.errors import HandoverError, StalePages
+from tandem.kv_transfer import messages as m
+from tandem.kv_transfer.caches import Span, staged
+from tandem.kv_transfer.links import Link
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.staging import Buffer
 
 MAX_CHUNKS_IN_FLIGHT = 4
 """Per pull: one is scattered while others come; those of other pulls get their turn between."""

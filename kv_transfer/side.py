@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from core.config import KvTransferConfig
-from core.errors import HandoverError
-from core.tasks import Tasks, cancelled
-from kv_transfer.caches import PagedCaches, check_chunks
-from kv_transfer.channel import ChannelMaker
-from kv_transfer.staging import StagingPool
+from tandem.core.config import KvTransferConfig
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import Tasks, cancelled
+from tandem.kv_transfer.caches import PagedCaches, check_chunks
+from tandem.kv_transfer.channel import ChannelMaker
+from tandem.kv_transfer.staging import StagingPool
 
 Result = TypeVar("Result")
 FAREWELL_S = 5.0

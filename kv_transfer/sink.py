@@ -5,17 +5,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.answer import TransferStats
-from core.control import Control, Done
-from core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
-from core.tasks import again, cancelled
-from kv_transfer import messages as m
-from kv_transfer.caches import Span, chunks
-from kv_transfer.layout import PROTOCOL, check_given
-from kv_transfer.links import Link
-from kv_transfer.pull import Pulling
-from kv_transfer.side import Side
-from kv_transfer.sums import check_sums
+from tandem.core.answer import TransferStats
+from tandem.core.control import Control, Done
+from tandem.core.errors import HandoverError, LayoutMismatch, RankLost, TandemError
+from tandem.core.tasks import again, cancelled
+from tandem.kv_transfer import messages as m
+from tandem.kv_transfer.caches import Span, chunks
+from tandem.kv_transfer.layout import PROTOCOL, check_given
+from tandem.kv_transfer.links import Link
+from tandem.kv_transfer.pull import Pulling
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.sums import check_sums
 
 log = logging.getLogger(__name__)
 

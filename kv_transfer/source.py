@@ -7,20 +7,20 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from core.control import Methods
-from core.errors import HandoverError
-from core.identity import Identity
-from core.tasks import again, cancelled
-from kv_transfer import messages as m
-from kv_transfer.accepted import AcceptedChannels
-from kv_transfer.base import Channel, Transfer
-from kv_transfer.caches import Span, staged
-from kv_transfer.layout import check_given
-from kv_transfer.offered import Computed, OfferBook
-from kv_transfer.side import Side
-from kv_transfer.staging import Buffer
-from kv_transfer.sums import PageSums
-from kv_transfer.waiting import settled
+from tandem.core.control import Methods
+from tandem.core.errors import HandoverError
+from tandem.core.identity import Identity
+from tandem.core.tasks import again, cancelled
+from tandem.kv_transfer import messages as m
+from tandem.kv_transfer.accepted import AcceptedChannels
+from tandem.kv_transfer.base import Channel, Transfer
+from tandem.kv_transfer.caches import Span, staged
+from tandem.kv_transfer.layout import check_given
+from tandem.kv_transfer.offered import Computed, OfferBook
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.staging import Buffer
+from tandem.kv_transfer.sums import PageSums
+from tandem.kv_transfer.waiting import settled
 
 log = logging.getLogger(__name__)
 

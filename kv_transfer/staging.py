@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.errors import HandoverError
+from tandem.core.errors import HandoverError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from core.errors import HandoverError
-from kv_transfer.caches import Mark, PagedCaches, Span
-from kv_transfer.layout import Group
-from kv_transfer.messages import Sums
-from kv_transfer.offered import Computed
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.caches import Mark, PagedCaches, Span
+from tandem.kv_transfer.layout import Group
+from tandem.kv_transfer.messages import Sums
+from tandem.kv_transfer.offered import Computed
 
 if TYPE_CHECKING:
-    from kv_transfer.pull import Pulling
+    from tandem.kv_transfer.pull import Pulling
 
 _STRIDE, *_MIX = (
     one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from core.errors import HandoverError
-from core.tasks import threaded
-from kv_transfer.base import Channel
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import threaded
+from tandem.kv_transfer.base import Channel
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)

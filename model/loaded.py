@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from core.config import AUTO, TandemConfig
-from core.forms import EAGER
-from core.info import PREFILL
-from core.pace import LOADING, on_start
-from core.placement import Placement
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import CheckpointFiles
-from model.checkpoint.weights import Checkpoint, load_network, num_mtp
-from model.drafters import create_drafter
-from model.drafters.base import Drafter
-from model.drafters.files import folder_digest
-from model.host_memory import keep_freed_memory
-from model.kernels import create_kernels
-from model.kernels.base import BLOCK, Kernels
-from model.network.cache import MAIN, CacheGroup, Caches, zeros
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch import create_dispatch
-from model.network.dispatch.base import Dispatch
-from model.network.layers import adopt
-from text.think import read_think_ids
-from text.tokenizer import tokenizer_digest
+from tandem.core.config import AUTO, TandemConfig
+from tandem.core.forms import EAGER
+from tandem.core.info import PREFILL
+from tandem.core.pace import LOADING, on_start
+from tandem.core.placement import Placement
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles
+from tandem.model.checkpoint.weights import Checkpoint, load_network, num_mtp
+from tandem.model.drafters import create_drafter
+from tandem.model.drafters.base import Drafter
+from tandem.model.drafters.files import folder_digest
+from tandem.model.host_memory import keep_freed_memory
+from tandem.model.kernels import create_kernels
+from tandem.model.kernels.base import BLOCK, Kernels
+from tandem.model.network.cache import MAIN, CacheGroup, Caches, zeros
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch import create_dispatch
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import adopt
+from tandem.text.think import read_think_ids
+from tandem.text.tokenizer import tokenizer_digest
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def load_model(
     ``check_digest`` gets the digest of the checkpoint, with that of a drafter's own folder, before
     any weight is read; what it raises ends the call. Links in the path are resolved once, so that
     all files are of one revision.
-    ``core.pace.on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
+    ``core/pace.py: on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
     Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
     section, path = config.of_kind(kind), config.model.path.resolve()

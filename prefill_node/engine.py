@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.errors import NonFinite, Poisonous, StepFailed, TandemError
-from core.identity import Identity
-from core.request import Request, TokenLogprobs
-from core.stopping import stop_ids
-from model.checkpoint.tensors import upload
-from model.drafters.base import UNKNOWN
-from model.loaded import LoadedModel
-from model.network.batch import Batch, Segment, Segments, pack
-from model.sampling.adjust import no_rules, set_rules
-from model.sampling.logprobs import raw_logprobs
-from model.sampling.sampler import SamplingRows, adjusted, draw
-from prefill_node.page_source import PageSource
-from prefill_node.planner import fullest
-from prefill_node.scheduler import Chunk, Scheduler
-from prefill_node.sequence import Sequence
-from runtime.engine_loop import is_fatal
-from runtime.lockstep import Planner
-from runtime.parts import RankParts
+from tandem.core.errors import NonFinite, Poisonous, StepFailed, TandemError
+from tandem.core.identity import Identity
+from tandem.core.request import Request, TokenLogprobs
+from tandem.core.stopping import stop_ids
+from tandem.model.checkpoint.tensors import upload
+from tandem.model.drafters.base import UNKNOWN
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, Segment, Segments, pack
+from tandem.model.sampling.adjust import no_rules, set_rules
+from tandem.model.sampling.logprobs import raw_logprobs
+from tandem.model.sampling.sampler import SamplingRows, adjusted, draw
+from tandem.prefill_node.page_source import PageSource
+from tandem.prefill_node.planner import fullest
+from tandem.prefill_node.scheduler import Chunk, Scheduler
+from tandem.prefill_node.sequence import Sequence
+from tandem.runtime.engine_loop import is_fatal
+from tandem.runtime.lockstep import Planner
+from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 End = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from core.identity import Identity
-from kv_transfer.pages import PagePool
-from prefill_node.prefix_cache import PrefixCache
+from tandem.core.identity import Identity
+from tandem.kv_transfer.pages import PagePool
+from tandem.prefill_node.prefix_cache import PrefixCache
 
 PagesOf = Callable[[Identity], tuple[int, ...]]
 Share = Callable[[Identity, Sequence[int]], tuple[int, ...]]

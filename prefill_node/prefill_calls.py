@@ -6,8 +6,8 @@ when it does.
 
 from dataclasses import dataclass
 
-from core.identity import Identity
-from core.request import Request, TokenLogprobs
+from tandem.core.identity import Identity
+from tandem.core.request import Request, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
-from core.prefixes import prefix_digests
-from kv_transfer.pages import PagePool
+from tandem.core.prefixes import prefix_digests
+from tandem.kv_transfer.pages import PagePool
 
 PageKey = tuple[bytes, tuple[int, ...]]
 

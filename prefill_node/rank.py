@@ -10,19 +10,19 @@ import time
 import torch
 from torch import Tensor
 
-from core.beat import Beat, Held
-from core.control import Methods, Service
-from core.errors import HandoverError, RankDied, TandemError
-from core.identity import Identity
-from core.tasks import resolve
-from kv_transfer.messages import Seal
-from kv_transfer.source import Source
-from prefill_node.engine import PrefillEngine, Progress
-from prefill_node.page_source import PageSource
-from prefill_node.prefill_calls import Prefill, Prefilled
-from runtime.computed_rows import ComputedRows
-from runtime.parts import RankParts
-from wires.calls import DOOR, CallServer
+from tandem.core.beat import Beat, Held
+from tandem.core.control import Methods, Service
+from tandem.core.errors import HandoverError, RankDied, TandemError
+from tandem.core.identity import Identity
+from tandem.core.tasks import resolve
+from tandem.kv_transfer.messages import Seal
+from tandem.kv_transfer.source import Source
+from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.prefill_node.page_source import PageSource
+from tandem.prefill_node.prefill_calls import Prefill, Prefilled
+from tandem.runtime.computed_rows import ComputedRows
+from tandem.runtime.parts import RankParts
+from tandem.wires.calls import DOOR, CallServer
 
 
 class PrefillRank:

@@ -9,12 +9,12 @@ that a short prompt never waits for the whole of a long one, nor for all of seve
 from collections import deque
 from dataclasses import dataclass
 
-from core.errors import HandoverError
-from core.identity import Identity
-from core.request import Request
-from core.turns import TurnQueue
-from prefill_node.page_source import PageSource
-from prefill_node.sequence import Sequence
+from tandem.core.errors import HandoverError
+from tandem.core.identity import Identity
+from tandem.core.request import Request
+from tandem.core.turns import TurnQueue
+from tandem.prefill_node.page_source import PageSource
+from tandem.prefill_node.sequence import Sequence
 
 SHORT_SHARE = 4
 """One part in this many of a step's tokens is for prompts behind the first."""

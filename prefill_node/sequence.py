@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from core.identity import Identity
-from core.request import Request
+from tandem.core.identity import Identity
+from tandem.core.request import Request
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from core.identity import Identity
-from core.membership import InStep
-from core.schema import pack, unpack
-from core.user_cache import own_bytes
+from tandem.core.identity import Identity
+from tandem.core.membership import InStep
+from tandem.core.schema import pack, unpack
+from tandem.core.user_cache import own_bytes
 
 _NUM_BYTES = 1 << 20
 _LENGTH = struct.Struct("!I")

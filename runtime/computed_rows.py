@@ -2,8 +2,8 @@
 
 import time
 
-from model.network.dispatch.base import Dispatch
-from runtime.engine_loop import EngineLoop
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.runtime.engine_loop import EngineLoop
 
 ROWS_S = 1.0
 """Minimum time between two readings of the counts, for which the engine thread waits for the

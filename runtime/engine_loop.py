@@ -13,11 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from core.config import ControlConfig
-from core.errors import CannotCapture, EpochEnded, RankLost
-from core.tasks import fulfil
-from runtime.black_box import BlackBox
-from runtime.watch import Watch
+from tandem.core.config import ControlConfig
+from tandem.core.errors import CannotCapture, EpochEnded, RankLost
+from tandem.core.tasks import fulfil
+from tandem.runtime.black_box import BlackBox
+from tandem.runtime.watch import Watch
 
 MAX_FAILED_STEPS = 4
 """In a row: after one more it is the engine that is broken, not what it was given."""

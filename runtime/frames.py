@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.errors import RankDied
-from core.membership import PortAddress
-from core.schema import Failure, encode_failure, error_of, unpack
-from wires import listener
-from wires.framing import framed, receive
-from wires.listener import NO_BYTES, Listener
+from tandem.core.errors import RankDied
+from tandem.core.membership import PortAddress
+from tandem.core.schema import Failure, encode_failure, error_of, unpack
+from tandem.wires import listener
+from tandem.wires.framing import framed, receive
+from tandem.wires.listener import NO_BYTES, Listener
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from model.network.dispatch.base import Peers
+from tandem.model.network.dispatch.base import Peers
 
 Proposal = TypeVar("Proposal")
 Asked = TypeVar("Asked", contravariant=True)

@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from core.config import TandemConfig
-from core.info import PREFILL, ModelInfo
-from core.levels import Levels
-from core.membership import Meeting, RankInfo, RankSpec
-from core.placement import Placement
-from core.tasks import in_thread
-from kv_transfer import caches as transfer
-from kv_transfer.budget import default_num_pages
-from kv_transfer.channel import channel_maker
-from kv_transfer.pages import PagePool
-from kv_transfer.side import Side
-from model.loaded import LoadedModel, load_model
-from model.network.cache import Caches
-from runtime.black_box import BlackBox
-from runtime.engine_loop import EngineLoop
-from runtime.gang.hub import Hub
-from runtime.gang.member import Member
-from runtime.lockstep import Lockstep
+from tandem.core.config import TandemConfig
+from tandem.core.info import PREFILL, ModelInfo
+from tandem.core.levels import Levels
+from tandem.core.membership import Meeting, RankInfo, RankSpec
+from tandem.core.placement import Placement
+from tandem.core.tasks import in_thread
+from tandem.kv_transfer import caches as transfer
+from tandem.kv_transfer.budget import default_num_pages
+from tandem.kv_transfer.channel import channel_maker
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.side import Side
+from tandem.model.loaded import LoadedModel, load_model
+from tandem.model.network.cache import Caches
+from tandem.runtime.black_box import BlackBox
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.gang.hub import Hub
+from tandem.runtime.gang.member import Member
+from tandem.runtime.lockstep import Lockstep
 
 
 @dataclass(frozen=True, slots=True)

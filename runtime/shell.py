@@ -13,15 +13,15 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from core.config import TandemConfig
-from core.config_shared import received
-from core.errors import EpochEnded, RankLost, StepFailed
-from core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
-from core.pace import LOADING, on_start
-from core.placement import Placement
-from core.schema import encode_failure, failure_of, pack, unpack
-from core.tasks import cancelled
-from runtime.engine_loop import EngineLoop
+from tandem.core.config import TandemConfig
+from tandem.core.config_shared import received
+from tandem.core.errors import EpochEnded, RankLost, StepFailed
+from tandem.core.membership import ExpertRows, Meeting, RankInfo, RankSpec, RankState
+from tandem.core.pace import LOADING, on_start
+from tandem.core.placement import Placement
+from tandem.core.schema import encode_failure, failure_of, pack, unpack
+from tandem.core.tasks import cancelled
+from tandem.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
 WEIGHTS_POLL_S = 5.0
@@ -79,22 +79,22 @@ class RankShell:
         self._leaving = asyncio.Lock()
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
-        """What outlives every life of the gang (runtime.parts.Memory)."""
+        """What outlives every life of the gang (runtime/parts.py: Memory)."""
         on_start.set(self._on_start)
-        parts = await asyncio.to_thread(import_module, "runtime.parts")
+        parts = await asyncio.to_thread(import_module, "tandem.runtime.parts")
         return await asyncio.to_thread(
             parts.load_memory, spec, config, self._placement, self._check_weights
         )
 
     async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Rank:
-        parts = import_module("runtime.parts")
+        parts = import_module("tandem.runtime.parts")
         given = spec, memory, meeting, self._hub, self._state.box_path
         return await parts.start_rank(self.builder, *given, **self.links)
 
     async def host(self) -> bytes:
         """Rank 0 opens a life of its gang: the packed Meeting that its ranks are to join."""
         await self.leave()
-        hub = import_module("runtime.gang.hub")
+        hub = import_module("tandem.runtime.gang.hub")
         self._hub = hub.Hub(self._spec.num_ranks, self._spec.host)
         return pack(self._hub.meeting)
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from core.pace import Pace, Place, bound_of
+from tandem.core.pace import Pace, Place, bound_of
 
 LONGEST_GAP_S = 1.5
 """Who asks for the pace does so every second. More between two questions means that the whole

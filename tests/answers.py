@@ -19,8 +19,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.exact import MARGIN
-from core.answer import Delta, Finished, Piece, TokenLogprobs
-from core.request import (
+from tandem.core.answer import Delta, Finished, Piece, TokenLogprobs
+from tandem.core.request import (
     LENGTH,
     REJECTION,
     REJECTION_GREEDY,
@@ -34,7 +34,7 @@ from core.request import (
     Speculation,
     TokenBias,
 )
-from model.sampling.sampler import gumbel
+from tandem.model.sampling.sampler import gumbel
 from tests.rig import Rig
 
 UNFINISHED = "\ufffd"

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from benchmarks.driven.engines import Bench, Held, load
 from benchmarks.driven.held_out import held_out
-from core.answer import TokenLogprobs
-from core.config import TINY_MODEL
-from core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenBias
-from model.loaded import LoadedModel
+from benchmarks.driven.procs import ROOT
+from tandem.core.answer import TokenLogprobs
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenBias
+from tandem.model.loaded import LoadedModel
 
 HEADS, EAGLE, EAGLE3, MODULES, SMALL = (
-    TINY_MODEL.parent / f"tiny-v3-{name}"
+    ROOT / "training" / f"tiny-v3-{name}"
     for name in ("medusa", "eagle", "eagle3", "vanilla", "draft")
 )
 DEEP = "speculation.num_tokens=4"

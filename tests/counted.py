@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import TINY_MODEL
-from core.request import REJECTION, Request, Speculation
-from model.kernels.recorded import Recorded
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import REJECTION, Request, Speculation
+from tandem.model.kernels.recorded import Recorded
 
 PATH = Path(__file__).parent / "data" / "step_counts.json"
 COPIES = (

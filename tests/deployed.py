@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from core.config import TandemConfig, load
+from tandem.core.config import TandemConfig, load
 from tests.kustomize import Manifest, render
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.levels import Level, Levels, chains
-from model.drafters.base import Drafts, View
-from model.drafters.mtp import MtpDrafter
-from model.drafters.none import NoDrafter
-from model.network.cache import Caches
+from tandem.core.levels import Level, Levels, chains
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.network.cache import Caches
 
 
 class FedMtp(MtpDrafter):

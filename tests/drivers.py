@@ -9,7 +9,7 @@ from benchmarks.driven.procs import RayHead
 TROUBLE = """
 import asyncio, sys
 from ray._private import utils, worker
-from cluster.control.ray_session import ray_session
+from tandem.cluster.control.ray_session import ray_session
 
 async def main():
     async with ray_session(sys.argv[1]):
@@ -24,12 +24,12 @@ asyncio.run(main())
 
 MEMBERS = """
 import asyncio, os, signal, sys
-from cluster.control.members import RayMembers
-from cluster.control.ray_session import ray_session
-from core.config import load
-from core.control import Done
-from core.errors import RankLost
-from core.schema import decode
+from tandem.cluster.control.members import RayMembers
+from tandem.cluster.control.ray_session import ray_session
+from tandem.core.config import load
+from tandem.core.control import Done
+from tandem.core.errors import RankLost
+from tandem.core.schema import decode
 
 def decodes(snapshot):
     return [info for info in snapshot.ready() if info.spec.kind == "decode"]
@@ -58,9 +58,9 @@ asyncio.run(main())
 ROOMS = """
 import asyncio, sys
 import ray
-from cluster.control.machines import RayMachines, remove_groups
-from cluster.control.ray_session import ray_session
-from core.membership import RankSpec
+from tandem.cluster.control.machines import RayMachines, remove_groups
+from tandem.cluster.control.ray_session import ray_session
+from tandem.core.membership import RankSpec
 
 def rooms():
     groups = ray.util.placement_group_table().values()
@@ -89,7 +89,7 @@ asyncio.run(main())
 LEFT = """
 import asyncio, json, sys
 import ray
-from cluster.control.ray_session import ray_session
+from tandem.cluster.control.ray_session import ray_session
 
 async def main():
     async with ray_session(sys.argv[1]):

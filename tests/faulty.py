@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.base import Channel, Direction, Wire
-from kv_transfer.channel import ChannelMaker
-from kv_transfer.gloo import GlooBackend
-from wires.groups import store_client
+from tandem.kv_transfer.base import Channel, Direction, Wire
+from tandem.kv_transfer.channel import ChannelMaker
+from tandem.kv_transfer.gloo import GlooBackend
+from tandem.wires.groups import store_client
 
 WARM = 2
 """Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""
@@ -134,6 +134,6 @@ _opening = threading.local()
 
 
 def faulty_client(*given: Any) -> dist.Store:
-    """In place of kv_transfer.channel's own."""
+    """In place of kv_transfer/channel.py's own."""
     _opening.fault.meet("store")
     return store_client(*given)

@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2 as pb
 
 NAMES = ("a", "b", "c", "d")
 """Of requests: few, so that they meet."""

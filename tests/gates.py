@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import msgpack
 
-from core.control import Control
-from core.tasks import Tasks
-from decode_node.service.rank import DecodeRank
-from prefill_node.rank import PrefillRank
+from tandem.core.control import Control
+from tandem.core.tasks import Tasks
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.prefill_node.rank import PrefillRank
 from tests.rig import Rig
 
 

@@ -18,13 +18,13 @@ from unittest.mock import patch
 
 from benchmarks.driven import engines
 from benchmarks.driven.engines import Bench, greedy
-from core.forms import CAPTURED
-from core.levels import chains
-from core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
-from decode_node.planning.forms import usual_keys
-from decode_node.planning.lengths import by_load as by_load_length
-from decode_node.planning.rungs import Rungs
-from decode_node.planning.step_plan import (
+from tandem.core.forms import CAPTURED
+from tandem.core.levels import chains
+from tandem.core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
+from tandem.decode_node.planning.forms import usual_keys
+from tandem.decode_node.planning.lengths import by_load as by_load_length
+from tandem.decode_node.planning.rungs import Rungs
+from tandem.decode_node.planning.step_plan import (
     MAKE,
     PLAIN,
     SAMPLED,
@@ -35,11 +35,11 @@ from decode_node.planning.step_plan import (
     StepPlan,
     report_of,
 )
-from decode_node.planning.step_planner import StepPlanner
-from decode_node.program import launcher
-from model.drafters.mtp_rows import Pending
-from model.loaded import LoadedModel
-from runtime.lockstep import LocalPlanner, Plan
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.decode_node.program import launcher
+from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.loaded import LoadedModel
+from tandem.runtime.lockstep import LocalPlanner, Plan
 from tests.small import write_small
 
 FOLDER = Path(__file__).parent / "data" / "golden"

@@ -8,10 +8,10 @@ them (model/kernels/captured.py).
 import torch
 from torch import Tensor
 
-from core.forms import CAPTURED
-from model.kernels.native import Native
-from model.kernels.recorded import Recorded
-from model.kernels.repeated import Function, Repeated
+from tandem.core.forms import CAPTURED
+from tandem.model.kernels.native import Native
+from tandem.model.kernels.recorded import Recorded
+from tandem.model.kernels.repeated import Function, Repeated
 from tests.kernels import ours
 
 GARBAGE = 1 << 40

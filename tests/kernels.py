@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.kernels.base import Kernels
+from tandem.model.kernels.base import Kernels
 from tests.often import often
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,10 +34,10 @@ def often_interpreted(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
 def ours() -> Kernels:
     """The first use compiles native ones."""
     if IS_INTERPRETED:
-        from model.kernels.gpu.kernels import Triton
+        from tandem.model.kernels.gpu.kernels import Triton
 
         return Triton(num_processors=8)
-    from model.kernels.build import built
-    from model.kernels.native import Native
+    from tandem.model.kernels.build import built
+    from tandem.model.kernels.native import Native
 
     return Native(built())

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from core.config_source import _StrictLoader, read_yaml
+from tandem.core.config_source import _StrictLoader, read_yaml
 
 Manifest = dict[str, Any]
 GENERATED = "generated"

@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from core.answer import Delta, Finished
-from core.config import TINY_MODEL
-from core.info import ModelInfo
-from core.request import Request
 from tandem import AsyncClient, InferenceError
+from tandem.core.answer import Delta, Finished
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import ModelInfo
+from tandem.core.request import Request
+from tandem.text.tokenizer import Tokenizer
 from tests.integration.echo_gateway import EOS, EchoGateway, echo_server
 from tests.waiting import for_ever
-from text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 NUM_CHARS = 220_000

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from core.errors import HandoverError
-from kv_transfer.base import Channel, Direction
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.base import Channel, Direction
 
 
 @dataclass

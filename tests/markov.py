@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.request import Request, SamplingParams
-from model.checkpoint.tensors import select
-from model.drafters.base import Drafts, View
-from model.network.tree import Tree, tree_of
-from model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft, rank_drafts
-from model.sampling.acceptance.base import AcceptanceRows, Evidence, Verdict
-from model.sampling.adjust import count_emitted, no_rules, set_rules
-from model.sampling.sampler import SamplingRows, adjusted_places, draw_places
+from tandem.core.request import Request, SamplingParams
+from tandem.model.checkpoint.tensors import select
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.network.tree import Tree, tree_of
+from tandem.model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft, rank_drafts
+from tandem.model.sampling.acceptance.base import AcceptanceRows, Evidence, Verdict
+from tandem.model.sampling.adjust import count_emitted, no_rules, set_rules
+from tandem.model.sampling.sampler import SamplingRows, adjusted_places, draw_places
 from tests.unit.test_sampling import check_chi_square, filtered, obvious, sampling_rows
 
 VOCAB = 5

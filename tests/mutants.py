@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.driven.procs import python_path
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -68,10 +69,10 @@ def copy_tree(target: Path) -> None:
         b"\0"
     ):
         source = ROOT / os.fsdecode(name)
-        if name and source.is_file():
+        if name and (source.is_file() or source.is_symlink()):
             copied = target / os.fsdecode(name)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copied)
+            shutil.copy2(source, copied, follow_symlinks=False)
     waiting = target / "tests" / "waiting.py"
     text = waiting.read_text().replace(f"PATIENCE_S = {PATIENCE_S}", f"PATIENCE_S = {HURRY_S}")
     waiting.write_text(text)
@@ -79,7 +80,7 @@ def copy_tree(target: Path) -> None:
 
 def run(tree: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     """The tree's own modules, in every process: they go before an installed tandem's."""
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ("-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}")
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.driven.procs import python_path
 from tests.sizes import PRODUCT, ROOT
 
 PATCHES = Path(__file__).with_name("planted")
@@ -33,7 +34,7 @@ def plant(name: str, tree: Path, folders: Sequence[str] = NEEDED) -> Counted:
     """Copy ``folders`` into ``tree`` and apply the patch of that name. Raises ValueError if it does
     not apply any more, or costs more than one new file and one line."""
     for folder in folders:
-        shutil.copytree(ROOT / folder, tree / folder)
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True)
     counted = apply(PATCHES / f"{name}.patch", tree)
     if len(counted.created) > 1 or (counted.num_added, counted.num_removed) != (1, 0):
         raise ValueError(f"{name}: {counted} is more than one new file and one line")
@@ -55,7 +56,7 @@ def apply(patch: Path, tree: Path) -> Counted:
 def run(tree: Path, module: str, *args: str) -> str:
     """What ``python -m module`` prints in ``tree``, with the tree's own modules. Raises
     AssertionError with it if it fails."""
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", module, *args]
     ran = subprocess.run(
         command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from benchmarks.driven.procs import ROOT, command_of, descendants, parents, wait_gone
-from core.user_cache import user_cache
+from benchmarks.driven.procs import ROOT, command_of, descendants, parents, python_path, wait_gone
+from tandem.core.user_cache import user_cache
 
 NETWORK = IPv4Address("10.77.0.0")
 CAN_RUN = os.geteuid() == 0 and shutil.which("ip") is not None
@@ -145,7 +145,7 @@ class Tree:
     def environ(self, pod: Pod, box: Box) -> dict[str, str]:
         path = (Path(sys.executable).parent, pod.home.parent, os.environ["PATH"])
         own = {"HOME": str(pod.home), "XDG_CACHE_HOME": str(user_cache())}
-        own |= {"PATH": ":".join(map(str, path)), "PYTHONPATH": str(ROOT)}
+        own |= {"PATH": ":".join(map(str, path)), "PYTHONPATH": python_path()}
         told = {name: self._moved(box, value) for name, value in box.env.items()}
         return own | {"RAY_USAGE_STATS_ENABLED": "0"} | told
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from runtime.gang.collectives import Collectives, connect
+from tandem.runtime.gang.collectives import Collectives, connect
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")

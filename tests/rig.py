@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cluster.control.plan import plan_gangs
-from cluster.gateway.fan_out import Streams
-from cluster.gateway.gateway import ClusterGateway
-from colocated_node import rank as colocated
-from core.answer import Delta, Finished, Piece
-from core.config import CheckpointConfig, SpeculationConfig, TandemConfig, load
-from core.control import Control, InProcessControl
-from core.errors import RankLost
-from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import READY, Gang, Membership, RankSpec
-from core.request import Request
-from decode_node.service.rank import DecodeRank
-from model.loaded import LoadedModel, load_model
-from prefill_node.rank import PrefillRank
-from runtime import parts
-from runtime.gang.hub import Hub
-from text.tokenizer import Tokenizer
+from tandem.cluster.control.plan import plan_gangs
+from tandem.cluster.gateway.fan_out import Streams
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.colocated_node import rank as colocated
+from tandem.core.answer import Delta, Finished, Piece
+from tandem.core.config import CheckpointConfig, SpeculationConfig, TandemConfig, load
+from tandem.core.control import Control, InProcessControl
+from tandem.core.errors import RankLost
+from tandem.core.info import COLOCATED, DECODE, PREFILL
+from tandem.core.membership import READY, Gang, Membership, RankSpec
+from tandem.core.request import Request
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.model.loaded import LoadedModel, load_model
+from tandem.prefill_node.rank import PrefillRank
+from tandem.runtime import parts
+from tandem.runtime.gang.hub import Hub
+from tandem.text.tokenizer import Tokenizer
 
 Rank = PrefillRank | DecodeRank | colocated.ColocatedRank
 _epochs = count(100)
@@ -132,9 +132,9 @@ class Rig:
         if spec.kind == DECODE:
             more["find_owner"] = self.members.find_owner
         builder = {
-            PREFILL: "prefill_node.rank",
-            DECODE: "decode_node.service.rank",
-            COLOCATED: "colocated_node.rank",
+            PREFILL: "tandem.prefill_node.rank",
+            DECODE: "tandem.decode_node.service.rank",
+            COLOCATED: "tandem.colocated_node.rank",
         }
         return await parts.start_rank(builder[spec.kind], spec, memory, **more)
 

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 
 from benchmarks.driven.held_out import held_out
-from cluster.client.options import build_request
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import piece_from_proto
-from prefill_node.sequence import Sequence
+from tandem.cluster.client.options import build_request
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.mapping import piece_from_proto
+from tandem.prefill_node.sequence import Sequence
 from tests.gates import Gate, Wire, gated
 from tests.rig import Rig, rig
 from tests.waiting import until

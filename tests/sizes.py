@@ -19,7 +19,7 @@ PRODUCT = (
     "model",
     "prefill_node",
     "runtime",
-    "tandem",
+    "src/tandem",
     "text",
     "wires",
 )
@@ -69,6 +69,12 @@ def product() -> list[str]:
     found = (path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
     files = sorted(str(path.relative_to(ROOT)) for path in found)
     return [file for file in files if "_pb2" not in file and not file.startswith("cluster/bench/")]
+
+
+def module_name(file: str) -> str:
+    """Return the name by which the product's ``file`` is imported."""
+    path = file.removeprefix("src/tandem/")
+    return f"tandem.{path}".removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def num_statements(source: str) -> int:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.driven import tiny
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 
 SIZES = {"vocab_size": 2048, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 FIRST, LAST = (f"model.layers.{i}." for i in range(2))

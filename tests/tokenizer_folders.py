@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 
 DEEPSEEK_V3 = Path(__file__).parent / "data" / "deepseek_v3"
 CUT = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}

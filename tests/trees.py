@@ -6,12 +6,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from core.levels import Level, Levels, chains
-from model.drafters.base import Drafts, View
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import MtpRows
-from model.drafters.none import NoDrafter
-from model.network.cache import Caches
+from tandem.core.levels import Level, Levels, chains
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_rows import MtpRows
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.network.cache import Caches
 
 Parents = tuple[int, ...]
 

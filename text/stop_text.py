@@ -6,7 +6,7 @@ resumed stream goes on exactly where the broken one ended.
 
 from functools import lru_cache
 
-from text.tokenizer import TextStream
+from tandem.text.tokenizer import TextStream
 
 
 class _Node:

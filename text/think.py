@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from text.tokenizer import read_tokenizer
+from tandem.text.tokenizer import read_tokenizer
 
 ThinkIds = tuple[int, int]
 """The tokens that begin and end the thinking part."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.models import WordLevel
 
-from core.errors import TextTooLong
-from core.json_file import read_json
-from text.decoder import read_decoder
-from text.token_bytes import longest_token_bytes
+from tandem.core.errors import TextTooLong
+from tandem.core.json_file import read_json
+from tandem.text.decoder import read_decoder
+from tandem.text.token_bytes import longest_token_bytes
 
 _TIKTOKEN = (
     "tiktoken.model is there but is not read; convert it with transformers: "

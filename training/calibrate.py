@@ -20,11 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.driven.engines import load
-from core.levels import MOST_NODES
-from model.drafters.choices import Choice
-from model.drafters.medusa import CHOICES, MedusaDrafter
-from model.loaded import LoadedModel
-from model.network.batch import Segment, pack
+from tandem.core.levels import MOST_NODES
+from tandem.model.drafters.choices import Choice
+from tandem.model.drafters.medusa import CHOICES, MedusaDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Segment, pack
 from training.evaluate import held_out_windows
 
 MOST_RANKS = 10

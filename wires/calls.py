@@ -6,13 +6,13 @@ import struct
 from dataclasses import dataclass
 from itertools import count
 
-from core.control import Control, Handler, ask
-from core.errors import RankLost
-from core.membership import PortAddress
-from core.schema import pack, unpack
-from core.tasks import Tasks, cancelled, resolve
-from wires.framing import GREETING_S, framed, receive
-from wires.listener import Listener, connect
+from tandem.core.control import Control, Handler, ask
+from tandem.core.errors import RankLost
+from tandem.core.membership import PortAddress
+from tandem.core.schema import pack, unpack
+from tandem.core.tasks import Tasks, cancelled, resolve
+from tandem.wires.framing import GREETING_S, framed, receive
+from tandem.wires.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
 """Of a call or an answer: a seal with features and the generations of a million pages."""

@@ -5,9 +5,9 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
-from core.errors import RankLost
-from core.membership import PortAddress
-from wires.framing import (
+from tandem.core.errors import RankLost
+from tandem.core.membership import PortAddress
+from tandem.wires.framing import (
     ACCEPTS_PER_TURN,
     BACKLOG,
     GREETING_S,

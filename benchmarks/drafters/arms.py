@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.driven.engines import load
-from core.config import TINY_MODEL
-from model.loaded import LoadedModel
+from benchmarks.driven.procs import ROOT
+from tandem.core.config import TINY_MODEL
+from tandem.model.loaded import LoadedModel
 
-FOLDER = TINY_MODEL.parent
+FOLDER = ROOT / "training"
 MTP, NONE = "MTP", "none"
 CHAIN = 3
 """Drafts of a chain that is held against MTP's."""

@@ -16,14 +16,14 @@ from benchmarks.driven.engines import Bench, Held, greedy
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.turns import BY_LOAD, Engine, together
 from benchmarks.driven.turns import Arm as Turned
-from core.config import TINY_MODEL
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.step import draft, verify
-from model.drafters.base import Drafts
-from model.loaded import LoadedModel
-from model.network.cache import MAIN
-from model.network.layers import Rope
-from model.network.tree import tree_of
+from tandem.core.config import TINY_MODEL
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.step import draft, verify
+from tandem.model.drafters.base import Drafts
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import MAIN
+from tandem.model.network.layers import Rope
+from tandem.model.network.tree import tree_of
 
 NUM_WARM, ROUNDS, MAX_TOKENS = 30, {1: 168, 8: 42, 32: 42}, 300
 """Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and

@@ -8,10 +8,10 @@ import torch
 from benchmarks.accepted_length import measure, requests
 from benchmarks.drafters.arms import Arm
 from benchmarks.driven.engines import Bench
-from core.config import TINY_MODEL
-from core.request import REJECTION, RELAXED, STRICT, TYPICAL, Request, Speculation
-from model.loaded import LoadedModel
-from model.network.batch import Segment, pack
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import REJECTION, RELAXED, STRICT, TYPICAL, Request, Speculation
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Segment, pack
 from training.corpus import BOS_ID, EOS_ID
 
 HOT = 0.8

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from model.checkpoint.files import dequantise
-from model.kernels.base import BLOCK, Blocks
+from tandem.model.checkpoint.files import dequantise
+from tandem.model.kernels.base import BLOCK, Blocks
 
 
 def random_blocks(

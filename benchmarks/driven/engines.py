@@ -6,25 +6,25 @@ from pathlib import Path
 
 import torch
 
-from core.config import TandemConfig
-from core.config import load as load_config
-from core.errors import TandemError
-from core.identity import Identity
-from core.info import COLOCATED, DECODE
-from core.membership import RankSpec
-from core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
-from core.stopping import cut, num_budget, stop_ids
-from decode_node.engine import DecodeEngine
-from decode_node.planning.lengths import BatchSize, Costs, DraftLength, most_wanted
-from decode_node.planning.states import Running, Size
-from decode_node.planning.step_plan import Proposal, StepPlan
-from decode_node.planning.step_planner import StepPlanner
-from kv_transfer.pages import PagePool
-from model.loaded import LoadedModel, load_model
-from prefill_node.engine import PrefillEngine, Progress
-from runtime.engine_loop import EngineLoop
-from runtime.lockstep import LocalPlanner, Planner
-from runtime.parts import RankParts
+from tandem.core.config import TandemConfig
+from tandem.core.config import load as load_config
+from tandem.core.errors import TandemError
+from tandem.core.identity import Identity
+from tandem.core.info import COLOCATED, DECODE
+from tandem.core.membership import RankSpec
+from tandem.core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
+from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.decode_node.engine import DecodeEngine
+from tandem.decode_node.planning.lengths import BatchSize, Costs, DraftLength, most_wanted
+from tandem.decode_node.planning.states import Running, Size
+from tandem.decode_node.planning.step_plan import Proposal, StepPlan
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.loaded import LoadedModel, load_model
+from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.lockstep import LocalPlanner, Planner
+from tandem.runtime.parts import RankParts
 
 POISON = float("inf")
 """Value of cache entries that nothing may read: 0 times it is NaN."""

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 from training.corpus import held_out_prompts
 
 

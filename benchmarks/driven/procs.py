@@ -15,10 +15,16 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from core.user_cache import user_cache
+from tandem.core.user_cache import user_cache
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "cluster.cli")
+COMMAND = (sys.executable, "-m", "tandem.cluster.cli")
+
+
+def python_path(tree: Path = ROOT, *first: Path) -> str:
+    """Return a PYTHONPATH by which processes import the modules of ``tree``, and before these the
+    ones in the folders ``first``."""
+    return os.pathsep.join(map(str, (*first, tree / "src", tree)))
 
 
 @dataclass

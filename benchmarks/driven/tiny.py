@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, PreTrained
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.config import ModelConfig
 
 BASE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

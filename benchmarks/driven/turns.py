@@ -8,12 +8,12 @@ from itertools import cycle
 from operator import attrgetter
 
 from benchmarks.driven.engines import Bench
-from core.request import Request
-from decode_node.planning.lengths import Costs, DraftLength, by_load
-from decode_node.planning.step_plan import Proposal, StepPlan
-from decode_node.planning.step_planner import StepPlanner
-from model.loaded import LoadedModel
-from runtime.lockstep import LocalPlanner
+from tandem.core.request import Request
+from tandem.decode_node.planning.lengths import Costs, DraftLength, by_load
+from tandem.decode_node.planning.step_plan import Proposal, StepPlan
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.model.loaded import LoadedModel
+from tandem.runtime.lockstep import LocalPlanner
 
 PAGE_SIZE = 64
 BY_LOAD = "by_load"

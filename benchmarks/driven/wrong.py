@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from benchmarks.driven.turns import by_load_arm
-from core.levels import Level
-from core.request import Request
-from model.drafters.base import Drafter, Drafts, Own, View
-from model.loaded import LoadedModel
-from model.network.cache import Caches
+from tandem.core.levels import Level
+from tandem.core.request import Request
+from tandem.model.drafters.base import Drafter, Drafts, Own, View
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
 
 NUM_BEFORE, NUM_AFTER = 400, 800
 """Steps with wrong drafts, and with right ones."""

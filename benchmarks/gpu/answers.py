@@ -9,9 +9,9 @@ from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
-from core.config import TINY_MODEL
-from core.request import RELAXED, Request, Speculation
-from model.loaded import LoadedModel
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import RELAXED, Request, Speculation
+from tandem.model.loaded import LoadedModel
 
 NUM_TOKENS, NUM_PROMPTS = 256, 5
 RELAXED_SPECULATION = Speculation(acceptance=RELAXED, relaxed_top_n=10, relaxed_delta=0.6)

@@ -9,9 +9,9 @@ from benchmarks.driven.engines import Bench, greedy, load
 from benchmarks.driven.held_out import held_out
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
-from core.config import TINY_MODEL
-from core.request import Request
-from model.loaded import LoadedModel
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import Request
+from tandem.model.loaded import LoadedModel
 
 NUM_TOKENS = 60
 CYCLES = 4_000_000_000

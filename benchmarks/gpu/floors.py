@@ -4,7 +4,7 @@ that were measured on the same device (ceilings.py)."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.config import ModelConfig
 
 
 @dataclass(frozen=True)

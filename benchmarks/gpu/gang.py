@@ -11,12 +11,12 @@ from benchmarks.driven.engines import Bench, load
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.exact import answers, requests, same
 from benchmarks.gpu.say import Say
-from core.config import TINY_MODEL
-from core.placement import Placement
-from model.loaded import LoadedModel
-from model.network.dispatch.gathered import Gathered
-from model.network.moe import MoE
-from runtime.gang.collectives import Collectives, connect
+from tandem.core.config import TINY_MODEL
+from tandem.core.placement import Placement
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.dispatch.gathered import Gathered
+from tandem.model.network.moe import MoE
+from tandem.runtime.gang.collectives import Collectives, connect
 
 
 def run(device: Device, say: Say) -> None:

@@ -9,8 +9,8 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from kv_transfer.caches import PagedCaches, Span
-from kv_transfer.pages import PagePool
+from tandem.kv_transfer.caches import PagedCaches, Span
+from tandem.kv_transfer.pages import PagePool
 
 PAGE_SIZE = 64
 

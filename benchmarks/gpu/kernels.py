@@ -14,13 +14,13 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
-from core.request import SamplingParams
-from model.checkpoint.config import ModelConfig
-from model.kernels import create_kernels
-from model.kernels.base import BLOCK, PLAIN, Attention, Blocks, Kernels, Weights
-from model.network.batch import Segments
-from model.network.moe import routing
-from model.sampling.sampler import SamplingRows
+from tandem.core.request import SamplingParams
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels import create_kernels
+from tandem.model.kernels.base import BLOCK, PLAIN, Attention, Blocks, Kernels, Weights
+from tandem.model.network.batch import Segments
+from tandem.model.network.moe import routing
+from tandem.model.sampling.sampler import SamplingRows
 
 PAGE_SIZE = 64
 BF16 = torch.bfloat16
@@ -170,7 +170,7 @@ def dense_fp8(
     num_tokens: int,
 ) -> None:
     """The output projection, of rows as they are, or as prefill does of rows in FP8."""
-    from model.kernels.gpu.products import quantised
+    from tandem.model.kernels.gpu.products import quantised
 
     width, num_out = config.num_attention_heads * config.v_head_dim, config.hidden_size
     made = torch.Generator(device.kind).manual_seed(1)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from model.kernels.gpu.kernels import Triton
+from tandem.model.kernels.gpu.kernels import Triton
 
 NUM_PROCESSORS = 132
 """Of an H100 and H200."""

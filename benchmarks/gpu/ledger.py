@@ -36,7 +36,7 @@ from benchmarks.gpu.launches import NUM_PROCESSORS, Launch, Noted, noted
 from benchmarks.gpu.shapes import SHAPES, random_model
 from benchmarks.gpu.steps import NUM_DRAFTS, Steps
 from benchmarks.gpu.work import Step, hit, work_of
-from model.drafters.none import NoDrafter
+from tandem.model.drafters.none import NoDrafter
 
 BANDWIDTH, RATE = 4.3e12, 7.9e14
 """An H200's, measured: bytes copied, and multiplications in bf16."""
@@ -89,7 +89,7 @@ def launches_of(
     def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    with mode, torch.inference_mode(), patch("model.loaded.zeros", zeros):
+    with mode, torch.inference_mode(), patch("tandem.model.loaded.zeros", zeros):
         steps = Steps(loaded, num_rows, context, num_drafts)
         with noted(kernels) as found:
             steps.step()

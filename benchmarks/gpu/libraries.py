@@ -4,8 +4,8 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.kernels import attention, dense_fp8
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
-from model.checkpoint.config import ModelConfig
-from model.kernels import create_kernels
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels import create_kernels
 
 ATTENTIONS = (1, 1, 4096), (8, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)
 """Rows, queries of each and contexts."""

@@ -8,8 +8,8 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from model.network.batch import Batch, Segment, pack
-from model.network.cache import Caches
+from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.cache import Caches
 
 PAGE_SIZE = 64
 

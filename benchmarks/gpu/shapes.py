@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import keep_blocks
-from model.drafters.base import Drafter
-from model.drafters.mtp import MtpDrafter, MtpLayer
-from model.drafters.none import NoDrafter
-from model.kernels import create_kernels
-from model.kernels.base import Kernels
-from model.loaded import LoadedModel
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.layers import adopt
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.weights import keep_blocks
+from tandem.model.drafters.base import Drafter
+from tandem.model.drafters.mtp import MtpDrafter, MtpLayer
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.kernels import create_kernels
+from tandem.model.kernels.base import Kernels
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import adopt
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
 YARN |= {"original_max_position_embeddings": 4096}

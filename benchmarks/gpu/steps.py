@@ -15,14 +15,14 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from core.identity import Identity
-from decode_node.planning.states import Need, Running, Size
-from decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, StepKey, StepPlan
-from decode_node.program.programs import Prepared, Programs
-from decode_node.program.rows import Rows
-from kv_transfer.pages import PagePool
-from model.drafters.none import NoDrafter
-from model.loaded import LoadedModel
+from tandem.core.identity import Identity
+from tandem.decode_node.planning.states import Need, Running, Size
+from tandem.decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, StepKey, StepPlan
+from tandem.decode_node.program.programs import Prepared, Programs
+from tandem.decode_node.program.rows import Rows
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.loaded import LoadedModel
 
 PAGE_SIZE = 64
 ROOM = 1024

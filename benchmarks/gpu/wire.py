@@ -7,8 +7,8 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.handover import Shape, measured
-from model.checkpoint.config import ModelConfig
-from model.network.cache import MAIN, MTP
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.network.cache import MAIN, MTP
 
 NUM_ROUNDS = 3
 

@@ -26,7 +26,7 @@ from benchmarks.driven.procs import free_port, serving
 from benchmarks.hostile.kinds import HARMLESS, KINDS
 from benchmarks.hostile.report import harm_table, is_within_bounds, summary, time_table, times
 from benchmarks.hostile.rounds import run_all
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 
 NUM_POSITIONS = 163_840
 """Context of DeepSeek-V3: it decides how long a text the gateway receives."""

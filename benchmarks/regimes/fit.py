@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.bench.speculation import expected_length
+from tandem.cluster.bench.speculation import expected_length
 
 VERIFY, NONE = "verify", "none"
 

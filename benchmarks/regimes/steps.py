@@ -12,10 +12,10 @@ from benchmarks.driven.engines import Held, load
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.turns import PAGE_SIZE, Engine
 from benchmarks.regimes.fit import NONE
-from cluster.bench.speculation import fitted_acceptance
-from core.config import TINY_MODEL
-from core.request import Request, SamplingParams
-from decode_node.planning.lengths import Costs
+from tandem.cluster.bench.speculation import fitted_acceptance
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import Request, SamplingParams
+from tandem.decode_node.planning.lengths import Costs
 
 MTP, FREE, BUDGETS = "mtp", "ngram", (4, 16)
 SELF = tuple(f"self {budget}" for budget in BUDGETS)

@@ -30,12 +30,12 @@ from benchmarks.soak.check import Checked, Checker
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left, run_alone
 from benchmarks.soak.plans import Shares, plans
-from cluster.control.launch import launch
-from cluster.door.server import Server
-from cluster.gateway.gateway import ClusterGateway
-from core.config import TandemConfig, load
-from core.info import ServerStatus
 from tandem import AsyncClient
+from tandem.cluster.control.launch import launch
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import TandemConfig, load
+from tandem.core.info import ServerStatus
 
 MAX_TIES = 2 / 1000
 MAX_SHOWN = 5

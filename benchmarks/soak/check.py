@@ -17,13 +17,13 @@ from benchmarks.driven.exact import MARGIN, near_ties
 from benchmarks.driven.tiny import reference_logits
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
-from cluster.gateway.fan_out import expand
-from core.config import TINY_MODEL
-from core.request import Request, SamplingParams, TokenBias
-from core.stopping import stop_ids
-from model.sampling.adjust import adjust, no_rules, set_rules
-from model.sampling.sampler import PLAIN_SAMPLER, SamplingRows, gumbel
-from text.tokenizer import Tokenizer
+from tandem.cluster.gateway.fan_out import expand
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import Request, SamplingParams, TokenBias
+from tandem.core.stopping import stop_ids
+from tandem.model.sampling.adjust import adjust, no_rules, set_rules
+from tandem.model.sampling.sampler import PLAIN_SAMPLER, SamplingRows, gumbel
+from tandem.text.tokenizer import Tokenizer
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
 MAX_LOGPROB_GAP = 1e-3

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.gateway.handles import Handle
-from core.control import Control, Done
-from core.errors import TandemError
-from core.identity import Identity
-from core.schema import decode, pack, unpack
-from core.tasks import Tasks
-from prefill_node.prefill_calls import Prefill
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.control import Control, Done
+from tandem.core.errors import TandemError
+from tandem.core.identity import Identity
+from tandem.core.schema import decode, pack, unpack
+from tandem.core.tasks import Tasks
+from tandem.prefill_node.prefill_calls import Prefill
 
 POLL_S = 0.002
 BOUND_MS = 100

@@ -26,11 +26,11 @@ from tokenizers import Tokenizer
 
 from benchmarks.driven.procs import actors
 from benchmarks.soak.__main__ import show
-from cluster.control.launch import launch
-from cluster.door.server import Server
-from cluster.gateway.gateway import ClusterGateway
-from core.config import TINY_MODEL, load
 from tandem import AsyncClient
+from tandem.cluster.control.launch import launch
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import TINY_MODEL, load
 from training.corpus import held_out_prompts
 
 SETS = (

@@ -29,12 +29,12 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import COMMAND, ROOT, actors
 from benchmarks.soak.__main__ import show
 from benchmarks.soak.load import nothing_left
-from cluster.control.launch import launch
-from cluster.door.server import Server
-from cluster.gateway.gateway import ClusterGateway
-from core.config import TINY_MODEL, load
-from core.info import DECODE, PREFILL
 from tandem import AsyncClient
+from tandem.cluster.control.launch import launch
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import TINY_MODEL, load
+from tandem.core.info import DECODE, PREFILL
 from training.corpus import held_out_prompts
 
 SETS = (

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.plans import ABORT, DEADLINE, DROP, Plan
-from core.answer import Delta, Finished, TokenLogprobs
 from tandem import AsyncClient, InferenceError
+from tandem.core.answer import Delta, Finished, TokenLogprobs
 
 FIRST_TYPICAL_S = 1.0
 MIN_DEADLINE_S = 0.01

@@ -26,10 +26,10 @@ from benchmarks.soak.__main__ import positive, serving
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left
 from benchmarks.soak.plans import Plan, Shares, plans
-from core.config import load
-from core.info import DECODE
-from core.membership import RankInfo
-from model.checkpoint.config import ModelConfig
+from tandem.core.config import load
+from tandem.core.info import DECODE
+from tandem.core.membership import RankInfo
+from tandem.model.checkpoint.config import ModelConfig
 
 LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 8, 400, 160
 MOST_GROWN_MB = 100

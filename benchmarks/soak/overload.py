@@ -29,12 +29,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.driven.procs import actors
 from benchmarks.soak.__main__ import show
-from cluster.control.launch import launch
-from cluster.door.server import Server
-from cluster.gateway.gateway import ClusterGateway
-from core.config import TINY_MODEL, load
-from core.info import DECODE
 from tandem import AsyncClient, InferenceError
+from tandem.cluster.control.launch import launch
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import TINY_MODEL, load
+from tandem.core.info import DECODE
 from training.corpus import held_out_prompts
 
 SETS = (

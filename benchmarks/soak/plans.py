@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 from training.corpus import held_out_prompts
 
 DROP, ABORT, DEADLINE = "drop", "abort", "deadline"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from core.user_cache import user_cache
+from tandem.core.user_cache import user_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: every engine's process runs here, so that it imports this copy."""

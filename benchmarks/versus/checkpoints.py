@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from benchmarks.driven.tiny import BASE, random_tensors
-from core.config import TINY_MODEL
-from model.checkpoint.config import ModelConfig
+from tandem.core.config import TINY_MODEL
+from tandem.model.checkpoint.config import ModelConfig
 from training.corpus import held_out_prompts
 
 SHIPPED, RANDOM = "shipped", "random-0.5b"

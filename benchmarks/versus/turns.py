@@ -45,7 +45,9 @@ class TurnFailed(Exception):
 def variables(arm: Arm, environment: Environment, job: Job) -> dict[str, str]:
     """Threads are stated to every engine; vLLM's engine alone gets what its launcher would set."""
     found = environment.variables()
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), found.get("PYTHONPATH"))))
+    found["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT / "src"), str(ROOT), found.get("PYTHONPATH")))
+    )
     found |= {"OMP_NUM_THREADS": str(job.num_threads), "HF_HUB_OFFLINE": "1"}
     if arm.family == VLLM:
         cores = ",".join(map(str, job.cores))

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.bench import compare
-from cluster.bench.experiment import Arm, Trial, speedups
-from cluster.bench.options import BenchOptions
-from cluster.bench.report import as_json, show
-from cluster.client.client import AsyncClient
-from cluster.commands.common import DEFAULT_ADDRESS, fail, own_server, run, takes
+from tandem.cluster.bench import compare
+from tandem.cluster.bench.experiment import Arm, Trial, speedups
+from tandem.cluster.bench.options import BenchOptions
+from tandem.cluster.bench.report import as_json, show
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.commands.common import DEFAULT_ADDRESS, fail, own_server, run, takes
 
 
 @takes(BenchOptions)
@@ -67,7 +67,7 @@ async def _report(address: str, options: BenchOptions) -> None:
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")
     if options.plot is not None:
-        from cluster.bench.plot import save_plot
+        from tandem.cluster.bench.plot import save_plot
 
         save_plot(options.plot, f"{model.name} at {address}", arms)
     if options.as_json:

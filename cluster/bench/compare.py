@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.bench.experiment import Arm, Trial
-from cluster.bench.options import BenchOptions
-from cluster.client.client import AsyncClient
-from cluster.commands.common import own_server
-from core.config import load
+from tandem.cluster.bench.experiment import Arm, Trial
+from tandem.cluster.bench.options import BenchOptions
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.commands.common import own_server
+from tandem.core.config import load
 
 
 @dataclass(frozen=True, slots=True)

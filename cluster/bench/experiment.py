@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from rich.progress import Progress
 
-from cluster.bench import speculation
-from cluster.bench.arrivals import arrival_times_s
-from cluster.bench.node_use import NodeUse
-from cluster.bench.options import BenchOptions
-from cluster.bench.runner import Generator, Record, Run
-from cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
-from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
-from cluster.client.client import AsyncClient
-from cluster.client.options import GenerateOptions
-from core.info import ModelInfo
+from tandem.cluster.bench import speculation
+from tandem.cluster.bench.arrivals import arrival_times_s
+from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.options import BenchOptions
+from tandem.cluster.bench.runner import Generator, Record, Run
+from tandem.cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
+from tandem.cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.client.options import GenerateOptions
+from tandem.core.info import ModelInfo
 
 DEFAULT_CONCURRENCY = 8
 NUM_ROUNDS = 2

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from core.info import PREFILL, ServerStatus
+from tandem.core.info import PREFILL, ServerStatus
 
 
 @dataclass(frozen=True, slots=True)

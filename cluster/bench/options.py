@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NoReturn
 
 from typer import Option
 
-from cluster.commands.common import DEFAULT_ADDRESS, ConfigFile, Json, ListKeys, Sets
+from tandem.cluster.commands.common import DEFAULT_ADDRESS, ConfigFile, Json, ListKeys, Sets
 
 _MOST, _DAY_S = 100_000, 86_400.0
 _load = partial(Option, rich_help_panel="Load")

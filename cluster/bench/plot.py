@@ -5,8 +5,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.experiment import Arm
-from cluster.bench.stats import tpot_ms, ttft_ms
+from tandem.cluster.bench.experiment import Arm
+from tandem.cluster.bench.stats import tpot_ms, ttft_ms
 
 
 def save_plot(path: Path, title: str, arms: Sequence[Arm]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import asdict, astuple
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.experiment import Arm, Speedups
-from cluster.bench.options import BenchOptions
-from cluster.bench.stats import Distribution, Metrics
-from core.info import ModelInfo
+from tandem.cluster.bench.experiment import Arm, Speedups
+from tandem.cluster.bench.options import BenchOptions
+from tandem.cluster.bench.stats import Distribution, Metrics
+from tandem.core.info import ModelInfo
 
 LATENCIES = {
     "ttft_ms": "to first token",

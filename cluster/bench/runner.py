@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from cluster.bench.node_use import NodeUse
-from cluster.bench.workload import Job
-from cluster.client.client import AsyncClient
-from cluster.client.options import GenerateOptions
-from cluster.client.stream import InferenceError
-from cluster.door.status_codes import status_of
-from core.answer import Finished
-from core.request import ABORT, ERROR
+from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.workload import Job
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.client.options import GenerateOptions
+from tandem.cluster.client.stream import InferenceError
+from tandem.cluster.door.status_codes import status_of
+from tandem.core.answer import Finished
+from tandem.core.request import ABORT, ERROR
 
 
 @dataclass(frozen=True, slots=True)

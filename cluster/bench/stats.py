@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, quantiles
 
-from cluster.bench import speculation
-from cluster.bench.node_use import NodeUse
-from cluster.bench.runner import Record, Run
-from core.answer import SpeculationCounts
+from tandem.cluster.bench import speculation
+from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.runner import Record, Run
+from tandem.core.answer import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from core.info import ModelInfo
+from tandem.core.info import ModelInfo
 
 TRACE_FIELDS = {"arrival_s", "prompt_tokens", "prompt_ids", "text", "max_tokens"}
 

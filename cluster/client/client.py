@@ -18,14 +18,14 @@ from typing import Any, ClassVar, TypeVar, Unpack
 
 import grpc
 
-from cluster.client.options import GenerateOptions, Prompt
-from cluster.client.stream import Completion, InferenceError, StreamPlan, completions_of
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import from_proto
-from cluster.proto.wire import MAX_MESSAGE_BYTES, proxy_options
-from core.answer import Piece
-from core.info import ModelInfo, ServerStatus
+from tandem.cluster.client.options import GenerateOptions, Prompt
+from tandem.cluster.client.stream import Completion, InferenceError, StreamPlan, completions_of
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.mapping import from_proto
+from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES, proxy_options
+from tandem.core.answer import Piece
+from tandem.core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
 """Deadline of every call but ``generate``."""

@@ -7,8 +7,8 @@ from typing import Any, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
-from cluster.proto import tandem_pb2 as pb
-from core.request import ACCEPTANCES, STRICT
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.request import ACCEPTANCES, STRICT
 
 _Message = TypeVar("_Message", bound=Message)
 

@@ -9,12 +9,12 @@ from typing import Any, Self
 
 import grpc
 
-from cluster.client.options import GenerateOptions, Prompt, build_request
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import piece_from_proto
-from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
-from core.answer import Delta, Finished, Piece
+from tandem.cluster.client.options import GenerateOptions, Prompt, build_request
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.mapping import piece_from_proto
+from tandem.cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
+from tandem.core.answer import Delta, Finished, Piece
 
 UNKNOWN_S = 5.0
 """How long a server is looked for where none has ever answered."""

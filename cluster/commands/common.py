@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cluster.client.stream import InferenceError
-from cluster.door.server import Server
-from cluster.door.status_codes import status_of
-from core.config import ServerConfig, TandemConfig, describe, load
+from tandem.cluster.client.stream import InferenceError
+from tandem.cluster.door.server import Server
+from tandem.cluster.door.status_codes import status_of
+from tandem.core.config import ServerConfig, TandemConfig, describe, load
 
 DEFAULT_ADDRESS: str = ServerConfig().address
 
@@ -145,7 +145,7 @@ async def running_server(
         server = await stack.enter_async_context(Server(config))
         with progress_shown() as on_progress:
             on_progress("importing torch and Ray")
-            from cluster.control.launch import launch
+            from tandem.cluster.control.launch import launch
 
             cluster = launch(config, ray_address=ray_address, on_progress=on_progress)
             gateway = await stack.enter_async_context(cluster)

@@ -8,11 +8,20 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from cluster.client.client import AsyncClient
-from cluster.client.options import GenerateOptions, Prompt
-from cluster.client.stream import Completion, completions_of
-from cluster.commands.common import ConfigFile, Json, ListKeys, Sets, fail, own_server, run, takes
-from core.request import ABORT, ERROR
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.client.options import GenerateOptions, Prompt
+from tandem.cluster.client.stream import Completion, completions_of
+from tandem.cluster.commands.common import (
+    ConfigFile,
+    Json,
+    ListKeys,
+    Sets,
+    fail,
+    own_server,
+    run,
+    takes,
+)
+from tandem.core.request import ABORT, ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

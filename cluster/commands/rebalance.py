@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.commands.common import Json, RayAddress, fail, progress_shown, run
+from tandem.cluster.commands.common import Json, RayAddress, fail, progress_shown, run
 
 if TYPE_CHECKING:
-    from cluster.control.rebalance import Rebalanced
+    from tandem.cluster.control.rebalance import Rebalanced
 
 Gangs = Annotated[
     list[str] | None,
@@ -37,7 +37,7 @@ def rebalance(
 
 
 async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
-    from cluster.control import members, ray_session
+    from tandem.cluster.control import members, ray_session
 
     done = []
     async with ray_session.ray_session(ray_address):

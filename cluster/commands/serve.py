@@ -7,8 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
-from cluster.commands.common import ConfigFile, ListKeys, RayAddress, Sets, run, running_server
-from core.config import load
+from tandem.cluster.commands.common import (
+    ConfigFile,
+    ListKeys,
+    RayAddress,
+    Sets,
+    run,
+    running_server,
+)
+from tandem.core.config import load
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster.client.client import Client
-from cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
-from core.info import DEGRADED, PREFILL, SERVING, STARTING, ModelInfo, ServerStatus
+from tandem.cluster.client.client import Client
+from tandem.cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
+from tandem.core.info import DEGRADED, PREFILL, SERVING, STARTING, ModelInfo, ServerStatus
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
 

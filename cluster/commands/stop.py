@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from cluster.commands.common import Json, RayAddress, fail, run
+from tandem.cluster.commands.common import Json, RayAddress, fail, run
 
 
 def stop(
@@ -25,7 +25,7 @@ def stop(
 
 
 async def _stop(ray_address: str, deadline_s: float, as_json: bool) -> None:
-    from cluster.control import members, ray_session
+    from tandem.cluster.control import members, ray_session
 
     async with ray_session.ray_session(ray_address):
         names = await members.stop_cluster(deadline_s)

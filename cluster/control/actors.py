@@ -7,11 +7,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError, RayError
 
-from core.control import Control
-from core.errors import Overloaded, RankDied, RankLost
-from core.info import COLOCATED, DECODE, PREFILL
-from runtime.shell import RankShell
-from wires.calls import CallClient
+from tandem.core.control import Control
+from tandem.core.errors import Overloaded, RankDied, RankLost
+from tandem.core.info import COLOCATED, DECODE, PREFILL
+from tandem.runtime.shell import RankShell
+from tandem.wires.calls import CallClient
 
 NAMESPACE = "tandem"
 
@@ -46,16 +46,16 @@ def owner(name: str, epoch: int) -> Control:
 
 
 class PrefillActor(RankShell):
-    builder = "prefill_node.rank"
+    builder = "tandem.prefill_node.rank"
 
 
 class DecodeActor(RankShell):
-    builder = "decode_node.service.rank"
+    builder = "tandem.decode_node.service.rank"
     links = MappingProxyType({"find_owner": owner})
 
 
 class ColocatedActor(RankShell):
-    builder = "colocated_node.rank"
+    builder = "tandem.colocated_node.rank"
 
 
 ACTORS = {PREFILL: PrefillActor, DECODE: DecodeActor, COLOCATED: ColocatedActor}

@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.control.plan import GangPlan
-from cluster.control.verdict import LifeOver, check, doing, is_starting
-from cluster.control.weights import ClusterWeights
-from core.config import ControlConfig
-from core.errors import EpochEnded, RankLost
-from core.membership import ExpertRows, RankState
+from tandem.cluster.control.plan import GangPlan
+from tandem.cluster.control.verdict import LifeOver, check, doing, is_starting
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import ControlConfig
+from tandem.core.errors import EpochEnded, RankLost
+from tandem.core.membership import ExpertRows, RankState
 
 if TYPE_CHECKING:
-    from cluster.control.machines import RayRank
+    from tandem.cluster.control.machines import RayRank
 
 LEAVE_S = 10.0
 """Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""

@@ -13,19 +13,19 @@ from typing import TypeVar
 
 import ray
 
-from cluster.control.drain import renew
-from cluster.control.gang import POLL_S, Epochs, GangKeeper
-from cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, remove_groups
-from cluster.control.next_life import History
-from cluster.control.plan import living, plan_gangs
-from cluster.control.rebalance import rebalance_gang
-from cluster.control.weights import ClusterWeights
-from core.config import TandemConfig
-from core.config_shared import differences, received, shared_digest
-from core.errors import TandemError
-from core.membership import Membership
-from core.schema import encode_failure, pack
-from core.tasks import Tasks, again, in_thread
+from tandem.cluster.control.drain import renew
+from tandem.cluster.control.gang import POLL_S, Epochs, GangKeeper
+from tandem.cluster.control.machines import RayMachines, RayRank, find_ranks, leaving, remove_groups
+from tandem.cluster.control.next_life import History
+from tandem.cluster.control.plan import living, plan_gangs
+from tandem.cluster.control.rebalance import rebalance_gang
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import TandemConfig
+from tandem.core.config_shared import differences, received, shared_digest
+from tandem.core.errors import TandemError
+from tandem.core.membership import Membership
+from tandem.core.schema import encode_failure, pack
+from tandem.core.tasks import Tasks, again, in_thread
 
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 
-from cluster.control.gang import POLL_S, GangKeeper
-from core.errors import RankLost
-from core.placement import Placement
-from core.tasks import until
+from tandem.cluster.control.gang import POLL_S, GangKeeper
+from tandem.core.errors import RankLost
+from tandem.core.placement import Placement
+from tandem.core.tasks import until
 
 log = logging.getLogger(__name__)
 

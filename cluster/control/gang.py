@@ -8,18 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cluster.control.company import Company
-from cluster.control.next_life import Decision, History, next_life
-from cluster.control.plan import Birth, GangPlan, is_whole, room_of
-from cluster.control.verdict import Death, LifeOver, check, has_failed
-from cluster.control.weights import ClusterWeights
-from core.config import TandemConfig
-from core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
-from core.placement import Placement
-from core.tasks import cancelled
+from tandem.cluster.control.company import Company
+from tandem.cluster.control.next_life import Decision, History, next_life
+from tandem.cluster.control.plan import Birth, GangPlan, is_whole, room_of
+from tandem.cluster.control.verdict import Death, LifeOver, check, has_failed
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import TandemConfig
+from tandem.core.membership import DOWN, DRAINING, LOST, READY, STARTING, EndedLife, Gang, RankState
+from tandem.core.placement import Placement
+from tandem.core.tasks import cancelled
 
 if TYPE_CHECKING:
-    from cluster.control.machines import RayMachines, RayRank
+    from tandem.cluster.control.machines import RayMachines, RayRank
 
 POLL_S = 1.0
 STARTING_POLL_S = 0.2

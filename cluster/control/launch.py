@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from cluster.control.members import OnProgress, RayMembers, stop_cluster
-from cluster.control.ray_session import ray_session
-from cluster.gateway.gateway import ClusterGateway
-from core.config import Section, TandemConfig
-from core.membership import RankInfo
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import read_headers
-from model.checkpoint.headers import read_header
-from text.tokenizer import Tokenizer
+from tandem.cluster.control.members import OnProgress, RayMembers, stop_cluster
+from tandem.cluster.control.ray_session import ray_session
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import Section, TandemConfig
+from tandem.core.membership import RankInfo
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import read_headers
+from tandem.model.checkpoint.headers import read_header
+from tandem.text.tokenizer import Tokenizer
 
 
 @asynccontextmanager

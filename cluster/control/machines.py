@@ -12,17 +12,17 @@ import ray.util.scheduling_strategies as scheduling
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 
-from cluster.control.actors import ACTORS, NAMESPACE
-from cluster.control.plan import Birth, GangPlan, Machine, home, hosts_of, no_room, room_of
-from cluster.control.ray_private import draining_nodes, free_of_nodes
-from cluster.control.verdict import LastWords, LifeOver
-from core.config import TandemConfig
-from core.errors import Overloaded, RankLost
-from core.membership import ExpertRows, Meeting, RankSpec, RankState
-from core.placement import Placement
-from core.schema import pack, unpack
-from core.tasks import in_thread
-from runtime.black_box import read_box
+from tandem.cluster.control.actors import ACTORS, NAMESPACE
+from tandem.cluster.control.plan import Birth, GangPlan, Machine, home, hosts_of, no_room, room_of
+from tandem.cluster.control.ray_private import draining_nodes, free_of_nodes
+from tandem.cluster.control.verdict import LastWords, LifeOver
+from tandem.core.config import TandemConfig
+from tandem.core.errors import Overloaded, RankLost
+from tandem.core.membership import ExpertRows, Meeting, RankSpec, RankState
+from tandem.core.placement import Placement
+from tandem.core.schema import pack, unpack
+from tandem.core.tasks import in_thread
+from tandem.runtime.black_box import read_box
 
 CONTROLLER = "controller"
 ROOM_TIMEOUT_S = 60.0
@@ -42,7 +42,7 @@ class RayRank:
         self._actor = actor
 
     async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
-        """See runtime.shell.RankShell."""
+        """See runtime/shell.py: RankShell."""
         return unpack(
             RankState, await self._told(self._actor.who.remote(incarnation, epoch, weights))
         )

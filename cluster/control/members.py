@@ -11,18 +11,18 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from cluster.control.actors import NAMESPACE, RayControl
-from cluster.control.controller import Controller
-from cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
-from cluster.control.ray_private import HEAD
-from cluster.control.rebalance import Rebalanced
-from core.config import TandemConfig
-from core.config_shared import shared_digest
-from core.control import Control
-from core.errors import TandemError
-from core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
-from core.schema import decode, error_of
-from core.tasks import in_thread
+from tandem.cluster.control.actors import NAMESPACE, RayControl
+from tandem.cluster.control.controller import Controller
+from tandem.cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
+from tandem.cluster.control.ray_private import HEAD
+from tandem.cluster.control.rebalance import Rebalanced
+from tandem.core.config import TandemConfig
+from tandem.core.config_shared import shared_digest
+from tandem.core.control import Control
+from tandem.core.errors import TandemError
+from tandem.core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
+from tandem.core.schema import decode, error_of
+from tandem.core.tasks import in_thread
 
 WAIT_S = 30.0
 STOP_GRACE_S = 5.0

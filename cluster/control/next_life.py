@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, Death
+from tandem.cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, Death
 
 PAUSE_S = 1.0
 MAX_BACK_OFF_S = 60.0

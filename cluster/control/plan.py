@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from core.config import AUTO, TandemConfig
-from core.info import DECODE, PREFILL
-from core.membership import RankSpec, RankState
-from core.placement import Placement
+from tandem.core.config import AUTO, TandemConfig
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.membership import RankSpec, RankState
+from tandem.core.placement import Placement
 
 GROUP, REPLICA = "ray.io/node-group", "tandem/replica"
 """Labels of machines in Ray: KubeRay's worker group, and there its replica of several hosts."""

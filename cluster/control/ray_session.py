@@ -12,10 +12,10 @@ from typing import Any
 
 import ray
 
-from cluster.control import ray_private, reaper
-from cluster.control.actors import NAMESPACE
-from core.tasks import in_thread
-from core.user_cache import user_home
+from tandem.cluster.control import ray_private, reaper
+from tandem.cluster.control.actors import NAMESPACE
+from tandem.core.tasks import in_thread
+from tandem.core.user_cache import user_home
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_S = 10.0

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.control.drain import check_kept, renew
-from cluster.control.gang import POLL_S, GangKeeper
-from core.eplb import balance_ratio, rebalance
-from core.errors import RankLost
-from core.membership import READY, ExpertRows, Gang
-from core.schema import error_of
+from tandem.cluster.control.drain import check_kept, renew
+from tandem.cluster.control.gang import POLL_S, GangKeeper
+from tandem.core.eplb import balance_ratio, rebalance
+from tandem.core.errors import RankLost
+from tandem.core.membership import READY, ExpertRows, Gang
+from tandem.core.schema import error_of
 
 MIN_GAIN = 0.01
 """Of the ratio, for which a gang is begun anew."""

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from core.errors import Overloaded, ProgramFailed, RankLost, StepFailed
-from core.membership import InStep, RankState
-from core.pace import LOADING
-from core.schema import Failure, error_of, failure_of
+from tandem.core.errors import Overloaded, ProgramFailed, RankLost, StepFailed
+from tandem.core.membership import InStep, RankState
+from tandem.core.pace import LOADING
+from tandem.core.schema import Failure, error_of, failure_of
 
 MISTAKE, NO_ROOM, FAULT, OUTSIDE = "mistake", "no room", "fault", "outside"
 """What ends a life: the user's config, want of room, an error of the ranks' own, all else (a

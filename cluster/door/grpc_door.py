@@ -9,14 +9,14 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
-from cluster.door.calls import EveryCall
-from cluster.door.listening import listening
-from cluster.door.servicer import InferenceServicer
-from cluster.door.uploads import max_message_bytes
-from cluster.gateway.admission import Admission
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import MAX_MESSAGE_BYTES
-from core.config import TandemConfig
+from tandem.cluster.door.calls import EveryCall
+from tandem.cluster.door.listening import listening
+from tandem.cluster.door.servicer import InferenceServicer
+from tandem.cluster.door.uploads import max_message_bytes
+from tandem.cluster.gateway.admission import Admission
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
 MAX_GRPC_CONNECTIONS = 1024

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from cluster.door.listening import listening
-from cluster.gateway.admission import Admission
+from tandem.cluster.door.listening import listening
+from tandem.cluster.gateway.admission import Admission
 
 
 @asynccontextmanager
@@ -22,8 +22,8 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
         return
     import uvicorn
 
-    from cluster.door.http_limits import BoundedProtocol
-    from cluster.door.probes import Probes
+    from tandem.cluster.door.http_limits import BoundedProtocol
+    from tandem.cluster.door.probes import Probes
 
     class Server(uvicorn.Server):
         """Signals are the process's own affair."""

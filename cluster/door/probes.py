@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from cluster.gateway.admission import Admission
-from cluster.gateway.cluster_metrics import known
-from cluster.gateway.metrics import RequestMetrics
+from tandem.cluster.gateway.admission import Admission
+from tandem.cluster.gateway.cluster_metrics import known
+from tandem.cluster.gateway.metrics import RequestMetrics
 
 
 class Probes(Collector):

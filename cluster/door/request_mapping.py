@@ -5,9 +5,9 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from cluster.gateway.checks import few
-from cluster.proto import tandem_pb2 as pb
-from core.request import ACCEPTANCES, SamplingParams, Speculation, TokenBias, Unchecked
+from tandem.cluster.gateway.checks import few
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.request import ACCEPTANCES, SamplingParams, Speculation, TokenBias, Unchecked
 
 
 def to_unchecked(message: pb.GenerateRequest) -> Unchecked:

@@ -4,12 +4,12 @@ from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import Self
 
-from cluster.gateway.admission import Admission
-from core.config import TandemConfig
+from tandem.cluster.gateway.admission import Admission
+from tandem.core.config import TandemConfig
 
 DOORS = {
-    "grpc": "cluster.door.grpc_door",
-    "http": "cluster.door.http_door",
+    "grpc": "tandem.cluster.door.grpc_door",
+    "http": "tandem.cluster.door.http_door",
 }
 """Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
 not wanted. By the names that ``tandem serve`` prints."""

@@ -4,13 +4,13 @@ from typing import TypeAlias
 
 import grpc
 
-from cluster.door.request_mapping import to_unchecked
-from cluster.gateway.admission import Admission
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.mapping import piece_to_proto, to_proto
-from cluster.proto.wire import STREAM_KEY
-from core.answer import Piece
+from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.gateway.admission import Admission
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.mapping import piece_to_proto, to_proto
+from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.core.answer import Piece
 
 _Context: TypeAlias = grpc.aio.ServicerContext
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import grpc
 
-from cluster.proto.wire import RETRY_AFTER_KEY
-from core import errors
+from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.core import errors
 
 _MAX_DETAILS = 2000
 _log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cluster.proto.wire import MAX_MESSAGE_BYTES
-from core.config import TandemConfig
-from core.json_file import read_json
+from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.core.config import TandemConfig
+from tandem.core.json_file import read_json
 
 MAX_UPLOADS_OF_CONNECTION = 8
 MAX_UPLOADS = 64

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.gateway.checks import checked, request_id
-from cluster.gateway.proofs import with_proof
-from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
-from cluster.gateway.tokenising import TokeniserThreads
-from core.answer import Piece
-from core.config import TandemConfig
-from core.errors import Draining, Overloaded
-from core.info import DRAINING, STARTING, ServerStatus
-from core.request import Request, Unchecked
+from tandem.cluster.gateway.checks import checked, request_id
+from tandem.cluster.gateway.proofs import with_proof
+from tandem.cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
+from tandem.cluster.gateway.tokenising import TokeniserThreads
+from tandem.core.answer import Piece
+from tandem.core.config import TandemConfig
+from tandem.core.errors import Draining, Overloaded
+from tandem.core.info import DRAINING, STARTING, ServerStatus
+from tandem.core.request import Request, Unchecked
 
 if TYPE_CHECKING:  # the client's commands need no torch
-    from cluster.gateway.fan_out import Streams
-    from cluster.gateway.gateway import ClusterGateway
+    from tandem.cluster.gateway.fan_out import Streams
+    from tandem.cluster.gateway.gateway import ClusterGateway
 
 CLOSE_S = 5.0
 """How long evicted streams may take to free what they hold."""

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from core.prefixes import prefix_digests
+from tandem.core.prefixes import prefix_digests
 
 STRIDE = 64
 """Beginnings are remembered at multiples of this many tokens."""

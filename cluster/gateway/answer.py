@@ -3,15 +3,15 @@
 import time
 from dataclasses import replace
 
-from cluster.gateway.checks import refuse
-from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
-from core.errors import Preempted
-from core.info import ModelInfo
-from core.request import ABORT, PREEMPTED, STOP, Request, SequenceUpdate
-from core.stopping import cut, num_budget, stop_ids
-from prefill_node.prefill_calls import Prefilled
-from text.stop_text import AnswerText
-from text.tokenizer import TextStream
+from tandem.cluster.gateway.checks import refuse
+from tandem.core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
+from tandem.core.errors import Preempted
+from tandem.core.info import ModelInfo
+from tandem.core.request import ABORT, PREEMPTED, STOP, Request, SequenceUpdate
+from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.prefill_node.prefill_calls import Prefilled
+from tandem.text.stop_text import AnswerText
+from tandem.text.tokenizer import TextStream
 
 
 class Answer:

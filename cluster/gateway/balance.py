@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from cluster.gateway.handles import Handle
-from core.eplb import ratio_of_loads
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.eplb import ratio_of_loads
 
 
 def balance_ratios(ranks: Iterable[Handle]) -> dict[str, float]:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from core import request as kinds
-from core.errors import OtherModel, TextTooLong
-from core.info import ModelInfo
-from core.request import Request, SamplingParams, Unchecked
-from core.stopping import stop_ids
+from tandem.core import request as kinds
+from tandem.core.errors import OtherModel, TextTooLong
+from tandem.core.info import ModelInfo
+from tandem.core.request import Request, SamplingParams, Unchecked
+from tandem.core.stopping import stop_ids
 
 if TYPE_CHECKING:
-    from text.tokenizer import Tokenizer
+    from tandem.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_CHARS = 4096

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cluster.gateway.admission import Admission
-from cluster.gateway.balance import balance_ratios
-from cluster.gateway.fleet import Fleet
-from core.beat import Beat
+from tandem.cluster.gateway.admission import Admission
+from tandem.cluster.gateway.balance import balance_ratios
+from tandem.cluster.gateway.fleet import Fleet
+from tandem.core.beat import Beat
 
 RANK, GANG = ("rank", "kind"), ("gang", "kind")
 _GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cluster.gateway.answer import Answer
-from cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES
-from core.answer import Finished, Piece
-from core.request import Request
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES
+from tandem.core.answer import Finished, Piece
+from tandem.core.request import Request
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 _MAX_SEED = (1 << 63) - 1

@@ -11,18 +11,18 @@ from dataclasses import replace
 from itertools import product
 from typing import Protocol
 
-from cluster.gateway.frame_reader import listen
-from cluster.gateway.handles import Handle
-from cluster.gateway.liveness import Event, Phase
-from cluster.gateway.retries import Retries
-from cluster.gateway.router import Ranks
-from cluster.gateway.warm_up import SendRequest, WarmUp
-from core.config import TandemConfig
-from core.control import Control
-from core.identity import nonce
-from core.info import COLOCATED, DECODE, PREFILL
-from core.membership import DRAINING, LOST, READY, Gang, InStep, Membership, RankSpec
-from core.tasks import Tasks, cancelled, until
+from tandem.cluster.gateway.frame_reader import listen
+from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.liveness import Event, Phase
+from tandem.cluster.gateway.retries import Retries
+from tandem.cluster.gateway.router import Ranks
+from tandem.cluster.gateway.warm_up import SendRequest, WarmUp
+from tandem.core.config import TandemConfig
+from tandem.core.control import Control
+from tandem.core.identity import nonce
+from tandem.core.info import COLOCATED, DECODE, PREFILL
+from tandem.core.membership import DRAINING, LOST, READY, Gang, InStep, Membership, RankSpec
+from tandem.core.tasks import Tasks, cancelled, until
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.1

@@ -7,17 +7,17 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from cluster.gateway.answer import Answer
-from cluster.gateway.handles import Handle, Pair
-from core.answer import Piece, TransferStats
-from core.control import Done
-from core.errors import RankLost
-from core.request import Request
-from core.schema import decode, error_of, pack
-from decode_node.service import decode_calls as on_decode
-from kv_transfer.layout import PROTOCOL
-from kv_transfer.messages import Offer
-from prefill_node import prefill_calls as on_prefill
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.handles import Handle, Pair
+from tandem.core.answer import Piece, TransferStats
+from tandem.core.control import Done
+from tandem.core.errors import RankLost
+from tandem.core.request import Request
+from tandem.core.schema import decode, error_of, pack
+from tandem.decode_node.service import decode_calls as on_decode
+from tandem.kv_transfer.layout import PROTOCOL
+from tandem.kv_transfer.messages import Offer
+from tandem.prefill_node import prefill_calls as on_prefill
 
 GRACE_S = 1.0
 """A failed prefill is told to its caller and to the decode rank, in no order."""

@@ -8,14 +8,14 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from cluster.gateway.handles import Handle
-from cluster.gateway.retries import Retries
-from core.beat import Beat
-from core.control import ask
-from core.errors import RankLost
-from core.request import TokenFrame
-from core.schema import unpack
-from runtime.frames import FrameStream, connect
+from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.retries import Retries
+from tandem.core.beat import Beat
+from tandem.core.control import ask
+from tandem.core.errors import RankLost
+from tandem.core.request import TokenFrame
+from tandem.core.schema import unpack
+from tandem.runtime.frames import FrameStream, connect
 
 log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 5.0

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
-from cluster.gateway.affinity import PrefixAffinity
-from cluster.gateway.answer import Answer
-from cluster.gateway.balance import balance_ratios
-from cluster.gateway.fan_out import Streams, expand
-from cluster.gateway.fleet import Fleet, Members
-from cluster.gateway.flow import run_request
-from cluster.gateway.handles import Pair
-from cluster.gateway.recovery import Trials
-from cluster.gateway.router import check_fit, choose_route
-from core.answer import Piece
-from core.config import TandemConfig
-from core.errors import HandoverError, Overloaded, Preempted, RankLost, StepFailed
-from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, RankStatus, ServerStatus
-from core.request import Request, SamplingParams
-from text.tokenizer import TextStream, Tokenizer
+from tandem.cluster.gateway.affinity import PrefixAffinity
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.balance import balance_ratios
+from tandem.cluster.gateway.fan_out import Streams, expand
+from tandem.cluster.gateway.fleet import Fleet, Members
+from tandem.cluster.gateway.flow import run_request
+from tandem.cluster.gateway.handles import Pair
+from tandem.cluster.gateway.recovery import Trials
+from tandem.cluster.gateway.router import check_fit, choose_route
+from tandem.core.answer import Piece
+from tandem.core.config import TandemConfig
+from tandem.core.errors import HandoverError, Overloaded, Preempted, RankLost, StepFailed
+from tandem.core.identity import Identity
+from tandem.core.info import DECODE, DEGRADED, NOT_SERVING, SERVING, RankStatus, ServerStatus
+from tandem.core.request import Request, SamplingParams
+from tandem.text.tokenizer import TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from cluster.gateway.liveness import Event, Liveness, Phase
-from core.beat import Beat
-from core.control import Control, Done, ask
-from core.errors import RankLost
-from core.identity import Identity
-from core.info import RankStatus
-from core.membership import RankInfo
-from core.request import ERROR, SequenceUpdate
-from core.schema import Failure
-from core.tasks import Tasks
+from tandem.cluster.gateway.liveness import Event, Liveness, Phase
+from tandem.core.beat import Beat
+from tandem.core.control import Control, Done, ask
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.info import RankStatus
+from tandem.core.membership import RankInfo
+from tandem.core.request import ERROR, SequenceUpdate
+from tandem.core.schema import Failure
+from tandem.core.tasks import Tasks
 
 log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
 
-from core.errors import RankLost
+from tandem.core.errors import RankLost
 
 Phase = Enum("Phase", "SILENT READY SUSPECT OUT")
 """SILENT has answered no heartbeat yet. READY answers them, and so does SUSPECT, but a call to that

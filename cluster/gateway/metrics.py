@@ -6,8 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
-from cluster.gateway.admission import StreamWatcher
-from core.answer import Finished, Piece
+from tandem.cluster.gateway.admission import StreamWatcher
+from tandem.core.answer import Finished, Piece
 
 disable_created_metrics()  # a second series beside each, which nothing here reads
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2.5, 5))

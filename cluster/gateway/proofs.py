@@ -12,8 +12,8 @@ import time
 from array import array
 from dataclasses import replace
 
-from core.request import Request
-from core.schema import pack
+from tandem.core.request import Request
+from tandem.core.schema import pack
 
 MAX_AGE_S = 4 * 3600.0
 """Age from which on a proof is void. A resume does not renew it."""

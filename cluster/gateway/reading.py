@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from core.answer import Piece
-from core.errors import Draining
+from tandem.core.answer import Piece
+from tandem.core.errors import Draining
 
 MIN_BYTES_PER_S = 4096.0
 """Rate at which a client that makes a piece wait has to read. A token is some 25 bytes, with 20 log

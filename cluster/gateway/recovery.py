@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.gateway.fleet import AGAIN_S, Fleet
-from cluster.gateway.handles import Handle, Pair
-from cluster.gateway.retries import Retries
-from cluster.gateway.router import Ranks
-from core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
-from core.identity import Identity
-from core.membership import InStep
-from core.tasks import until
+from tandem.cluster.gateway.fleet import AGAIN_S, Fleet
+from tandem.cluster.gateway.handles import Handle, Pair
+from tandem.cluster.gateway.retries import Retries
+from tandem.cluster.gateway.router import Ranks
+from tandem.core.errors import HandoverError, Overloaded, Poisonous, RankDied, RankLost, StepFailed
+from tandem.core.identity import Identity
+from tandem.core.membership import InStep
+from tandem.core.tasks import until
 
 MAX_FAILURES = 4
 """Lost nodes, broken hand-overs and failed steps that one answer may meet without a token in

@@ -3,9 +3,9 @@ fit."""
 
 from collections.abc import Mapping, Sequence
 
-from cluster.gateway.handles import Handle
-from core.errors import LayoutMismatch, RankLost
-from kv_transfer.layout import check_given
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.errors import LayoutMismatch, RankLost
+from tandem.kv_transfer.layout import check_given
 
 Ranks = tuple[Handle, Handle]
 """Where a prompt is computed, and where its answer is written."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from core.errors import Overloaded
+from tandem.core.errors import Overloaded
 
 LONG_CHARS = 50_000
 """Characters from which on a text has to wait for other long texts; short ones never do."""

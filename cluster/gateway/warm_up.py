@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cluster.gateway.frame_reader import LONGEST_PAUSE_S
-from cluster.gateway.handles import Handle, Pair
-from cluster.gateway.retries import Retries
-from cluster.gateway.router import Ranks
-from core.identity import Identity
+from tandem.cluster.gateway.frame_reader import LONGEST_PAUSE_S
+from tandem.cluster.gateway.handles import Handle, Pair
+from tandem.cluster.gateway.retries import Retries
+from tandem.cluster.gateway.router import Ranks
+from tandem.core.identity import Identity
 
 log = logging.getLogger(__name__)
 SendRequest = Callable[[Pair], Awaitable[None]]

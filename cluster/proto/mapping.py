@@ -9,8 +9,8 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from pydantic import TypeAdapter
 
-from cluster.proto import tandem_pb2 as pb
-from core.answer import Delta, Finished, Piece, TokenLogprobs
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.answer import Delta, Finished, Piece, TokenLogprobs
 
 _Noun = TypeVar("_Noun")
 _Message = TypeVar("_Message", bound=Message)

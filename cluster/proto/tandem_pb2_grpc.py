@@ -4,7 +4,7 @@
 import grpc
 import warnings
 
-from cluster.proto import tandem_pb2 as cluster_dot_proto_dot_tandem__pb2
+from tandem.cluster.proto import tandem_pb2 as tandem_dot_cluster_dot_proto_dot_tandem__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in cluster/proto/tandem_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/cluster/proto/tandem_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,23 +37,23 @@ class InferenceStub:
         """
         self.Generate = channel.unary_stream(
                 '/tandem.v1.Inference/Generate',
-                request_serializer=cluster_dot_proto_dot_tandem__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=cluster_dot_proto_dot_tandem__pb2.GenerateResponse.FromString,
+                request_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.Inference/Abort',
-                request_serializer=cluster_dot_proto_dot_tandem__pb2.AbortRequest.SerializeToString,
-                response_deserializer=cluster_dot_proto_dot_tandem__pb2.AbortResponse.FromString,
+                request_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortRequest.SerializeToString,
+                response_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/tandem.v1.Inference/GetModelInfo',
-                request_serializer=cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=cluster_dot_proto_dot_tandem__pb2.ModelInfo.FromString,
+                request_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.ModelInfo.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/tandem.v1.Inference/GetStatus',
-                request_serializer=cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=cluster_dot_proto_dot_tandem__pb2.Status.FromString,
+                request_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.Status.FromString,
                 _registered_method=True)
 
 
@@ -93,23 +93,23 @@ def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=cluster_dot_proto_dot_tandem__pb2.GenerateRequest.FromString,
-                    response_serializer=cluster_dot_proto_dot_tandem__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateRequest.FromString,
+                    response_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=cluster_dot_proto_dot_tandem__pb2.AbortRequest.FromString,
-                    response_serializer=cluster_dot_proto_dot_tandem__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortRequest.FromString,
+                    response_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=cluster_dot_proto_dot_tandem__pb2.ModelInfo.SerializeToString,
+                    request_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.ModelInfo.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.FromString,
-                    response_serializer=cluster_dot_proto_dot_tandem__pb2.Status.SerializeToString,
+                    request_deserializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.FromString,
+                    response_serializer=tandem_dot_cluster_dot_proto_dot_tandem__pb2.Status.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,8 +137,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/Generate',
-            cluster_dot_proto_dot_tandem__pb2.GenerateRequest.SerializeToString,
-            cluster_dot_proto_dot_tandem__pb2.GenerateResponse.FromString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateRequest.SerializeToString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -164,8 +164,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/Abort',
-            cluster_dot_proto_dot_tandem__pb2.AbortRequest.SerializeToString,
-            cluster_dot_proto_dot_tandem__pb2.AbortResponse.FromString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortRequest.SerializeToString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -191,8 +191,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/GetModelInfo',
-            cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.SerializeToString,
-            cluster_dot_proto_dot_tandem__pb2.ModelInfo.FromString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetModelInfoRequest.SerializeToString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.ModelInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -218,8 +218,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/GetStatus',
-            cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.SerializeToString,
-            cluster_dot_proto_dot_tandem__pb2.Status.FromString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.GetStatusRequest.SerializeToString,
+            tandem_dot_cluster_dot_proto_dot_tandem__pb2.Status.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,9 +3,9 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from core.forms import CAPTURED, EAGER, CatchUp
-from core.levels import Levels
-from decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, SERVE, StepKey, StepPlan
+from tandem.core.forms import CAPTURED, EAGER, CatchUp
+from tandem.core.levels import Levels
+from tandem.decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, SERVE, StepKey, StepPlan
 
 MAX_KEPT = 256
 """Programs that ranks keep. The one unused for longest makes room for another."""

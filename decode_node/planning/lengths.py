@@ -17,9 +17,9 @@ from itertools import accumulate, groupby
 from operator import mul
 from statistics import median_low
 
-from core.levels import Levels, usable
-from decode_node.planning.rungs import Rungs
-from decode_node.planning.step_plan import Report, StepKey
+from tandem.core.levels import Levels, usable
+from tandem.decode_node.planning.rungs import Rungs
+from tandem.decode_node.planning.step_plan import Report, StepKey
 
 NUM_TRIES = 5
 """The least time of as many is a level's at first: a machine's other work only adds to it."""

@@ -7,7 +7,7 @@ there share it, as all chains do. Plain Python.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.levels import Levels
+from tandem.core.levels import Levels
 
 Came = tuple[int, Sequence[int]]
 """Of a row: the most drafts that it may accept, and the nodes that it did, in order."""

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.errors import HandoverError, Overloaded
-from core.identity import Identity
-from core.levels import Levels, slots_ahead
-from core.request import Request
-from core.stopping import num_budget, stop_ids
-from core.turns import TurnQueue
-from decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
-from kv_transfer.pages import PagePool
+from tandem.core.errors import HandoverError, Overloaded
+from tandem.core.identity import Identity
+from tandem.core.levels import Levels, slots_ahead
+from tandem.core.request import Request
+from tandem.core.stopping import num_budget, stop_ids
+from tandem.core.turns import TurnQueue
+from tandem.decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
+from tandem.kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
 """Requests that wait for a grant; those that have begun are never refused."""

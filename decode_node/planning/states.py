@@ -4,10 +4,10 @@ running. Each has what is known by then. Plain Python."""
 from collections import Counter
 from dataclasses import dataclass, field
 
-from core.answer import SpeculationCounts
-from core.identity import Identity
-from core.levels import Level
-from core.request import Request
+from tandem.core.answer import SpeculationCounts
+from tandem.core.identity import Identity
+from tandem.core.levels import Level
+from tandem.core.request import Request
 
 NUM_STEPS_ALONE = 8
 """Of what may have failed a step: if it was that, it fails again before it has made so many. More
@@ -52,7 +52,7 @@ class Running:
     ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
     read, and ``pages`` grow. It accepts at most ``limit`` drafts a step, of ``most_depth``.
     ``last_depth`` is that of the step launched last, and behind it the drafter is at most so far
-    ``behind`` (core.forms). ``steps`` counts those of (depth, nodes drafted, drafts accepted).
+    ``behind`` (core/forms.py). ``steps`` counts those of (depth, nodes drafted, drafts accepted).
     ``num_alone`` of its next steps it shares with nobody.
     """
 

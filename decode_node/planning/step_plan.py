@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.forms import EAGER
-from core.request import ACCEPTANCES, STRICT
-from decode_node.planning.rungs import Came, Rungs
-from decode_node.planning.states import Running
+from tandem.core.forms import EAGER
+from tandem.core.request import ACCEPTANCES, STRICT
+from tandem.decode_node.planning.rungs import Came, Rungs
+from tandem.decode_node.planning.states import Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class StepKey:
     """All that decides on a step's program, the same on every rank: so captured collectives are
     replayed by all ranks or by none (NCCL user guide, Using NCCL with CUDA Graphs).
 
-    ``num_rows`` is the bucket, padding included; ``level`` how much is drafted (core.levels),
-    ``catch_up`` what the drafter adds (core.forms).
+    ``num_rows`` is the bucket, padding included; ``level`` how much is drafted (core/levels.py),
+    ``catch_up`` what the drafter adds (core/forms.py).
     """
 
     num_rows: int
@@ -99,8 +99,8 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """``num_rows_by_limit[k]`` of the rank's rows accept at most k drafts a step, and no row is
-    further ``behind`` (core.forms); ``extras`` are those of its rows. ``form`` is the best that its
-    programs can have; those of the keys ``refused`` cannot be made. It ``expects`` work while a
+    further ``behind`` (core/forms.py); ``extras`` are those of its rows. ``form`` is the best that
+    its programs can have; those of the keys ``refused`` cannot be made. It ``expects`` work while a
     prompt is being read. ``report`` is of the step read last, None if it was told already.
     ``num_context`` tokens are known of a row on average."""
 

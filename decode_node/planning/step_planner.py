@@ -4,14 +4,14 @@ table and the table of forms, which only the planner keeps."""
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from core.config import TandemConfig
-from core.forms import CAPTURED, EAGER, CatchUp
-from core.levels import Levels
-from decode_node.planning import lengths
-from decode_node.planning.buckets import bucket_for, buckets_of
-from decode_node.planning.forms import Forms, usual_keys
-from decode_node.planning.lengths import Costs, DraftLength
-from decode_node.planning.step_plan import TRIAL, Proposal, StepKey, StepPlan, extras_of_all
+from tandem.core.config import TandemConfig
+from tandem.core.forms import CAPTURED, EAGER, CatchUp
+from tandem.core.levels import Levels
+from tandem.decode_node.planning import lengths
+from tandem.decode_node.planning.buckets import bucket_for, buckets_of
+from tandem.decode_node.planning.forms import Forms, usual_keys
+from tandem.decode_node.planning.lengths import Costs, DraftLength
+from tandem.decode_node.planning.step_plan import TRIAL, Proposal, StepKey, StepPlan, extras_of_all
 
 
 class StepPlanner:

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.levels import Level
-from core.request import REJECTION
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.rows import RowTensors
-from decode_node.program.step import draft
-from model.drafters.base import Drafts
-from model.loaded import LoadedModel
-from model.network.cache import Caches
-from runtime.engine_loop import is_device_lost
+from tandem.core.levels import Level
+from tandem.core.request import REJECTION
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.rows import RowTensors
+from tandem.decode_node.program.step import draft
+from tandem.model.drafters.base import Drafts
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
+from tandem.runtime.engine_loop import is_device_lost
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ before it is read.
 
 from dataclasses import dataclass
 
-from core.forms import CatchUp
-from core.levels import slots_ahead
-from decode_node.planning.rungs import Came, Rungs
-from decode_node.planning.states import Running
-from decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
-from decode_node.program.clock import Moment, now, wait
-from decode_node.program.programs import Prepared, Programs
-from decode_node.program.rows import Rows
-from model.checkpoint.tensors import download
-from model.sampling.acceptance.base import Outcome, Run
-from model.sampling.logprobs import LogprobRows, raw_logprobs
-from runtime.parts import RankParts
+from tandem.core.forms import CatchUp
+from tandem.core.levels import slots_ahead
+from tandem.decode_node.planning.rungs import Came, Rungs
+from tandem.decode_node.planning.states import Running
+from tandem.decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
+from tandem.decode_node.program.clock import Moment, now, wait
+from tandem.decode_node.program.programs import Prepared, Programs
+from tandem.decode_node.program.rows import Rows
+from tandem.model.checkpoint.tensors import download
+from tandem.model.sampling.acceptance.base import Outcome, Run
+from tandem.model.sampling.logprobs import LogprobRows, raw_logprobs
+from tandem.runtime.parts import RankParts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,20 @@ from functools import partial
 
 from torch import Tensor
 
-from core.errors import EpochEnded
-from core.levels import Levels
-from decode_node.planning.states import Running
-from decode_node.planning.step_plan import StepKey, StepPlan
-from decode_node.program.feeder import Feeder, unpacked
-from decode_node.program.rows import Rows
-from decode_node.program.step import Shape, decode_step
-from model.checkpoint.tensors import tensors
-from model.kernels.repeated import Eager, Repeated
-from model.loaded import LoadedModel
-from model.network.cache import Caches
-from model.network.tree import static_tree
-from model.sampling.acceptance.base import Outcome
-from runtime.engine_loop import is_fatal
+from tandem.core.errors import EpochEnded
+from tandem.core.levels import Levels
+from tandem.decode_node.planning.states import Running
+from tandem.decode_node.planning.step_plan import StepKey, StepPlan
+from tandem.decode_node.program.feeder import Feeder, unpacked
+from tandem.decode_node.program.rows import Rows
+from tandem.decode_node.program.step import Shape, decode_step
+from tandem.model.checkpoint.tensors import tensors
+from tandem.model.kernels.repeated import Eager, Repeated
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
+from tandem.model.network.tree import static_tree
+from tandem.model.sampling.acceptance.base import Outcome
+from tandem.runtime.engine_loop import is_fatal
 
 MOST_TRIES = 2
 """To make a program in a step of somebody's rows, whose fault it may have been."""

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.request import Request, SamplingParams
-from decode_node.planning.states import Running
-from decode_node.planning.step_plan import PLAIN, Extras
-from kv_transfer.pages import PagePool
-from model.checkpoint.tensors import each, select, upload, write
-from model.drafters.base import Emitted, Notes, Own
-from model.loaded import LoadedModel
-from model.sampling.acceptance import KIND_NUMBERS, KINDS
-from model.sampling.acceptance.base import AcceptanceRows
-from model.sampling.adjust import AdjustRows, count_emitted, no_rules, set_rules
-from model.sampling.sampler import SamplingRows
-from text.think import thinking_at_start
+from tandem.core.request import Request, SamplingParams
+from tandem.decode_node.planning.states import Running
+from tandem.decode_node.planning.step_plan import PLAIN, Extras
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.checkpoint.tensors import each, select, upload, write
+from tandem.model.drafters.base import Emitted, Notes, Own
+from tandem.model.loaded import LoadedModel
+from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS
+from tandem.model.sampling.acceptance.base import AcceptanceRows
+from tandem.model.sampling.adjust import AdjustRows, count_emitted, no_rules, set_rules
+from tandem.model.sampling.sampler import SamplingRows
+from tandem.text.think import thinking_at_start
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.levels import Level
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.rows import RowState, RowTensors
-from model.drafters.base import Drafter, Drafts, Emitted, View
-from model.loaded import LoadedModel
-from model.network.batch import Batch, physical_slots
-from model.network.cache import MAIN, Caches
-from model.network.tree import Tree, tree_of
-from model.sampling.acceptance import judge, pick_draft, rank_drafts
-from model.sampling.acceptance.base import Evidence, Outcome, Verdict
-from model.sampling.sampler import adjusted_places, draw_places
-from model.sampling.thinking import phase_after
+from tandem.core.levels import Level
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.rows import RowState, RowTensors
+from tandem.model.drafters.base import Drafter, Drafts, Emitted, View
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, physical_slots
+from tandem.model.network.cache import MAIN, Caches
+from tandem.model.network.tree import Tree, tree_of
+from tandem.model.sampling.acceptance import judge, pick_draft, rank_drafts
+from tandem.model.sampling.acceptance.base import Evidence, Outcome, Verdict
+from tandem.model.sampling.sampler import adjusted_places, draw_places
+from tandem.model.sampling.thinking import phase_after
 
 
 class Shape(NamedTuple):

@@ -6,10 +6,10 @@ nothing.
 
 from dataclasses import dataclass
 
-from core.identity import Identity
-from core.request import Request
-from decode_node.planning.states import Size
-from kv_transfer.messages import Offer
+from tandem.core.identity import Identity
+from tandem.core.request import Request
+from tandem.decode_node.planning.states import Size
+from tandem.kv_transfer.messages import Offer
 
 
 @dataclass(frozen=True, slots=True)

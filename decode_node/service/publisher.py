@@ -4,12 +4,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
-from core.beat import Beat
-from core.identity import Identity
-from core.request import SequenceUpdate, TokenFrame
-from core.schema import pack
-from decode_node.service.sessions import Sessions
-from runtime.frames import Frame
+from tandem.core.beat import Beat
+from tandem.core.identity import Identity
+from tandem.core.request import SequenceUpdate, TokenFrame
+from tandem.core.schema import pack
+from tandem.decode_node.service.sessions import Sessions
+from tandem.runtime.frames import Frame
 
 
 class FramePublisher:

@@ -14,22 +14,22 @@ from typing import Protocol
 
 import torch
 
-from core.answer import TransferStats
-from core.beat import Beat, Held
-from core.control import Control, Methods, Service
-from core.errors import HandoverError, RankDied, StepFailed, TandemError
-from core.identity import Identity
-from core.remembered import Remembered
-from core.tasks import again, cancelled, resolve
-from decode_node.engine import DecodeEngine
-from decode_node.service.decode_calls import Grant, Start
-from decode_node.service.publisher import FramePublisher
-from decode_node.service.sessions import Sessions
-from kv_transfer import sink
-from kv_transfer.messages import Offer, Seal
-from runtime.computed_rows import ComputedRows
-from runtime.frames import FrameServer
-from runtime.parts import RankParts
+from tandem.core.answer import TransferStats
+from tandem.core.beat import Beat, Held
+from tandem.core.control import Control, Methods, Service
+from tandem.core.errors import HandoverError, RankDied, StepFailed, TandemError
+from tandem.core.identity import Identity
+from tandem.core.remembered import Remembered
+from tandem.core.tasks import again, cancelled, resolve
+from tandem.decode_node.engine import DecodeEngine
+from tandem.decode_node.service.decode_calls import Grant, Start
+from tandem.decode_node.service.publisher import FramePublisher
+from tandem.decode_node.service.sessions import Sessions
+from tandem.kv_transfer import sink
+from tandem.kv_transfer.messages import Offer, Seal
+from tandem.runtime.computed_rows import ComputedRows
+from tandem.runtime.frames import FrameServer
+from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 REMEMBER_S = 600.0

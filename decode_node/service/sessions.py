@@ -5,7 +5,7 @@ Plain Python, owned by one thread (design.md, Leases on decode).
 
 from collections.abc import Callable
 
-from core.identity import Identity
+from tandem.core.identity import Identity
 
 
 class Sessions:

@@ -24,9 +24,9 @@ from pydantic import (  # fmt: skip
 )
 from pydantic.dataclasses import dataclass
 
-from core.json_file import read_json
-from model.checkpoint.config_keys import QUANTIZATION, ROPE, JsonObject, refusals, settle
-from model.checkpoint.eos import read_eos, usable_ids
+from tandem.core.json_file import read_json
+from tandem.model.checkpoint.config_keys import QUANTIZATION, ROPE, JsonObject, refusals, settle
+from tandem.model.checkpoint.eos import read_eos, usable_ids
 
 _REFUSED = {
     "deepseek_v32": "it needs the sparse-attention (DSA) indexer, which Tandem does not have",

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import BinaryIO
 
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.headers import Header, header_of
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.headers import Header, header_of
 
 PAGE_BYTES = 4096
 NUM_EXPERT_PAGES = 8

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from core.json_file import read_json
-from text.tokenizer import read_tokenizer
+from tandem.core.json_file import read_json
+from tandem.text.tokenizer import read_tokenizer
 
 log = logging.getLogger(__name__)
 _BY_TEXT = ("tokenizer_config.json", "special_tokens_map.json")

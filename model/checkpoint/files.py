@@ -9,11 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from core.json_file import read_json
-from core.pace import LOADING, on_start
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.digest import checkpoint_digest
-from model.checkpoint.headers import Header, read_header
+from tandem.core.json_file import read_json
+from tandem.core.pace import LOADING, on_start
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.digest import checkpoint_digest
+from tandem.model.checkpoint.headers import Header, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -21,7 +21,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class CheckpointFiles(ExitStack):
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
-    ``core.pace.on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
+    ``core/pace.py: on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
     """
 
     def __init__(self, path: Path) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.config import Fp8Blocks, ModelConfig
-from model.checkpoint.files import CheckpointFiles, dequantise
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.experts import Experts
-from model.network.layers import Linear
+from tandem.model.checkpoint.config import Fp8Blocks, ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles, dequantise
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.experts import Experts
+from tandem.model.network.layers import Linear
 
 log = logging.getLogger(__name__)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

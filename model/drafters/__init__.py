@@ -4,34 +4,34 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-from core.config import AUTO, SpeculationConfig
-from model.checkpoint.weights import Checkpoint, num_mtp
-from model.drafters.base import Drafter
-from model.drafters.merged import MergedDrafter
-from model.drafters.none import NoDrafter
-from model.drafters.user import UserDrafter
-from model.network.cache import MTP
-from model.network.deepseek import DeepseekV3
+from tandem.core.config import AUTO, SpeculationConfig
+from tandem.model.checkpoint.weights import Checkpoint, num_mtp
+from tandem.model.drafters.base import Drafter
+from tandem.model.drafters.merged import MergedDrafter
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.drafters.user import UserDrafter
+from tandem.model.network.cache import MTP
+from tandem.model.network.deepseek import DeepseekV3
 
 NONE, NGRAM = "none", "ngram"
 MERGED, NOT_MERGED = f"{NGRAM}+", (NGRAM, "self")
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 CLASSES = {
-    MTP: "model.drafters.mtp:MtpDrafter",
-    "medusa": "model.drafters.medusa:MedusaDrafter",
-    NGRAM: "model.drafters.ngram:NgramDrafter",
-    "eagle": "model.drafters.eagle:EagleDrafter",
-    "eagle3": "model.drafters.eagle:Eagle3Drafter",
-    "draft_model": "model.drafters.draft_model:ModelDrafter",
-    "self": "model.drafters.sparse:SparseDrafter",
+    MTP: "tandem.model.drafters.mtp:MtpDrafter",
+    "medusa": "tandem.model.drafters.medusa:MedusaDrafter",
+    NGRAM: "tandem.model.drafters.ngram:NgramDrafter",
+    "eagle": "tandem.model.drafters.eagle:EagleDrafter",
+    "eagle3": "tandem.model.drafters.eagle:Eagle3Drafter",
+    "draft_model": "tandem.model.drafters.draft_model:ModelDrafter",
+    "self": "tandem.model.drafters.sparse:SparseDrafter",
 }
 TREES = CLASSES | {
-    MTP: "model.drafters.mtp_tree:MtpTreeDrafter",
-    "eagle": "model.drafters.eagle:EagleTreeDrafter",
-    "eagle3": "model.drafters.eagle:Eagle3TreeDrafter",
-    "draft_model": "model.drafters.draft_model:ModelTreeDrafter",
+    MTP: "tandem.model.drafters.mtp_tree:MtpTreeDrafter",
+    "eagle": "tandem.model.drafters.eagle:EagleTreeDrafter",
+    "eagle3": "tandem.model.drafters.eagle:Eagle3TreeDrafter",
+    "draft_model": "tandem.model.drafters.draft_model:ModelTreeDrafter",
 }
-MODULES = CLASSES | {MTP: "model.drafters.mtp_vanilla:VanillaDrafter"}
+MODULES = CLASSES | {MTP: "tandem.model.drafters.mtp_vanilla:VanillaDrafter"}
 """Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
 may share, and what is asked of them: chains, trees, chains of several MTP layers."""
 

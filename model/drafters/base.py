@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from core.forms import CatchUp
-from core.levels import Level, Levels, chains
-from model.kernels.base import Kernels
-from model.network.batch import Batch
-from model.network.cache import CacheGroup, Caches
-from model.network.tree import Tree
-from model.sampling.ranking import Ranked
+from tandem.core.forms import CatchUp
+from tandem.core.levels import Level, Levels, chains
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import CacheGroup, Caches
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.ranking import Ranked
 
 UNKNOWN = -1
 """Stands for the token after a segment that is not known yet."""

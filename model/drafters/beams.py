@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.drafters.base import Drafts
-from model.network.tree import Tree
-from model.sampling.ranking import Ranked
+from tandem.model.drafters.base import Drafts
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.ranking import Ranked
 
 
 class Candidates(NamedTuple):

@@ -12,24 +12,24 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from core.json_file import read_json
-from core.levels import Level, Levels
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import CheckpointFiles
-from model.checkpoint.weights import Checkpoint, load_network
-from model.drafters.base import View
-from model.drafters.files import digest
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import MtpRows, first_pass
-from model.drafters.mtp_tree import MtpTreeDrafter
-from model.kernels import check_widths
-from model.kernels.base import Angles, Kernels
-from model.network.batch import Batch
-from model.network.cache import MAIN, CacheGroup, Caches
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.layers import adopt
+from tandem.core.config import SpeculationConfig
+from tandem.core.json_file import read_json
+from tandem.core.levels import Level, Levels
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles
+from tandem.model.checkpoint.weights import Checkpoint, load_network
+from tandem.model.drafters.base import View
+from tandem.model.drafters.files import digest
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_rows import MtpRows, first_pass
+from tandem.model.drafters.mtp_tree import MtpTreeDrafter
+from tandem.model.kernels import check_widths
+from tandem.model.kernels.base import Angles, Kernels
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import MAIN, CacheGroup, Caches
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import adopt
 
 NAME = "draft_model"
 TOKENIZER = "tokenizer.json"

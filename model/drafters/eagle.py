@@ -7,17 +7,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from model.checkpoint.weights import Checkpoint
-from model.drafters.eagle_config import CONFIG, Said, read_config
-from model.drafters.eagle_layer import Eagle3Layer, EagleLayer
-from model.drafters.files import digest, fill, found, read
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_tree import MtpTreeDrafter
-from model.network.batch import Batch
-from model.network.cache import CacheGroup
-from model.network.deepseek import DeepseekV3
-from model.network.layers import Rope
+from tandem.core.config import SpeculationConfig
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.eagle_config import CONFIG, Said, read_config
+from tandem.model.drafters.eagle_layer import Eagle3Layer, EagleLayer
+from tandem.model.drafters.files import digest, fill, found, read
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_tree import MtpTreeDrafter
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import CacheGroup
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.layers import Rope
 
 WEIGHTS = "model.safetensors", "pytorch_model.bin"
 EAGLE = "eagle"

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from core.json_file import read_json
-from model.checkpoint.config import USED_KEYS, ModelConfig
-from model.checkpoint.config_keys import QUANTIZATION, ROPE, refusals, settle
+from tandem.core.json_file import read_json
+from tandem.model.checkpoint.config import USED_KEYS, ModelConfig
+from tandem.model.checkpoint.config_keys import QUANTIZATION, ROPE, refusals, settle
 
 CONFIG = "config.json"
 _OF_LATENTS = (

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.drafters.eagle_config import EagleConfig
-from model.kernels.base import Angles, Attention, Kernels
-from model.network.batch import Batch
-from model.network.layers import GatedMLP, Linear, Part, RMSNorm
-from model.network.mla import MLA
+from tandem.model.drafters.eagle_config import EagleConfig
+from tandem.model.kernels.base import Angles, Attention, Kernels
+from tandem.model.network.batch import Batch
+from tandem.model.network.layers import GatedMLP, Linear, Part, RMSNorm
+from tandem.model.network.mla import MLA
 
 
 class GroupedAttention(Part):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from model.checkpoint.digest import file_digest
-from model.checkpoint.weights import Checkpoint
+from tandem.model.checkpoint.digest import file_digest
+from tandem.model.checkpoint.weights import Checkpoint
 
 
 def found(folder: Path, names: Sequence[str]) -> Path:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from core.config import SpeculationConfig
-from core.levels import Level, Levels, chains, prefixes
-from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafter, Drafts, Emitted, View
-from model.drafters.choices import Choice, orders_of, parents_of, read_choices
-from model.drafters.medusa_heads import MedusaHead, read_heads
-from model.kernels.base import Kernels
-from model.network.cache import Caches
-from model.network.deepseek import DeepseekV3
-from model.network.layers import adopt
-from model.network.tree import Tree
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level, Levels, chains, prefixes
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.base import Drafter, Drafts, Emitted, View
+from tandem.model.drafters.choices import Choice, orders_of, parents_of, read_choices
+from tandem.model.drafters.medusa_heads import MedusaHead, read_heads
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.cache import Caches
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.layers import adopt
+from tandem.model.network.tree import Tree
 
 CHOICES = "choices.json"
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.checkpoint.weights import Checkpoint
-from model.drafters.files import found, read, taken
-from model.network.layers import Linear
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.files import found, read, taken
+from tandem.model.network.layers import Linear
 
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")

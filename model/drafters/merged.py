@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core.forms import CatchUp
-from core.levels import Level, Levels, chains
-from model.drafters.base import Drafter, Drafts, Emitted, Notes, Own, View
-from model.kernels.base import Kernels
-from model.network.batch import Batch
-from model.network.cache import Caches
+from tandem.core.forms import CatchUp
+from tandem.core.levels import Level, Levels, chains
+from tandem.model.drafters.base import Drafter, Drafts, Emitted, Notes, Own, View
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import Caches
 
 
 class MergedDrafter(Drafter):

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import SpeculationConfig
-from core.levels import Level
-from core.pages import DUMMY_PAGE
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import Checkpoint, load_mtp
-from model.drafters.base import UNKNOWN, Drafter, Drafts, Emitted, View
-from model.drafters.mtp_rows import MtpRows, Pending, first_pass, later_slots
-from model.kernels.base import Angles, Kernels
-from model.network.batch import Batch, physical_slots
-from model.network.cache import MTP, CacheGroup, Caches
-from model.network.deepseek import DecoderLayer, DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.layers import Linear, RMSNorm, adopt
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level
+from tandem.core.pages import DUMMY_PAGE
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.weights import Checkpoint, load_mtp
+from tandem.model.drafters.base import UNKNOWN, Drafter, Drafts, Emitted, View
+from tandem.model.drafters.mtp_rows import MtpRows, Pending, first_pass, later_slots
+from tandem.model.kernels.base import Angles, Kernels
+from tandem.model.network.batch import Batch, physical_slots
+from tandem.model.network.cache import MTP, CacheGroup, Caches
+from tandem.model.network.deepseek import DecoderLayer, DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import Linear, RMSNorm, adopt
 
 
 class MtpLayer(DecoderLayer):

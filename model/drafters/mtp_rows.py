@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.drafters.base import View
-from model.network.batch import Batch, physical_slots
+from tandem.model.drafters.base import View
+from tandem.model.network.batch import Batch, physical_slots
 
 MOST_PENDING = 16
 """Tokens of a row that pass 1 can catch up with at once. Without drafts it runs every so many
@@ -24,7 +24,7 @@ steps: the more can wait, the less each costs, and the longer is the one that ca
 @dataclass(slots=True)
 class Pending:
     """A row is behind by the tokens that pass 1 has not read; a step catches up with as many as
-    pass 1 is wide. Without drafts it waits until no more can be pending (core.forms)."""
+    pass 1 is wide. Without drafts it waits until no more can be pending (core/forms.py)."""
 
     most_depth: int
     start: int = 1

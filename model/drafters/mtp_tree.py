@@ -10,17 +10,17 @@ from typing import Self
 
 import torch
 
-from core.config import SpeculationConfig
-from core.levels import MOST_NODES, Level, Levels, grown
-from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafts, View
-from model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import MtpRows
-from model.kernels.base import Angles
-from model.network.batch import Batch, physical_slots
-from model.network.cache import Caches
-from model.network.deepseek import DeepseekV3
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import MOST_NODES, Level, Levels, grown
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_rows import MtpRows
+from tandem.model.kernels.base import Angles
+from tandem.model.network.batch import Batch, physical_slots
+from tandem.model.network.cache import Caches
+from tandem.model.network.deepseek import DeepseekV3
 
 
 class MtpTreeDrafter(MtpDrafter):

@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from core.levels import Level
-from model.checkpoint.weights import Checkpoint, load_mtp, num_mtp
-from model.drafters.base import Drafts, Emitted, View
-from model.drafters.mtp import MtpDrafter, MtpLayer, ahead, head_batch, known, shifted
-from model.drafters.mtp_rows import MtpRows
-from model.kernels.base import Kernels
-from model.network.batch import Batch, physical_slots
-from model.network.cache import MTP, CacheGroup, Caches
-from model.network.deepseek import DeepseekV3
-from model.network.layers import adopt
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level
+from tandem.model.checkpoint.weights import Checkpoint, load_mtp, num_mtp
+from tandem.model.drafters.base import Drafts, Emitted, View
+from tandem.model.drafters.mtp import MtpDrafter, MtpLayer, ahead, head_batch, known, shifted
+from tandem.model.drafters.mtp_rows import MtpRows
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.batch import Batch, physical_slots
+from tandem.model.network.cache import MTP, CacheGroup, Caches
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.layers import adopt
 
 
 @dataclass(slots=True)

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from core.levels import Level
-from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafts, Emitted, View
-from model.drafters.pool import Pool, recalled, remember
-from model.drafters.texts import ReadsTexts, places_of
-from model.kernels.base import Kernels
-from model.network.cache import Caches
-from model.network.deepseek import DeepseekV3
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.base import Drafts, Emitted, View
+from tandem.model.drafters.pool import Pool, recalled, remember
+from tandem.model.drafters.texts import ReadsTexts, places_of
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.cache import Caches
+from tandem.model.network.deepseek import DeepseekV3
 
 
 class NgramDrafter(ReadsTexts):

@@ -1,8 +1,8 @@
 """No drafts: plain decoding, and checkpoints without an MTP layer."""
 
-from core.levels import Level, Levels, chains
-from model.drafters.base import Drafter, Drafts, View
-from model.network.cache import Caches
+from tandem.core.levels import Level, Levels, chains
+from tandem.model.drafters.base import Drafter, Drafts, View
+from tandem.model.network.cache import Caches
 
 
 class NoDrafter(Drafter):

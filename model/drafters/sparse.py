@@ -9,13 +9,13 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from core.levels import Level
-from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafter, Drafts, View
-from model.network.batch import Batch, physical_slots
-from model.network.cache import MAIN, Caches
-from model.network.deepseek import DeepseekV3
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.base import Drafter, Drafts, View
+from tandem.model.network.batch import Batch, physical_slots
+from tandem.model.network.cache import MAIN, Caches
+from tandem.model.network.deepseek import DeepseekV3
 
 NUM_SINKS = 1
 """Pages at the beginning of a text."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.checkpoint.tensors import upload
-from model.drafters.base import Drafter, Emitted
+from tandem.model.checkpoint.tensors import upload
+from tandem.model.drafters.base import Drafter, Emitted
 
 
 class ReadsTexts(Drafter):

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from core.config import SpeculationConfig
-from core.levels import Level, Levels, chains, grown
-from model.checkpoint.weights import Checkpoint
-from model.drafters.base import Drafts, View
-from model.drafters.texts import ReadsTexts
-from model.network.cache import Caches
-from model.network.deepseek import DeepseekV3
+from tandem.core.config import SpeculationConfig
+from tandem.core.levels import Level, Levels, chains, grown
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.texts import ReadsTexts
+from tandem.model.network.cache import Caches
+from tandem.model.network.deepseek import DeepseekV3
 
 log = logging.getLogger(__name__)
 MOST_FAILURES = 3

@@ -6,9 +6,9 @@ from shutil import which
 
 import torch
 
-from core.config import AUTO
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import PLAIN, Kernels
+from tandem.core.config import AUTO
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import PLAIN, Kernels
 
 log = logging.getLogger(__name__)
 HOPPER = 9
@@ -57,22 +57,22 @@ def check_widths(config: ModelConfig, lanes: int) -> None:
 
 
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from model.kernels.native import LANES, Native
+    from tandem.model.kernels.native import LANES, Native
 
     check_widths(config, LANES)
-    from model.kernels.build import built
+    from tandem.model.kernels.build import built
 
     return Native(built())
 
 
 def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from model.kernels.gpu.kernels import Triton
+    from tandem.model.kernels.gpu.kernels import Triton
 
     return Triton(*_for_gpu(config, device, quantises))
 
 
 def _libraries(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from model.kernels.gpu import flashmla, libraries
+    from tandem.model.kernels.gpu import flashmla, libraries
 
     return libraries.Libraries(flashmla.operator(), *_for_gpu(config, device, quantises))
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.forms import EAGER
-from model.kernels.repeated import Eager, Function, Repeated
-from model.network.batch import Segments, gather_pages, visible_slots
-from model.sampling.sampler import Sampler
+from tandem.core.forms import EAGER
+from tandem.model.kernels.repeated import Eager, Function, Repeated
+from tandem.model.network.batch import Segments, gather_pages, visible_slots
+from tandem.model.sampling.sampler import Sampler
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
@@ -95,7 +95,7 @@ class Kernels(Sampler):
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
     copy_rows: Callable[[Sequence[Tensor], Tensor, Tensor, bool], None] | None = None
-    """Entries of all layers into staging, or from it (kv_transfer.caches.Copy), if these can."""
+    """Entries of all layers into staging, or from it (kv_transfer/caches.py), if these can."""
 
     def use_threads(self, num_threads: int) -> None:
         """What this process computes on its CPU is computed by so many, from now on."""

@@ -1,4 +1,5 @@
-"""The C++ kernels, compiled once for a machine: ``python -m model.kernels.build`` does it ahead."""
+"""Compile the C++ kernels, once for a machine; ``python -m tandem.model.kernels.build`` does it
+ahead."""
 
 import fcntl
 import hashlib
@@ -15,8 +16,8 @@ from typing import IO, Any
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from core.pace import on_start
-from core.user_cache import own_bytes, private_folder, user_cache
+from tandem.core.pace import on_start
+from tandem.core.user_cache import own_bytes, private_folder, user_cache
 
 log = logging.getLogger(__name__)
 SOURCES = tuple(sorted(Path(__file__).with_name("cpu").glob("*.cpp")))
@@ -34,7 +35,7 @@ DIGEST = ".sha256"
 
 def built() -> Path:
     """The library, compiled now if this source, torch, compiler and processor never were; another
-    process that does the same is waited for. ``core.pace.on_start`` is told how long
+    process that does the same is waited for. ``core/pace.py: on_start`` is told how long
     the compiler has computed, whoever began it.
 
     Raises ValueError saying what is missing, or what the compiler said.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.errors import CannotCapture
-from model.kernels.repeated import Function
+from tandem.core.errors import CannotCapture
+from tandem.model.kernels.repeated import Function
 
 LEAST_FREE = 0.02
 """Of the device's memory, or no program is made: steps have to run, too."""

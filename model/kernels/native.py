@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.forms import RECORDED
-from model.checkpoint.tensors import tensors
-from model.kernels.base import Attention, Kernels, Routing
-from model.kernels.recorded import Recorded
-from model.kernels.repeated import Function, Repeated
-from model.network.batch import Segments
-from model.sampling.adjust import AdjustRows
-from model.sampling.sampler import SamplingRows
+from tandem.core.forms import RECORDED
+from tandem.model.checkpoint.tensors import tensors
+from tandem.model.kernels.base import Attention, Kernels, Routing
+from tandem.model.kernels.recorded import Recorded
+from tandem.model.kernels.repeated import Function, Repeated
+from tandem.model.network.batch import Segments
+from tandem.model.sampling.adjust import AdjustRows
+from tandem.model.sampling.sampler import SamplingRows
 
 LANES = 16
 """Outputs that lie side by side in packed weights, as in cpu/vectors.h."""

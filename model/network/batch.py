@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.pages import DUMMY_PAGE
-from model.checkpoint.tensors import upload
+from tandem.core.pages import DUMMY_PAGE
+from tandem.model.checkpoint.tensors import upload
 
 
 @dataclass(frozen=True, slots=True)

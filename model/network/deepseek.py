@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import Angles, More
-from model.network.batch import Batch
-from model.network.cache import MAIN, Caches
-from model.network.dispatch.base import Dispatch
-from model.network.layers import GatedMLP, Linear, RMSNorm, Rope
-from model.network.mla import MLA
-from model.network.moe import MoE
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import Angles, More
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import MAIN, Caches
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import GatedMLP, Linear, RMSNorm, Rope
+from tandem.model.network.mla import MLA
+from tandem.model.network.moe import MoE
 
 
 class DecoderLayer(nn.Module):

@@ -5,9 +5,9 @@ Shape legend: N tokens that are here, P (token, expert) pairs, S slots, D hidden
 
 from torch import Tensor
 
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import Kernels
-from model.network.layers import Matrices, Part
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import Kernels
+from tandem.model.network.layers import Matrices, Part
 
 
 class Experts(Part):

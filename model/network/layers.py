@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.config import ModelConfig, YarnScaling
-from model.checkpoint.files import dequantise
-from model.kernels.base import BLOCK, Angles, Blocks, Kernels, More, Weights
+from tandem.model.checkpoint.config import ModelConfig, YarnScaling
+from tandem.model.checkpoint.files import dequantise
+from tandem.model.kernels.base import BLOCK, Angles, Blocks, Kernels, More, Weights
 
 
 class Part(nn.Module):

@@ -8,10 +8,10 @@ Both forms read keys and values from the cache alone, after this pass's rows wer
 
 from torch import Tensor
 
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import BLOCK, Angles, Attention, Kernels
-from model.network.batch import Batch
-from model.network.layers import Linear, Part, RMSNorm, alike, joined
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import BLOCK, Angles, Attention, Kernels
+from tandem.model.network.batch import Batch
+from tandem.model.network.layers import Linear, Part, RMSNorm, alike, joined
 
 
 class MLA(Part):

@@ -6,11 +6,11 @@ Shape legend: T tokens, D hidden, E routed experts, K experts per token.
 import torch
 from torch import Tensor
 
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import Kernels, More, Routing
-from model.network.dispatch.base import Dispatch
-from model.network.experts import Experts
-from model.network.layers import GatedMLP, Matrices, Part
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import Kernels, More, Routing
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.experts import Experts
+from tandem.model.network.layers import GatedMLP, Matrices, Part
 
 
 class Gate(Matrices):

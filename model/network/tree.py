@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.levels import Level
+from tandem.core.levels import Level
 
 
 class Tree(NamedTuple):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.request import Request
-from model.checkpoint.tensors import upload, write
+from tandem.core.request import Request
+from tandem.model.checkpoint.tensors import upload, write
 
 
 @dataclass(frozen=True, slots=True)

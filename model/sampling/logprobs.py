@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from core.answer import TokenLogprobs
+from tandem.core.answer import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

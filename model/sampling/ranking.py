@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.network.tree import Tree
-from model.sampling.sampler import DRAFT, SamplingRows, gumbel
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.sampler import DRAFT, SamplingRows, gumbel
 
 NOTHING = float("-inf")
 _NODE_SHIFT = 32

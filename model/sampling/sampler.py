@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.request import SamplingParams
-from model.checkpoint.tensors import upload
-from model.network.tree import Tree, on_path
-from model.sampling.adjust import AdjustRows, adjust
+from tandem.core.request import SamplingParams
+from tandem.model.checkpoint.tensors import upload
+from tandem.model.network.tree import Tree, on_path
+from tandem.model.sampling.adjust import AdjustRows, adjust
 
 TARGET, DRAFT, COIN, RESIDUAL = range(4)
 """Streams of noise, independent at the same (seed, output index); only rejection sampling has

@@ -6,8 +6,8 @@ Shape legend: B rows, N drafts, Q = N + 1 nodes, M tokens a step can emit at mos
 import torch
 from torch import Tensor
 
-from model.network.tree import Tree, on_path
-from text.think import ThinkIds
+from tandem.model.network.tree import Tree, on_path
+from tandem.text.think import ThinkIds
 
 _NO_TOKEN = -1
 

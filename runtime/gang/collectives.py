@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.errors import EpochEnded
-from core.pace import Place
-from wires.groups import Store, gloo_group
-from wires.nccl import nccl_group, prepare
+from tandem.core.errors import EpochEnded
+from tandem.core.pace import Place
+from tandem.wires.groups import Store, gloo_group
+from tandem.wires.nccl import nccl_group, prepare
 
 CONNECT_S = 30.0
 

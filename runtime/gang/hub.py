@@ -12,14 +12,14 @@ import threading
 from queue import SimpleQueue
 from typing import Any
 
-from core.membership import Meeting
-from core.schema import pack, unpack
-from runtime.gang.collectives import CONNECT_S
-from runtime.gang.rounds import Rounds
-from runtime.gang.told import MAX_BYTES, Proposed, Told, send
-from runtime.lockstep import Decide
-from wires.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
-from wires.groups import store_server
+from tandem.core.membership import Meeting
+from tandem.core.schema import pack, unpack
+from tandem.runtime.gang.collectives import CONNECT_S
+from tandem.runtime.gang.rounds import Rounds
+from tandem.runtime.gang.told import MAX_BYTES, Proposed, Told, send
+from tandem.runtime.lockstep import Decide
+from tandem.wires.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
+from tandem.wires.groups import store_server
 
 log = logging.getLogger(__name__)
 HELLO = struct.Struct("!I")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Generic
 
-from runtime.lockstep import Decide, Key, Proposal
+from tandem.runtime.lockstep import Decide, Key, Proposal
 
 
 class Rounds(Generic[Proposal, Key]):

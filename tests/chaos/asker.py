@@ -19,8 +19,8 @@ from typing import Any, TextIO
 from tokenizers import Tokenizer
 
 from benchmarks.soak.load import nothing_left
-from core.config import TINY_MODEL
 from tandem import AsyncClient, InferenceError
+from tandem.core.config import TINY_MODEL
 from tests.faults.sitecustomize import POISON
 from training.corpus import held_out_prompts
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.driven.procs import ROOT, python_path
 from tests.pods import Pod, pods
 
 HEAD_PORT = 9000
@@ -71,7 +72,7 @@ class Machines:
         head = f"{there['head'].address}:{HEAD_PORT}"
         wait = f"until ray health-check --address {head} &>/dev/null; do sleep 1; done; "
         env = {"FAULTS": str(folder), "CHAOS": "1", "RAY_enable_metrics_collection": "0"}
-        env["PYTHONPATH"] = f"{Path(__file__).parents[1] / 'faults'}:{Path(__file__).parents[2]}"
+        env["PYTHONPATH"] = python_path(ROOT, ROOT / "tests" / "faults")
         asked = [f"--set={one}" for one in (f"server.address=0.0.0.0:{GATEWAY_PORT}", *sets)]
         self.folder = folder
         self.all = dict[str, Machine]()

@@ -11,7 +11,7 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.soak.check import is_plain, score_ties, to_request
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
 from tests.chaos.asker import Asked, is_turned_away
 
 PATIENCE_S = 60.0

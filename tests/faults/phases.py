@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cluster.control import rebalance
-from core.membership import DRAINING, LOST, STARTING
+from tandem.cluster.control import rebalance
+from tandem.core.membership import DRAINING, LOST, STARTING
 from tests.faults.timeline import note_gang
 
 PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
@@ -76,7 +76,7 @@ async def watch(controller: Any) -> None:
 
 
 def watched(module: Any) -> None:
-    """cluster.control.controller, whose controllers are watched from their first moment on."""
+    """Watch controllers of tandem.cluster.control.controller from their first moment on."""
     begin, stop = module.Controller.begin, module.GangKeeper.stop
     rebalance.MIN_GAIN = -1.0
 

@@ -241,13 +241,13 @@ def _note_routing(gateway: Any) -> None:
 
 
 PATCHES = {
-    "decode_node.program.launcher": _poison_steps,
-    "model.checkpoint.files": _stop_as_it_loads,
-    "model.kernels.build": _stop_as_it_compiles,
-    "prefill_node.engine": _poison_prefill,
-    "runtime.engine_loop": _block_on_demand,
-    "runtime.gang.collectives": _end_in_lockstep,
-    "runtime.gang.member": _tell_who,
+    "tandem.decode_node.program.launcher": _poison_steps,
+    "tandem.model.checkpoint.files": _stop_as_it_loads,
+    "tandem.model.kernels.build": _stop_as_it_compiles,
+    "tandem.prefill_node.engine": _poison_prefill,
+    "tandem.runtime.engine_loop": _block_on_demand,
+    "tandem.runtime.gang.collectives": _end_in_lockstep,
+    "tandem.runtime.gang.member": _tell_who,
 }
 
 
@@ -270,12 +270,12 @@ class _Patcher(importlib.abc.MetaPathFinder):
 
 
 CHAOS_PATCHES = {
-    "cluster.control.actors": _lose_calls,
-    "cluster.control.controller": _watch_controllers,
-    "cluster.gateway.flow": _note_attempts,
-    "cluster.gateway.gateway": _note_routing,
-    "runtime.frames": _break_frames,
-    "wires.calls": _trouble_pulls,
+    "tandem.cluster.control.actors": _lose_calls,
+    "tandem.cluster.control.controller": _watch_controllers,
+    "tandem.cluster.gateway.flow": _note_attempts,
+    "tandem.cluster.gateway.gateway": _note_routing,
+    "tandem.runtime.frames": _break_frames,
+    "tandem.wires.calls": _trouble_pulls,
 }
 
 

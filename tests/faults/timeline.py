@@ -29,7 +29,7 @@ def note_gang(gang: Any) -> None:
 
 
 def note_attempts(flow: Any) -> None:
-    """cluster.gateway.flow, before others import from it."""
+    """tandem.cluster.gateway.flow, before others import from it."""
     run_request, grant = flow.run_request, flow._grant
 
     async def running(

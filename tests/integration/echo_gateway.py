@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.door.server import Server
-from core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
-from core.config import TandemConfig, load
-from core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
-from core.request import Request
 from tandem import InferenceError
+from tandem.cluster.door.server import Server
+from tandem.core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
+from tandem.core.config import TandemConfig, load
+from tandem.core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
+from tandem.core.request import Request
 
 EOS = 2
 STORY = "Zwei Bären 🐻🐻 aßen Käse. "
@@ -130,7 +130,7 @@ def _finished(request: Request, num_tokens: int, reason: str, index: int) -> Fin
 async def launch(
     config: TandemConfig, ray_address: str | None = None, on_progress: Any = print
 ) -> AsyncIterator[EchoGateway]:
-    """Stands in for ``cluster.control.launch.launch``."""
+    """Stand in for ``launch`` of cluster/control/launch.py."""
     on_progress(f"launching {config.mode}")
     gateway = EchoGateway()
     if config.model.max_model_len == 2:

@@ -11,17 +11,17 @@ from typing import Any
 import msgpack
 import torch
 
-from core.config import KvTransferConfig
-from core.control import Service
-from core.identity import Identity
-from kv_transfer.caches import PagedCaches
-from kv_transfer.channel import ChannelMaker
-from kv_transfer.layout import Group, Layout
-from kv_transfer.messages import Seal
-from kv_transfer.pages import PagePool
-from kv_transfer.side import Deadlines, Side
-from kv_transfer.source import Source
-from runtime.engine_loop import EngineLoop
+from tandem.core.config import KvTransferConfig
+from tandem.core.control import Service
+from tandem.core.identity import Identity
+from tandem.kv_transfer.caches import PagedCaches
+from tandem.kv_transfer.channel import ChannelMaker
+from tandem.kv_transfer.layout import Group, Layout
+from tandem.kv_transfer.messages import Seal
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.side import Deadlines, Side
+from tandem.kv_transfer.source import Source
+from tandem.runtime.engine_loop import EngineLoop
 
 HOST, EPOCH, DEADLINE_S, WIDTH = "127.0.0.1", 2, 3.0, 24
 LAYOUT = Layout((Group("main", 3, 4 * WIDTH), Group("mtp", 1, 4 * WIDTH)), "float32", "tiny")

@@ -11,13 +11,14 @@ from typing import Any
 import msgpack
 import torch
 
-from core.control import Control, Handler, InProcessControl, Service
-from core.identity import Identity
-from kv_transfer.channel import ChannelMaker, make_channels
-from kv_transfer.layout import PROTOCOL
-from kv_transfer.messages import Offer
-from kv_transfer.side import Deadlines, Side
-from kv_transfer.sink import Pulled, Sink
+from tandem.core.control import Control, Handler, InProcessControl, Service
+from tandem.core.identity import Identity
+from tandem.kv_transfer.channel import ChannelMaker, make_channels
+from tandem.kv_transfer.layout import PROTOCOL
+from tandem.kv_transfer.messages import Offer
+from tandem.kv_transfer.side import Deadlines, Side
+from tandem.kv_transfer.sink import Pulled, Sink
+from tandem.wires.calls import DOOR, CallClient, CallServer
 from tests.forks import forks
 from tests.integration.handover_peer import (
     CONFIG,
@@ -32,7 +33,6 @@ from tests.integration.handover_peer import (
 )
 from tests.loopback import LoopbackChannels
 from tests.waiting import PATIENCE_S, until
-from wires.calls import DOOR, CallClient, CallServer
 
 _ids = itertools.count()
 

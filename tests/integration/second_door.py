@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.door.server import Server
 from tandem import AsyncClient, InferenceError
+from tandem.cluster.door.server import Server
 from tests.integration.test_cli_edge import serving
 from tests.rig import Rig, rig
 

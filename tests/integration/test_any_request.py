@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.request import STRICT
+from tandem.core.request import STRICT
 from tests.answers import AnyRequests, Reference, ask, ask_all
 from tests.rig import rig
 

@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.bench.experiment import Trial
-from cluster.bench.options import BenchOptions
-from cluster.bench.runner import Generator, Run
-from cluster.bench.stats import Slo, acceptance, measure
-from cluster.bench.workload import Job
-from core.answer import Delta, Finished
-from core.errors import Overloaded, RankLost
-from core.request import Request
 from tandem import AsyncClient
+from tandem.cluster.bench.experiment import Trial
+from tandem.cluster.bench.options import BenchOptions
+from tandem.cluster.bench.runner import Generator, Run
+from tandem.cluster.bench.stats import Slo, acceptance, measure
+from tandem.cluster.bench.workload import Job
+from tandem.core.answer import Delta, Finished
+from tandem.core.errors import Overloaded, RankLost
+from tandem.core.request import Request
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_cli_edge import serving, tandem
 from tests.waiting import until

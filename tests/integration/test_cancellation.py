@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks.driven.exact import near_ties
-from core.tasks import cancelled
-from decode_node.service.rank import DecodeRank
-from kv_transfer.links import MAX_PLACES
-from kv_transfer.pages import PagePool
-from prefill_node.rank import PrefillRank
+from tandem.core.tasks import cancelled
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.kv_transfer.links import MAX_PLACES
+from tandem.kv_transfer.pages import PagePool
+from tandem.prefill_node.rank import PrefillRank
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
 

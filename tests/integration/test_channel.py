@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from core.errors import HandoverError
-from kv_transfer.base import Channel, Direction
-from kv_transfer.channel import make_channels
-from kv_transfer.staging import StagingPool
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.base import Channel, Direction
+from tandem.kv_transfer.channel import make_channels
+from tandem.kv_transfer.staging import StagingPool
 from tests.faulty import watched
 from tests.forks import forks
 from tests.waiting import PATIENCE_S, wait_until

@@ -16,8 +16,8 @@ from tests.warm import Warm
 IMPORTS = """
 import sys
 from tests.integration import echo_gateway
-sys.modules["cluster.control.launch"] = echo_gateway
-from cluster.cli import main
+sys.modules["tandem.cluster.control.launch"] = echo_gateway
+from tandem.cluster.cli import main
 """
 WARM = Warm(IMPORTS, "main()")
 ANY_PORT = ("--set", "server.address=127.0.0.1:0")
@@ -191,7 +191,7 @@ def test_list_keys_prints_the_configuration() -> None:
 
 CLEANING = """
 import asyncio, signal
-from cluster.commands.common import run
+from tandem.cluster.commands.common import run
 
 async def main():
     told = asyncio.Event()

@@ -8,10 +8,10 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from cluster.client import stream
-from cluster.door.server import Server
-from core.errors import Draining, RankLost
 from tandem import AsyncClient, Client, InferenceError
+from tandem.cluster.client import stream
+from tandem.cluster.door.server import Server
+from tandem.core.errors import Draining, RankLost
 from tests.integration.echo_gateway import (
     EchoGateway,
     answer_to,

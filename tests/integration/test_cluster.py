@@ -16,14 +16,14 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
-from cluster.client.options import build_request
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.config import TINY_MODEL
-from core.info import RankStatus
-from core.request import Request, SamplingParams, TokenBias
-from core.schema import pack
 from tandem import Client, InferenceError
+from tandem.cluster.client.options import build_request
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import RankStatus
+from tandem.core.request import Request, SamplingParams, TokenBias
+from tandem.core.schema import pack
 from tests.drivers import MEMBERS, ROOMS, TROUBLE, left_in, script
 from tests.often import often
 from tests.waiting import PATIENCE_S, wait_until

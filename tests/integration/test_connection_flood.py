@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from core.membership import PortAddress
+from tandem.core.membership import PortAddress
+from tandem.wires.listener import Listener, connect
 from tests.waiting import PATIENCE_S
-from wires.listener import Listener, connect
 
 NUM_PEERS = 20
 FLOOD = """

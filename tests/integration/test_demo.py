@@ -6,10 +6,10 @@ from itertools import groupby
 from rich.console import Console
 
 from benchmarks.demo import PROMPTS, answer
-from cluster.door.server import Server
-from core.config import TINY_MODEL
-from core.request import STOP
 from tandem import AsyncClient
+from tandem.cluster.door.server import Server
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import STOP
 from tests.rig import rig
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.client.options import GenerateOptions
-from core.answer import Delta, TokenLogprobs
-from core.config import TINY_MODEL
 from tandem import AsyncClient
+from tandem.cluster.client.options import GenerateOptions
+from tandem.core.answer import Delta, TokenLogprobs
+from tandem.core.config import TINY_MODEL
 from tests.conformance import DRAFTERS, texts
 from tests.integration.test_spine import served
 from tests.rig import Rig, rig

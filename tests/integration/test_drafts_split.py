@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks.drafters.costs import bytes_of
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
-from decode_node.service.rank import DecodeRank
-from kv_transfer.messages import Seal
-from model.loaded import LoadedModel
-from prefill_node.prefix_cache import PrefixCache
+from tandem.core.config import TINY_MODEL
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.kv_transfer.messages import Seal
+from tandem.model.loaded import LoadedModel
+from tandem.prefill_node.prefix_cache import PrefixCache
 from tests import rig as rigs
 from tests.conformance import DRAFTERS as EAGLES
 from tests.often import often

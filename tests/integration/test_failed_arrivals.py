@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.driven.engines import greedy
-from core.errors import is_out_of_resources
+from tandem.core.errors import is_out_of_resources
 from tests.rig import Rig, rig
 
 ON_CPU = RuntimeError(

@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import ROOT, Serving, actors, serving
-from core.config import TINY_MODEL
-from core.info import RankStatus
+from benchmarks.driven.procs import ROOT, Serving, actors, python_path, serving
 from tandem import Client, InferenceError
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import RankStatus
 from tests.faults.sitecustomize import NUM_TOLD, POISON, PREFILL_POISON
 from tests.integration.test_lost_prefill import prompts
 from tests.waiting import PATIENCE_S, wait_until
@@ -36,7 +36,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def faulty(faults: Path, max_rows: int, *sets: str) -> Iterator[Serving]:
-    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    path = python_path(ROOT, ROOT / "tests" / "faults")
     env = os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
     with serving(*SETS, f"decode.max_rows={max_rows}", *sets, env=env) as running:
         yield running

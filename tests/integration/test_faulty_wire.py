@@ -11,14 +11,14 @@ import grpc
 import pytest
 
 from benchmarks.driven.engines import greedy
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.config import TandemConfig
-from core.errors import HandoverError
-from kv_transfer.links import MAX_PLACES
-from kv_transfer.side import Deadlines, Side
-from runtime import parts
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.config import TandemConfig
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.links import MAX_PLACES
+from tandem.kv_transfer.side import Deadlines, Side
+from tandem.runtime import parts
 from tests.faulty import WARM, Fault, FaultyChannels, faulty_client
 from tests.integration.handover_peer import EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
@@ -38,7 +38,7 @@ FAULTS += [("d", *fault) for fault in [*IN_SETUP, ("recv", WARM), *LATER]]
 
 @pytest.fixture(autouse=True)
 def clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.channel.store_client", faulty_client)
+    monkeypatch.setattr("tandem.kv_transfer.channel.store_client", faulty_client)
 
 
 @asynccontextmanager

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import HandoverError
-from kv_transfer.caches import PagedCaches
-from kv_transfer.offered import Computed
-from kv_transfer.pages import PagePool
-from kv_transfer.sums import PageSums
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.caches import PagedCaches
+from tandem.kv_transfer.offered import Computed
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.sums import PageSums
 from tests.integration.handover_peer import DEADLINE_S, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels

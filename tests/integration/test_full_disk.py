@@ -18,9 +18,9 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import RayHead, Serving, actors, alive, ray_head, serving
-from core.config import TINY_MODEL
-from core.info import PREFILL, SERVING
 from tandem import Client, InferenceError
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import PREFILL, SERVING
 from tests.waiting import wait_until
 
 pytestmark = [

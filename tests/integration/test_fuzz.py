@@ -18,11 +18,11 @@ from grpc_health.v1 import health_pb2
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import Serving, serving
-from cluster.door.grpc_door import SERVICE
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto.wire import STREAM_KEY
-from core.config import TINY_MODEL
 from tandem import AsyncClient
+from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.core.config import TINY_MODEL
 from tests.fuzz import NAMES, mutated, ordinary, wild
 from tests.waiting import until
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import ROOT, Serving, alive, serving
-from core.config import TINY_MODEL
+from benchmarks.driven.procs import ROOT, Serving, alive, python_path, serving
 from tandem import Client, InferenceError
+from tandem.core.config import TINY_MODEL
 from tests.integration.test_faults import begun, born, check, epochs, is_empty
 from tests.integration.test_lost_prefill import prompts
 from tests.waiting import PATIENCE_S, wait_until
@@ -36,7 +36,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(faults: Path) -> Iterator[Serving]:
-    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    path = python_path(ROOT, ROOT / "tests" / "faults")
     env = os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
     with serving(*SETS, env=env) as running:
         yield running

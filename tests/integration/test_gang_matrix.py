@@ -17,9 +17,9 @@ from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import serving, tandem
 from benchmarks.soak.check import score_ties
-from core.config import TINY_MODEL
-from core.request import Request
 from tandem import Client
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import Request
 from tests.often import often
 from tests.rig import Rig, rig
 from tests.waiting import until

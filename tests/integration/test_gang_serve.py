@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
-from core.config import TINY_MODEL
-from core.info import RankStatus
 from tandem import Client
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import RankStatus
 from tests.integration.test_lost_prefill import prompts
 from tests.waiting import wait_until
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
-from core.request import Request, SamplingParams
-from decode_node.planning.step_plan import StepKey, StepPlan
-from decode_node.program.programs import Prepared, Programs, StepResult
-from decode_node.service.rank import DecodeRank
-from model.kernels.base import Kernels
-from model.kernels.repeated import Function
-from model.network.dispatch.spread import Spread
-from runtime.gang.collectives import Collectives
+from tandem.core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
+from tandem.core.request import Request, SamplingParams
+from tandem.decode_node.planning.step_plan import StepKey, StepPlan
+from tandem.decode_node.program.programs import Prepared, Programs, StepResult
+from tandem.decode_node.service.rank import DecodeRank
+from tandem.model.kernels.base import Kernels
+from tandem.model.kernels.repeated import Function
+from tandem.model.network.dispatch.spread import Spread
+from tandem.runtime.gang.collectives import Collectives
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
 from tests.waiting import until
@@ -166,7 +166,7 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
 
     monkeypatch.setattr(Programs, "run", noted)
     monkeypatch.setattr(Spread, "why_eager", "")
-    monkeypatch.setattr("model.loaded.create_kernels", lambda *asked, **more: Capturing())
+    monkeypatch.setattr("tandem.model.loaded.create_kernels", lambda *asked, **more: Capturing())
     async with rig(small_model, *SETS, "decode.max_rows=4") as cluster:
         ranks = cluster.decodes
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))

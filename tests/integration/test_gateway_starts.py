@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.driven.engines import greedy
-from cluster.gateway import fleet as fleets
-from cluster.gateway.gateway import ClusterGateway
-from cluster.gateway.handles import Pair
-from core.errors import RankLost
-from core.info import DEGRADED, SERVING
+from tandem.cluster.gateway import fleet as fleets
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.cluster.gateway.handles import Pair
+from tandem.core.errors import RankLost
+from tandem.core.info import DEGRADED, SERVING
+from tandem.text.tokenizer import Tokenizer
 from tests.rig import Rig, rig
 from tests.waiting import PATIENCE_S, for_ever, until
-from text.tokenizer import Tokenizer
 
 TWO_DECODES = ("kv.num_pages=100", "decode.replicas=2")
 

@@ -7,13 +7,13 @@ import grpc
 import pytest
 
 from benchmarks.driven.http2 import Connection, connection
-from cluster.client.client import AsyncClient
-from cluster.door import grpc_door, uploads
-from cluster.door.grpc_door import SERVICE
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto.wire import MAX_MESSAGE_BYTES
-from core.config import load
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.door import grpc_door, uploads
+from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.core.config import load
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import stub_of
 from tests.waiting import PATIENCE_S, until

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from core.errors import HandoverError, LayoutMismatch, RankLost, StalePages
-from core.identity import Identity
-from kv_transfer.layout import Layout
-from kv_transfer.messages import Offer
-from kv_transfer.side import Side
-from kv_transfer.sink import Sink
+from tandem.core.errors import HandoverError, LayoutMismatch, RankLost, StalePages
+from tandem.core.identity import Identity
+from tandem.kv_transfer.layout import Layout
+from tandem.kv_transfer.messages import Offer
+from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.sink import Sink
 from tests.integration.handover_peer import (
     CONFIG,
     DEADLINES,

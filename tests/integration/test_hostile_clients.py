@@ -11,13 +11,13 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.door.grpc_door import SERVICE
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import RETRY_AFTER_KEY
-from core.answer import Delta, Finished
-from core.request import Request
+from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.core.answer import Delta, Finished
+from tandem.core.request import Request
 from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server
 from tests.waiting import PATIENCE_S, until
 

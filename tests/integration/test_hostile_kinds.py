@@ -12,9 +12,9 @@ from benchmarks.hostile.honest import Figures
 from benchmarks.hostile.kinds import KINDS, Target, half_messages, long_texts, silent
 from benchmarks.hostile.report import is_within_bounds, summary
 from benchmarks.hostile.rounds import Measured
-from cluster.door import http_limits, uploads
-from core.answer import Delta, Finished
-from core.request import Request
+from tandem.cluster.door import http_limits, uploads
+from tandem.core.answer import Delta, Finished
+from tandem.core.request import Request
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.waiting import until
 

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from benchmarks.hostile.kinds.sockets import has_ended
-from cluster.door import http_limits
-from cluster.door.server import Server
-from core.config import load
+from tandem.cluster.door import http_limits
+from tandem.cluster.door.server import Server
+from tandem.core.config import load
 from tests.integration.test_http_port import SETS, ask
 from tests.waiting import PATIENCE_S, turns, until
 

@@ -18,12 +18,12 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.config import TINY_MODEL, load
-from core.membership import LOST
-from decode_node.planning.step_plan import StepKey
 from tandem import AsyncClient, Finished, InferenceError
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.config import TINY_MODEL, load
+from tandem.core.membership import LOST
+from tandem.decode_node.planning.step_plan import StepKey
 from tests.integration.test_unread import NARROW, long_answer
 from tests.rig import Rig, rig
 from tests.waiting import until

@@ -14,12 +14,12 @@ from grpc_reflection.v1alpha import reflection
 
 from benchmarks.driven.procs import serving
 from benchmarks.soak.load import nothing_left
-from cluster.door import calls
-from cluster.door import grpc_door as door
-from cluster.door.grpc_door import SERVICE
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
 from tandem import AsyncClient
+from tandem.cluster.door import calls
+from tandem.cluster.door import grpc_door as door
+from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import Flood, asked, is_serving, refusal_of
 from tests.waiting import PATIENCE_S, until

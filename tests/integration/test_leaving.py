@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.tasks import cancelled
-from kv_transfer import side
+from tandem.core.tasks import cancelled
+from tandem.kv_transfer import side
 from tests.integration.handover_peer import DEADLINE_S, DEADLINES, Prefill
 from tests.integration.handover_world import offer, world_over
 from tests.loopback import LoopbackChannels

@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from core.errors import EpochEnded, ProgramFailed
-from core.info import DECODE
-from core.membership import Meeting, RankSpec
-from runtime.gang import hub as hub_module
-from runtime.gang import member as member_module
-from runtime.gang.hub import HELLO, Hub
-from runtime.gang.member import Member
-from runtime.watch import Watch
+from tandem.core.errors import EpochEnded, ProgramFailed
+from tandem.core.info import DECODE
+from tandem.core.membership import Meeting, RankSpec
+from tandem.runtime.gang import hub as hub_module
+from tandem.runtime.gang import member as member_module
+from tandem.runtime.gang.hub import HELLO, Hub
+from tandem.runtime.gang.member import Member
+from tandem.runtime.watch import Watch
+from tandem.wires import framing
+from tandem.wires.framing import MAX_STRANGERS, framed
 from tests.ranks import CPU
 from tests.waiting import wait_until
-from wires import framing
-from wires.framing import MAX_STRANGERS, framed
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -266,9 +266,9 @@ def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
     """Rank 0 has died between opening it and the others' joining: their processes are well."""
     with socket.create_server((LOOPBACK, 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("runtime.gang.member.CONNECT_S", 0.5)
+    monkeypatch.setattr("tandem.runtime.gang.member.CONNECT_S", 0.5)
     if is_known:
-        monkeypatch.setattr("runtime.gang.member.connect", lambda *given: None)
+        monkeypatch.setattr("tandem.runtime.gang.member.connect", lambda *given: None)
     spec = RankSpec("decode-0", DECODE, 7, 1, 2)
     with pytest.raises(EpochEnded, match="planner" if is_known else "does not come together"):
         Member(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from cluster.client.client import AsyncClient
-from cluster.gateway import tokenising
-from cluster.gateway.tokenising import TokeniserThreads
-from cluster.proto import tandem_pb2 as pb
-from core.config import TINY_MODEL
-from core.errors import Overloaded, TextTooLong
-from core.request import Unchecked
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.gateway import tokenising
+from tandem.cluster.gateway.tokenising import TokeniserThreads
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.config import TINY_MODEL
+from tandem.core.errors import Overloaded, TextTooLong
+from tandem.core.request import Unchecked
+from tandem.text.tokenizer import Tokenizer
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import HeldTokenizer, stub_of
 from tests.waiting import until
-from text.tokenizer import Tokenizer
 
 NUM_CHARS = 1_000_000
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from core.errors import HandoverError
-from kv_transfer.base import Channel
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer.base import Channel
 from tests.faulty import watched
 from tests.integration.test_channel import ended, threads
 from tests.loopback import LoopbackChannels

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from core.control import Control
-from core.errors import RankLost
+from tandem.core.control import Control
+from tandem.core.errors import RankLost
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig

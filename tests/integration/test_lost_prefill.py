@@ -11,11 +11,11 @@ from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import Serving, actors, serving
-from core.config import TINY_MODEL
-from core.control import Control
-from core.errors import RankLost
-from core.info import RankStatus
 from tandem import AsyncClient, Completion
+from tandem.core.config import TINY_MODEL
+from tandem.core.control import Control
+from tandem.core.errors import RankLost
+from tandem.core.info import RankStatus
 from tests.rig import rig
 from tests.waiting import until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sizes import ROOT
+from benchmarks.driven.procs import python_path
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +30,9 @@ def test_a_cluster_of_ones_own_serves_a_user_without_a_home(home: list[str]) -> 
         *("setpriv", f"--reuid={STRANGER}", "--regid=0", "--clear-groups"),
         *(f"--inh-caps={READS}", f"--ambient-caps={READS}"),
         *("env", "-u", "HOME", "-u", "XDG_CACHE_HOME", *home),
-        *(sys.executable, "-c", "from cluster.cli import main; main()", *GENERATE),
+        *(sys.executable, "-c", "from tandem.cluster.cli import main; main()", *GENERATE),
     ]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": python_path(), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=600)
     try:
         assert done.returncode == 0 and done.stdout, done.stderr

@@ -15,10 +15,10 @@ from benchmarks.driven import tiny
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
-from cluster.door.server import Server
-from core.errors import NonFinite
-from model.network.cache import MAIN
 from tandem import AsyncClient, InferenceError
+from tandem.cluster.door.server import Server
+from tandem.core.errors import NonFinite
+from tandem.model.network.cache import MAIN
 from tests.integration.test_http_port import samples
 from tests.rig import Rig, rig
 from tests.waiting import until

@@ -8,17 +8,17 @@ import grpc
 import pytest
 
 from benchmarks.driven.engines import greedy
-from cluster.client.options import build_request
-from cluster.door.request_mapping import to_unchecked
-from cluster.door.server import Server
-from cluster.gateway.checks import checked
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.answer import Delta, Finished
-from core.config import load
-from core.errors import Overloaded
-from core.request import Request
 from tandem import AsyncClient, GenerateOptions
+from tandem.cluster.client.options import build_request
+from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway.checks import checked
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.answer import Delta, Finished
+from tandem.core.config import load
+from tandem.core.errors import Overloaded
+from tandem.core.request import Request
 from tests.gates import Gate, are_active
 from tests.integration.test_preemption import watch
 from tests.integration.test_split import SMALL, prompts, sampled

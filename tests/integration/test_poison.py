@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from cluster.gateway.liveness import Phase
-from core.errors import Poisonous, RankLost, StepFailed
-from core.request import Request
-from decode_node.planning.states import NUM_STEPS_ALONE
-from decode_node.program.launcher import InFlight, Launcher
-from decode_node.program.programs import Prepared
-from prefill_node.engine import End, PrefillEngine, Work
+from tandem.cluster.gateway.liveness import Phase
+from tandem.core.errors import Poisonous, RankLost, StepFailed
+from tandem.core.request import Request
+from tandem.decode_node.planning.states import NUM_STEPS_ALONE
+from tandem.decode_node.program.launcher import InFlight, Launcher
+from tandem.decode_node.program.programs import Prepared
+from tandem.prefill_node.engine import End, PrefillEngine, Work
 from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
-from core.identity import Identity
-from core.levels import chains
-from core.request import PREEMPTED
-from decode_node.planning.scheduler import Scheduler
-from decode_node.planning.states import Running, Size
-from kv_transfer.pages import PagePool
+from tandem.core.identity import Identity
+from tandem.core.levels import chains
+from tandem.core.request import PREEMPTED
+from tandem.decode_node.planning.scheduler import Scheduler
+from tandem.decode_node.planning.states import Running, Size
+from tandem.kv_transfer.pages import PagePool
 from tests.rig import Rig, rig
 
 

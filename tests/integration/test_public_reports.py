@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from benchmarks.driven.engines import greedy
-from core.answer import Piece
-from core.errors import RankLost
-from core.request import LENGTH, STOP, Request, TokenBias
-from kv_transfer.links import Link
+from tandem.core.answer import Piece
+from tandem.core.errors import RankLost
+from tandem.core.request import LENGTH, STOP, Request, TokenBias
+from tandem.kv_transfer.links import Link
 from tests.answers import Answered, Reference, answer_of, ask, ask_all
 from tests.gates import Gate, are_active
 from tests.integration.test_preemption import watch

@@ -9,16 +9,16 @@ import pytest
 
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
-from cluster.gateway import recovery
-from cluster.gateway.liveness import Phase
-from cluster.gateway.recovery import MAX_DEATHS
-from core.control import Control
-from core.errors import HandoverError, Poisonous, RankDied, RankLost
-from core.identity import Identity
-from core.membership import EndedLife, InStep, RankSpec
-from core.schema import encode_failure, unpack
-from decode_node.service.decode_calls import Start
-from prefill_node.prefill_calls import Prefill
+from tandem.cluster.gateway import recovery
+from tandem.cluster.gateway.liveness import Phase
+from tandem.cluster.gateway.recovery import MAX_DEATHS
+from tandem.core.control import Control
+from tandem.core.errors import HandoverError, Poisonous, RankDied, RankLost
+from tandem.core.identity import Identity
+from tandem.core.membership import EndedLife, InStep, RankSpec
+from tandem.core.schema import encode_failure, unpack
+from tandem.decode_node.service.decode_calls import Start
+from tandem.prefill_node.prefill_calls import Prefill
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig

@@ -11,15 +11,15 @@ import grpc
 import pytest
 
 from benchmarks.driven.exact import near_ties
-from cluster.client.client import AsyncClient
-from cluster.client.options import build_request
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import STREAM_KEY
-from core.errors import Overloaded, RankLost
-from core.tasks import cancelled
-from core.turns import FRESH_SHARE
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.client.options import build_request
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.core.errors import Overloaded, RankLost
+from tandem.core.tasks import cancelled
+from tandem.core.turns import FRESH_SHARE
 from tests.gates import Gate
 from tests.integration.echo_gateway import EchoGateway, answer_to, echo_server, failure_of
 from tests.rig import gateway, rig

@@ -10,16 +10,16 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster.client.options import build_request
-from cluster.door.grpc_door import SERVICE
-from cluster.door.server import Server
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import STREAM_KEY
-from core.config import load
-from core.errors import Overloaded
-from core.tasks import cancelled
 from tandem import AsyncClient, Delta, Finished
+from tandem.cluster.client.options import build_request
+from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.door.server import Server
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.core.config import load
+from tandem.core.errors import Overloaded
+from tandem.core.tasks import cancelled
 from tests.integration.echo_gateway import (
     EchoGateway,
     answer_to,

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any
 
-from cluster.door.server import Server
-from core.config import TINY_MODEL
 from tandem import Client
+from tandem.cluster.door.server import Server
+from tandem.core.config import TINY_MODEL
 from tests.rig import Rig, rig
 from tests.sizes import ROOT, SPINE, names, product
 
@@ -28,7 +28,8 @@ class Trace:
 
     def files(self) -> set[str]:
         """Those that count."""
-        return {name.removeprefix(f"{ROOT}/") for name in self.entered} & set(product())
+        folder = f"{ROOT}/src/tandem/"
+        return {name.removeprefix(folder) for name in self.entered} & set(product())
 
 
 def _file(frame: FrameType) -> str:

@@ -12,22 +12,22 @@ import pytest
 from benchmarks.driven.engines import greedy
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
-from cluster.gateway.admission import Admission
-from core.answer import Delta, Finished, Piece, TransferStats
-from core.config import TINY_MODEL
-from core.control import Done, InProcessControl
-from core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
-from core.identity import Identity
-from core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING
-from core.membership import DOWN, Gang, RankSpec
-from core.request import Request, SamplingParams, Unchecked
-from core.schema import Failure, pack
-from core.schema import decode as decode_reply
-from decode_node.planning.states import Size
-from decode_node.service.decode_calls import Grant, Start
-from decode_node.service.rank import REMEMBER_S
-from kv_transfer.layout import PROTOCOL
-from kv_transfer.messages import Offer
+from tandem.cluster.gateway.admission import Admission
+from tandem.core.answer import Delta, Finished, Piece, TransferStats
+from tandem.core.config import TINY_MODEL
+from tandem.core.control import Done, InProcessControl
+from tandem.core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
+from tandem.core.identity import Identity
+from tandem.core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING
+from tandem.core.membership import DOWN, Gang, RankSpec
+from tandem.core.request import Request, SamplingParams, Unchecked
+from tandem.core.schema import Failure, pack
+from tandem.core.schema import decode as decode_reply
+from tandem.decode_node.planning.states import Size
+from tandem.decode_node.service.decode_calls import Grant, Start
+from tandem.decode_node.service.rank import REMEMBER_S
+from tandem.kv_transfer.layout import PROTOCOL
+from tandem.kv_transfer.messages import Offer
 from tests.rig import Rig, rig, stop_all
 from tests.waiting import for_ever, turns, until
 

@@ -18,6 +18,7 @@ from benchmarks.driven.procs import (
     actors,
     descendants,
     free_port,
+    python_path,
     serving,
     wait_gone,
 )
@@ -32,7 +33,7 @@ GANG = ("prefill.dp_size=2", "decode.dp_size=2")
 def stopping(faults: Path, phase: str) -> dict[str, str]:
     """The environment in which the first rank that comes to this phase stops itself."""
     (faults / f"{phase}.stop").touch()
-    path = os.pathsep.join((str(ROOT / "tests" / "faults"), str(ROOT)))
+    path = python_path(ROOT, ROOT / "tests" / "faults")
     return os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
 
 

@@ -8,14 +8,14 @@ import grpc
 import pytest
 
 from benchmarks.driven.engines import greedy
-from cluster.door.server import Server
-from cluster.gateway import fleet as fleets
-from cluster.gateway import frame_reader, handles
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.config import TINY_MODEL
-from core.control import Control
-from core.info import SERVING
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway import fleet as fleets
+from tandem.cluster.gateway import frame_reader, handles
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.config import TINY_MODEL
+from tandem.core.control import Control
+from tandem.core.info import SERVING
 from tests.rig import Rig, rig
 from tests.waiting import PATIENCE_S, turns
 

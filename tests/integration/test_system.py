@@ -13,8 +13,8 @@ import pytest
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.held_out import held_out
 from benchmarks.driven.procs import Serving, actors, descendants, serving, tandem, wait_gone
-from core.config import TINY_MODEL
 from tandem import AsyncClient, Client, Completion, InferenceError
+from tandem.core.config import TINY_MODEL
 from tests.waiting import until, wait_until
 
 MAX_TOKENS = 32

@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.driven.exact import near_ties
 from benchmarks.driven.http2 import Connection, connection
-from cluster.client.client import AsyncClient
-from cluster.door.server import Server
-from cluster.gateway import admission, fan_out
-from cluster.gateway import gateway as gateway_module
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from core.errors import Overloaded
+from tandem.cluster.client.client import AsyncClient
+from tandem.cluster.door.server import Server
+from tandem.cluster.gateway import admission, fan_out
+from tandem.cluster.gateway import gateway as gateway_module
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.core.errors import Overloaded
 from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until

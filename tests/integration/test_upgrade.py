@@ -46,7 +46,8 @@ KEY, OTHER = "parting_s", "another release"
 def next_release(folder: Path, *changed: str) -> Path:
     """This one with the changes in these files."""
     for name in PRODUCT:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
     for name in changed:
         text = (folder / name).read_text()
         for old, new in CHANGES[name].items():

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.driven import tiny
 from benchmarks.driven.procs import Serving, actors, serving, tandem
-from cluster.control.plan import plan_gangs
-from cluster.door.server import Server
-from core.errors import LayoutMismatch, Unavailable
-from core.info import DECODE, NOT_SERVING, PREFILL, SERVING
-from core.request import Request, SamplingParams
-from kv_transfer.layout import check_given
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import CheckpointFiles
 from tandem import AsyncClient, Client, InferenceError
+from tandem.cluster.control.plan import plan_gangs
+from tandem.cluster.door.server import Server
+from tandem.core.errors import LayoutMismatch, Unavailable
+from tandem.core.info import DECODE, NOT_SERVING, PREFILL, SERVING
+from tandem.core.request import Request, SamplingParams
+from tandem.kv_transfer.layout import check_given
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles
 from tests import rig as rigs
 from tests.rig import Rig, rig
 from tests.small import write_small

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from core.control import Done, Handler, InProcessControl, ask
-from core.errors import HandoverError, RankLost, SequenceEnded
-from core.schema import decode, unpack
-from core.tasks import cancelled
-from kv_transfer import line
-from kv_transfer import messages as m
-from kv_transfer.channel import make_channels
-from kv_transfer.links import MAX_PLACES
-from kv_transfer.side import Deadlines
+from tandem.core.control import Done, Handler, InProcessControl, ask
+from tandem.core.errors import HandoverError, RankLost, SequenceEnded
+from tandem.core.schema import decode, unpack
+from tandem.core.tasks import cancelled
+from tandem.kv_transfer import line
+from tandem.kv_transfer import messages as m
+from tandem.kv_transfer.channel import make_channels
+from tandem.kv_transfer.links import MAX_PLACES
+from tandem.kv_transfer.side import Deadlines
 from tests.integration.handover_peer import CONFIG, DEADLINE_S, DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels

@@ -5,8 +5,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from cluster.door.server import Server
 from tandem import AsyncClient
+from tandem.cluster.door.server import Server
 from tests.rig import rig
 
 NAME = "num_told"

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from cluster.client.stream import InferenceError, StreamPlan
-from cluster.proto import tandem_pb2 as pb
-from core.answer import Delta
+from tandem.cluster.client.stream import InferenceError, StreamPlan
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.answer import Delta
 from tests.sim.clients import BACKOFF_S, RETRY_S, Client
 from tests.sim.model import WEIGHTS
 from tests.sim.requests import Order

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.control.machines import CONTROLLER
-from cluster.gateway.handles import Pair
-from core.identity import Identity
-from core.info import DECODE, PREFILL
-from core.membership import READY
-from runtime.shell import RankShell
+from tandem.cluster.control.machines import CONTROLLER
+from tandem.cluster.gateway.handles import Pair
+from tandem.core.identity import Identity
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.membership import READY
+from tandem.runtime.shell import RankShell
 from tests.sim.world import Gateway, World
 
 ANSWER_S, STILL_S = 60.0, 5.0

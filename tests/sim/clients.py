@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 
-from cluster.client.stream import InferenceError, StreamPlan
-from cluster.door.request_mapping import to_unchecked
-from cluster.door.status_codes import status_of
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto.mapping import piece_to_proto
-from cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
-from core.answer import Delta, Piece
-from core.request import Request, SamplingParams
+from tandem.cluster.client.stream import InferenceError, StreamPlan
+from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.mapping import piece_to_proto
+from tandem.cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
+from tandem.core.answer import Delta, Piece
+from tandem.core.request import Request, SamplingParams
 from tests.sim.loop import Process
 from tests.sim.model import expected
 from tests.sim.readers import Reader

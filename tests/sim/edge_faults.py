@@ -6,13 +6,13 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from cluster.control.drain import renew
-from cluster.control.gang import GangKeeper
-from cluster.control.members import RayMembers, stop_cluster
-from core.config_shared import shared_digest
-from core.errors import TandemError
-from core.membership import READY
-from core.placement import Placement
+from tandem.cluster.control.drain import renew
+from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.members import RayMembers, stop_cluster
+from tandem.core.config_shared import shared_digest
+from tandem.core.errors import TandemError
+from tandem.core.membership import READY
+from tandem.core.placement import Placement
 from tests.sim.actors import Actor
 from tests.sim.fault import LASTING, Fault
 from tests.sim.faults import Faults

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from ray.exceptions import RayError
 
-from cluster.control import actors, controller, machines, members
+from tandem.cluster.control import actors, controller, machines, members
 from tests.sim.actors import LOST_S, START_S, Actor, Call, Handle, Machine, Unavailable
 from tests.sim.loop import PROCESS, Process, SimLoop, here
 from tests.sim.net import Net

@@ -6,11 +6,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from cluster.control.drain import renew
-from cluster.control.gang import GangKeeper
-from cluster.control.machines import CONTROLLER
-from core.errors import TandemError
-from core.membership import READY
+from tandem.cluster.control.drain import renew
+from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.machines import CONTROLLER
+from tandem.core.errors import TandemError
+from tandem.core.membership import READY
 from tests.sim.actors import Actor, Machine
 from tests.sim.fake_ray import Trouble
 from tests.sim.fault import Fault

@@ -5,9 +5,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from cluster.client.options import Prompt
-from cluster.client.stream import StreamPlan
-from cluster.proto import tandem_pb2 as pb
+from tandem.cluster.client.options import Prompt
+from tandem.cluster.client.stream import StreamPlan
+from tandem.cluster.proto import tandem_pb2 as pb
 from tests.sim.clients import BACKOFF_S, RETRY_S, Client, Clients
 from tests.sim.loop import Process
 from tests.sim.readers import Reader

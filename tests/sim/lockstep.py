@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.errors import EpochEnded
-from core.membership import Meeting, RankSpec
-from core.pace import Place
-from core.schema import pack, unpack
-from runtime.gang.collectives import CONNECT_S
-from runtime.gang.member import Member
-from runtime.gang.rounds import Rounds
-from runtime.gang.told import Proposed, Told
-from runtime.watch import Watch
+from tandem.core.errors import EpochEnded
+from tandem.core.membership import Meeting, RankSpec
+from tandem.core.pace import Place
+from tandem.core.schema import pack, unpack
+from tandem.runtime.gang.collectives import CONNECT_S
+from tandem.runtime.gang.member import Member
+from tandem.runtime.gang.rounds import Rounds
+from tandem.runtime.gang.told import Proposed, Told
+from tandem.runtime.watch import Watch
 from tests.sim.loop import here
 from tests.sim.net import Net
 

@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.config import TandemConfig
-from core.pace import LOADING, on_start
-from core.placement import Placement
-from core.request import Request
-from core.stopping import cut, num_budget, stop_ids
-from model.checkpoint.config import ModelConfig
-from model.drafters.base import Drafter
-from model.drafters.ngram import NgramDrafter
-from model.drafters.none import NoDrafter
-from model.kernels.base import Kernels
-from model.loaded import LoadedModel
-from model.network.batch import Batch, gather_pages
-from model.network.cache import MAIN, Caches
-from model.network.dispatch.base import Dispatch
-from model.sampling.sampler import SamplingRows, draw
+from tandem.core.config import TandemConfig
+from tandem.core.pace import LOADING, on_start
+from tandem.core.placement import Placement
+from tandem.core.request import Request
+from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.drafters.base import Drafter
+from tandem.model.drafters.ngram import NgramDrafter
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.kernels.base import Kernels
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, gather_pages
+from tandem.model.network.cache import MAIN, Caches
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.sampling.sampler import SamplingRows, draw
 from tests.sim.loop import here
 
 MODULUS = 4093
@@ -174,7 +174,7 @@ def raise_once(errors: dict[str, Exception]) -> None:
 
 
 class Loads:
-    """In the place of runtime.parts.load_model."""
+    """In the place of ``load_model`` of runtime/parts.py."""
 
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw, self._folder = ModelConfig.from_dir(folder), draw_, folder

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.driven.procs import python_path
 from tests.mutants import copy_tree
 from tests.sim.mix import EDGES
 
@@ -79,7 +80,7 @@ def try_out(plant: Plant, tree: Path, *options: str) -> str:
 
 def _env(tree: Path) -> dict[str, str]:
     """The tree's own modules, in every process."""
-    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def main() -> int:

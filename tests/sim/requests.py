@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from cluster.client.options import Prompt
-from cluster.gateway.checks import bounds
-from core import request as kinds
-from core.info import ModelInfo
-from core.request import STOP, Request, SamplingParams, TokenBias, Unchecked
-from core.stopping import cut, num_budget, stop_ids
-from model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
-from model.sampling.sampler import SamplingRows, draw
+from tandem.cluster.client.options import Prompt
+from tandem.cluster.gateway.checks import bounds
+from tandem.core import request as kinds
+from tandem.core.info import ModelInfo
+from tandem.core.request import STOP, Request, SamplingParams, TokenBias, Unchecked
+from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
+from tandem.model.sampling.sampler import SamplingRows, draw
+from tandem.text.tokenizer import Tokenizer
 from tests.sim.model import EOS, NUM_TOKENS, Logits
-from text.tokenizer import Tokenizer
 
 SEED_STEP, SEED_MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 """By which tandem.proto gives answer i of several its seed."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.control.machines import CONTROLLER
-from cluster.gateway.handles import Handle
-from core.membership import READY, Membership
-from core.placement import Placement
+from tandem.cluster.control.machines import CONTROLLER
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.membership import READY, Membership
+from tandem.core.placement import Placement
 from tests.sim.world import Gateway, World
 
 if TYPE_CHECKING:
-    from cluster.control.gang import GangKeeper
+    from tandem.cluster.control.gang import GangKeeper
     from tests.sim.clients import Client
 
 ANSWERED_S = 24.0

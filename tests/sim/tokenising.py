@@ -8,8 +8,8 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any
 
+from tandem.text.tokenizer import Tokenizer
 from tests.sim.loop import here
-from text.tokenizer import Tokenizer
 
 CHAR_S = 0.002
 """Seconds for a character: texts here are short."""

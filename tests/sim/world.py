@@ -17,26 +17,28 @@ from unittest.mock import patch
 
 from ray.exceptions import RayError
 
-from cluster.control.controller import Controller
-from cluster.control.members import RayMembers
-from cluster.gateway import gateway as gateways
-from cluster.gateway import tokenising
-from cluster.gateway.admission import Admission
-from cluster.gateway.gateway import ClusterGateway
-from core.config import TINY_MODEL, TandemConfig, load
-from core.config_shared import differences
-from core.control import Control
-from core.errors import TandemError
-from core.membership import RankSpec
-from decode_node.engine import DecodeEngine
-from decode_node.program.rows import Rows
-from kv_transfer import channel
-from kv_transfer.caches import PagedCaches
-from kv_transfer.links import Link
-from kv_transfer.sink import Sink
-from prefill_node.engine import PrefillEngine
-from runtime import parts, shell, watch
-from runtime.gang import hub
+from tandem.cluster.control.controller import Controller
+from tandem.cluster.control.members import RayMembers
+from tandem.cluster.gateway import gateway as gateways
+from tandem.cluster.gateway import tokenising
+from tandem.cluster.gateway.admission import Admission
+from tandem.cluster.gateway.gateway import ClusterGateway
+from tandem.core.config import TINY_MODEL, TandemConfig, load
+from tandem.core.config_shared import differences
+from tandem.core.control import Control
+from tandem.core.errors import TandemError
+from tandem.core.membership import RankSpec
+from tandem.decode_node.engine import DecodeEngine
+from tandem.decode_node.program.rows import Rows
+from tandem.kv_transfer import channel
+from tandem.kv_transfer.caches import PagedCaches
+from tandem.kv_transfer.links import Link
+from tandem.kv_transfer.sink import Sink
+from tandem.prefill_node.engine import PrefillEngine
+from tandem.runtime import parts, shell, watch
+from tandem.runtime.gang import hub
+from tandem.text.tokenizer import Tokenizer
+from tandem.wires import listener
 from tests.sim import chance
 from tests.sim.actors import Machine
 from tests.sim.fake_ray import FakeRay
@@ -48,8 +50,6 @@ from tests.sim.net import Net
 from tests.sim.threads import Threads
 from tests.sim.tokenising import LONG_CHARS, MAX_CHARS, slow_tokenizer
 from tests.sim.wire import Wires
-from text.tokenizer import Tokenizer
-from wires import listener
 
 SETS = (
     *("kv.page_size=4", "kv.num_pages=60", "decode.max_rows=4", "model.max_model_len=200"),
@@ -62,7 +62,11 @@ SETS = (
         "server.max_queued=64",
     ),
 )
-BUILDERS = "colocated_node.rank", "decode_node.service.rank", "prefill_node.rank"
+BUILDERS = (
+    "tandem.colocated_node.rank",
+    "tandem.decode_node.service.rank",
+    "tandem.prefill_node.rank",
+)
 for _name in BUILDERS:
     import_module(_name)  # not in the middle of a seed
 START_RANK, LINK = parts.start_rank, Sink._link
@@ -232,7 +236,7 @@ class World:
     async def _start_rank(
         self, builder: str, spec: RankSpec, memory: parts.Memory, *given: Any, **links: Any
     ) -> Any:
-        """As runtime.parts has it; every life of a rank begins here, once."""
+        """As runtime/parts.py has it; every life of a rank begins here, once."""
         if spec.life in self.lives:
             self.wrong(f"{spec.life} is begun twice")
         self.lives.add(spec.life)

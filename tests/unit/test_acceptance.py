@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.door.request_mapping import acceptance_from_proto
-from cluster.proto import tandem_pb2 as pb
-from core.config import TINY_MODEL
-from core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams
-from model.sampling.acceptance import KIND_NUMBERS, KINDS, judge, pick_draft
-from model.sampling.acceptance.base import Evidence, Verdict
-from model.sampling.thinking import phase_after, thinking_before
+from tandem.cluster.door.request_mapping import acceptance_from_proto
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams
+from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, judge, pick_draft
+from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.thinking import phase_after, thinking_before
+from tandem.text.think import read_think_ids, thinking_at_start
 from tests.markov import evidence, judged_by
 from tests.unit.test_sampling import sampling_rows
-from text.think import read_think_ids, thinking_at_start
 
 BEGIN, END = THINK = (6, 7)
 VOCAB = 8

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, load
-from core.request import (
+from tandem.core.request import (
     REJECTION,
     REJECTION_GREEDY,
     RELAXED,
@@ -19,7 +19,7 @@ from core.request import (
     SamplingParams,
     Speculation,
 )
-from model.loaded import LoadedModel
+from tandem.model.loaded import LoadedModel
 from tests.numerics import assert_near, network_rounding
 from tests.unit.test_sampling import check_chi_square
 

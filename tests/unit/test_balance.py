@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.eplb import balance_ratio, balanced_packing, rebalance, replicate_experts
-from core.placement import Placement
-from core.schema import pack, unpack
+from tandem.core.eplb import balance_ratio, balanced_packing, rebalance, replicate_experts
+from tandem.core.placement import Placement
+from tandem.core.schema import pack, unpack
 
 EXAMPLE_LE = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],

@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from cluster.bench import compare, speculation
-from cluster.bench import options as options_module
-from cluster.bench.arrivals import arrival_times_s
-from cluster.bench.experiment import arm_of, due_times_s, speedups
-from cluster.bench.node_use import NodeUse
-from cluster.bench.options import BenchOptions, is_loopback
-from cluster.bench.plot import save_plot
-from cluster.bench.runner import Record, Run
-from cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
-from cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
-from cluster.cli import app
-from core.answer import Finished, SpeculationCounts, Timings, TransferStats, Usage
-from core.info import ModelInfo, RankStatus, ServerStatus
+from tandem.cluster.bench import compare, speculation
+from tandem.cluster.bench import options as options_module
+from tandem.cluster.bench.arrivals import arrival_times_s
+from tandem.cluster.bench.experiment import arm_of, due_times_s, speedups
+from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.options import BenchOptions, is_loopback
+from tandem.cluster.bench.plot import save_plot
+from tandem.cluster.bench.runner import Record, Run
+from tandem.cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
+from tandem.cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
+from tandem.cluster.cli import app
+from tandem.core.answer import Finished, SpeculationCounts, Timings, TransferStats, Usage
+from tandem.core.info import ModelInfo, RankStatus, ServerStatus
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 200, 20, (3, 7), 3, True, "float32")
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.driven.engines import load
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
-from model.kernels.recorded import Recorded
-from model.loaded import LoadedModel
-from model.network.batch import Batch, Segment, pack
-from model.network.cache import MAIN, Caches
+from tandem.core.config import TINY_MODEL
+from tandem.model.kernels.recorded import Recorded
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.cache import MAIN, Caches
 from tests.often import often
 
 PAGE_SIZE, NUM_PROMPT, NUM_ALL = 16, 48, 96

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from model.kernels.gpu.kernels import Triton
+from tandem.model.kernels.gpu.kernels import Triton
 
 
 class Streams:

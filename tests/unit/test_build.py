@@ -12,8 +12,8 @@ from typing import IO
 
 import pytest
 
-from core.pace import on_start
-from model.kernels import build
+from tandem.core.pace import on_start
+from tandem.model.kernels import build
 from tests.waiting import wait_until
 
 COMPILER = """#!/bin/sh
@@ -25,7 +25,7 @@ echo made > "$last"
 """
 BUILD = """
 from pathlib import Path
-from model.kernels import build
+from tandem.model.kernels import build
 print(build.built())
 """
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from core.control import InProcessControl, Service
-from core.errors import RankLost
-from core.membership import PortAddress
+from tandem.core.control import InProcessControl, Service
+from tandem.core.errors import RankLost
+from tandem.core.membership import PortAddress
+from tandem.wires import calls, listener
+from tandem.wires.calls import DOOR, CallClient, CallServer
 from tests.waiting import PATIENCE_S, turns, until
-from wires import calls, listener
-from wires.calls import DOOR, CallClient, CallServer
 
 EPOCH = 2**40
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.errors import CannotCapture
-from core.forms import CAPTURED
-from core.identity import Identity
-from model.kernels.captured import Captured
-from model.kernels.repeated import Function
-from model.loaded import LoadedModel
-from runtime.engine_loop import EngineLoop, is_fatal
+from tandem.core.errors import CannotCapture
+from tandem.core.forms import CAPTURED
+from tandem.core.identity import Identity
+from tandem.model.kernels.captured import Captured
+from tandem.model.kernels.repeated import Function
+from tandem.model.loaded import LoadedModel
+from tandem.runtime.engine_loop import EngineLoop, is_fatal
 
 REFUSED = """CUDA error: operation not permitted when stream is capturing
 Search for `cudaErrorStreamCaptureUnsupported' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.

@@ -15,17 +15,17 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
-from cluster.control.launch import launch
-from core.config import TINY_MODEL
-from core.config import load as load_config
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import CheckpointFiles, read_headers
-from model.checkpoint.headers import read_header
-from model.checkpoint.weights import Checkpoint, load_network
-from model.kernels.base import PLAIN
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.layers import adopt
+from tandem.cluster.control.launch import launch
+from tandem.core.config import TINY_MODEL
+from tandem.core.config import load as load_config
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles, read_headers
+from tandem.model.checkpoint.headers import read_header
+from tandem.model.checkpoint.weights import Checkpoint, load_network
+from tandem.model.kernels.base import PLAIN
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import adopt
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -199,7 +199,7 @@ def test_scales_that_are_not_used_are_skipped_and_said_once(
     for name in ("shared_head.head", "embed_tokens"):
         stored[f"model.layers.3.{name}.weight_scale_inv"] = torch.ones(1, 1)
     save_file(stored, folder / WHOLE)
-    caplog.set_level(logging.INFO, "model.checkpoint")
+    caplog.set_level(logging.INFO, "tandem.model.checkpoint")
     loaded = load(folder)
     assert [record.getMessage() for record in caplog.records] == [
         "5 scales are not used, such as model.layers.0.self_attn.o_proj.input_scale"

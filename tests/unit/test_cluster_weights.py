@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from cluster.control import gang as gang_module
-from cluster.control import next_life
-from cluster.control.gang import Epochs, GangKeeper
-from cluster.control.plan import Birth, GangPlan, plan_gangs
-from cluster.control.rebalance import _ready
-from cluster.control.verdict import LastWords, is_starting
-from cluster.control.weights import ClusterWeights
-from core.config import TandemConfig, load
-from core.errors import RankLost
-from core.info import ModelInfo
-from core.membership import DOWN, READY, STARTING, Meeting, RankInfo, RankSpec, RankState
-from core.pace import LOADING
-from core.schema import pack, unpack
-from runtime import shell
-from runtime.engine_loop import EngineLoop
-from runtime.shell import RankShell
+from tandem.cluster.control import gang as gang_module
+from tandem.cluster.control import next_life
+from tandem.cluster.control.gang import Epochs, GangKeeper
+from tandem.cluster.control.plan import Birth, GangPlan, plan_gangs
+from tandem.cluster.control.rebalance import _ready
+from tandem.cluster.control.verdict import LastWords, is_starting
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import TandemConfig, load
+from tandem.core.errors import RankLost
+from tandem.core.info import ModelInfo
+from tandem.core.membership import DOWN, READY, STARTING, Meeting, RankInfo, RankSpec, RankState
+from tandem.core.pace import LOADING
+from tandem.core.schema import pack, unpack
+from tandem.runtime import shell
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.shell import RankShell
 from tests.waiting import until
 
 OLD, NEW = "0ld", "2ew"

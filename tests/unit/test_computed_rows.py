@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from core.placement import Placement
-from model.network.dispatch.base import Dispatch
-from runtime import computed_rows
-from runtime.computed_rows import ComputedRows
-from runtime.engine_loop import EngineLoop
+from tandem.core.placement import Placement
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.runtime import computed_rows
+from tandem.runtime.computed_rows import ComputedRows
+from tandem.runtime.engine_loop import EngineLoop
 from tests.waiting import PATIENCE_S, until
 
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.control.launch import absolute
-from core.config import TINY_MODEL, TandemConfig, describe, leaves, load
-from core.config_shared import received
+from tandem.cluster.control.launch import absolute
+from tandem.core.config import TINY_MODEL, TandemConfig, describe, leaves, load
+from tandem.core.config_shared import received
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -151,7 +151,7 @@ def test_the_description_is_in_words_of_yaml() -> None:
         assert choices <= words or field.default in choices, line
 
 
-@pytest.mark.parametrize("module", ["core.config", "tandem", "cluster.cli"])
+@pytest.mark.parametrize("module", ["tandem.core.config", "tandem", "tandem.cluster.cli"])
 def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

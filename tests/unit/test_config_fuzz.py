@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import load
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.config_keys import HARMLESS, HARMLESS_AS, HARMLESS_AT
-from model.network.batch import Segment, pack
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.config_keys import HARMLESS, HARMLESS_AS, HARMLESS_AT
+from tandem.model.network.batch import Segment, pack
 from tests.config_fuzz import PUBLIC, Case, draw
 
 NUM_TOKENS = 24

@@ -12,13 +12,13 @@ from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import TINY_MODEL
-from core.config import load as load_config
-from core.info import DECODE
-from core.json_file import read_json
-from core.request import TokenBias
-from model.checkpoint.config import ModelConfig
-from model.loaded import load_model
+from tandem.core.config import TINY_MODEL
+from tandem.core.config import load as load_config
+from tandem.core.info import DECODE
+from tandem.core.json_file import read_json
+from tandem.core.request import TokenBias
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.loaded import load_model
 
 YARN: dict[str, Any] = {
     "type": "yarn",
@@ -301,7 +301,7 @@ def test_the_end_is_found_wherever_a_file_names_it(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.WARNING, "model.checkpoint")
+    caplog.set_level(logging.WARNING, "tandem.model.checkpoint")
     config = ModelConfig.from_dir(folder_with(tmp_path, **told))
     assert config.eos_token_ids == expected
     assert len(caplog.records) == bool(warned)

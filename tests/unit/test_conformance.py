@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.driven.engines import POISON, Bench
-from core.forms import RECORDED
-from core.pages import DUMMY_PAGE
-from core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation
-from decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
-from model.loaded import LoadedModel
+from tandem.core.forms import RECORDED
+from tandem.core.pages import DUMMY_PAGE
+from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation
+from tandem.decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
+from tandem.model.loaded import LoadedModel
 from tests.conformance import (
     DRAFTERS,
     HIDDEN,

@@ -13,14 +13,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core.errors import HandoverError, Overloaded
-from core.identity import Identity
-from core.levels import chains
-from core.request import Request, SamplingParams, Speculation
-from core.turns import FRESH_SHARE
-from decode_node.planning.scheduler import Scheduler
-from decode_node.planning.states import Granted, Running, Size
-from kv_transfer.pages import PagePool
+from tandem.core.errors import HandoverError, Overloaded
+from tandem.core.identity import Identity
+from tandem.core.levels import chains
+from tandem.core.request import Request, SamplingParams, Speculation
+from tandem.core.turns import FRESH_SHARE
+from tandem.decode_node.planning.scheduler import Scheduler
+from tandem.decode_node.planning.states import Granted, Running, Size
+from tandem.kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3
 
@@ -299,7 +299,7 @@ def test_tokens_that_a_client_claims_give_no_priority() -> None:
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_node.planning.scheduler.MAX_WAITING", 2)
+    monkeypatch.setattr("tandem.decode_node.planning.scheduler.MAX_WAITING", 2)
     scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
     for _ in range(2):
         scheduler.ask(Identity("r"), Size(4, 0, 4))

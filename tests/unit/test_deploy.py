@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from cluster.control.plan import REPLICA, plan_gangs
-from core.config import TINY_MODEL
+from tandem.cluster.control.plan import REPLICA, plan_gangs
+from tandem.core.config import TINY_MODEL
 from tests.deployed import (
     DEPLOY,
     Deployed,

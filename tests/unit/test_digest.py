@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.driven import tiny
-from core.config import TandemConfig
-from core.config import load as load_config
-from core.info import DECODE, PREFILL
-from core.pace import LOADING, on_start
-from model.checkpoint import digest as digests
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.digest import PAGE_BYTES
-from model.checkpoint.files import INDEX, SINGLE, CheckpointFiles
-from model.checkpoint.headers import MAX_HEADER_BYTES, Header
-from model.checkpoint.weights import Checkpoint
-from model.drafters.files import fill, read
-from model.loaded import load_model
+from tandem.core.config import TandemConfig
+from tandem.core.config import load as load_config
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.pace import LOADING, on_start
+from tandem.model.checkpoint import digest as digests
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.digest import PAGE_BYTES
+from tandem.model.checkpoint.files import INDEX, SINGLE, CheckpointFiles
+from tandem.model.checkpoint.headers import MAX_HEADER_BYTES, Header
+from tandem.model.checkpoint.weights import Checkpoint
+from tandem.model.drafters.files import fill, read
+from tandem.model.loaded import load_model
 from tests.small import write_small
 from tests.unit.test_weights import quantised
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.driven import tiny
-from core.placement import Placement
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import PLAIN
-from model.network.dispatch.base import Dispatch, Peers
-from model.network.dispatch.exchanged import Exchanged
-from model.network.dispatch.gathered import Gathered
-from model.network.dispatch.spread import Spread
-from model.network.experts import Experts
+from tandem.core.placement import Placement
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import PLAIN
+from tandem.model.network.dispatch.base import Dispatch, Peers
+from tandem.model.network.dispatch.exchanged import Exchanged
+from tandem.model.network.dispatch.gathered import Gathered
+from tandem.model.network.dispatch.spread import Spread
+from tandem.model.network.experts import Experts
 from tests.numerics import assert_near, rounding
 from tests.ranks import CPU, on_ranks
 

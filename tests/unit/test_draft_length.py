@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
-from core.levels import Level, chains
-from decode_node.planning.lengths import (
+from tandem.core.levels import Level, chains
+from tandem.decode_node.planning.lengths import (
     BLIND_SHARE,
     BLIND_STEPS,
     FREE_EVERY,
@@ -28,8 +28,8 @@ from decode_node.planning.lengths import (
     most_wanted,
     record,
 )
-from decode_node.planning.rungs import Rungs
-from decode_node.planning.step_plan import (
+from tandem.decode_node.planning.rungs import Rungs
+from tandem.decode_node.planning.step_plan import (
     PLAIN,
     TRIAL,
     Proposal,
@@ -38,10 +38,10 @@ from decode_node.planning.step_plan import (
     StepPlan,
     report_of,
 )
-from decode_node.planning.step_planner import StepPlanner
-from model.drafters.base import Drafts, Own, View
-from model.drafters.mtp_rows import Pending
-from runtime.lockstep import LocalPlanner
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.model.drafters.base import Drafts, Own, View
+from tandem.model.drafters.mtp_rows import Pending
+from tandem.runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
 BUCKETS = tuple(range(1, 65))
@@ -352,7 +352,7 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     error = MemoryError("too large")
     with monkeypatch.context() as patch:
         patch.setattr(type(bench.decode._launcher.rows), "index", Mock(side_effect=error))
-        patch.setattr("decode_node.program.programs.decode_step", Mock(side_effect=error))
+        patch.setattr("tandem.decode_node.program.programs.decode_step", Mock(side_effect=error))
         with pytest.raises(MemoryError):
             bench.decode.step()
     bench.decode.fail(error)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
-from core.config import TINY_MODEL
-from model.drafters import mtp_tree
-from model.drafters.draft_model import ModelDrafter
-from model.loaded import LoadedModel
-from model.network.batch import physical_slots
+from tandem.core.config import TINY_MODEL
+from tandem.model.drafters import mtp_tree
+from tandem.model.drafters.draft_model import ModelDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import physical_slots
 from tests.conformance import SMALL
 from tests.unit.test_drafts import Spy, prompt
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.levels import Level, Levels, chains
-from core.request import Request
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.step import Shape, decode_step, draft
-from model.drafters.base import Drafts, Own, View
-from model.drafters.none import NoDrafter
-from model.loaded import LoadedModel
-from model.network.batch import Batch, Segment, pack
-from model.network.cache import MAIN, MTP, Caches
+from tandem.core.levels import Level, Levels, chains
+from tandem.core.request import Request
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.step import Shape, decode_step, draft
+from tandem.model.drafters.base import Drafts, Own, View
+from tandem.model.drafters.none import NoDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.cache import MAIN, MTP, Caches
 
 CHAINS = [Shape(level, None) for level in chains(3)]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.request import SamplingParams
-from model.kernels.base import PLAIN
-from model.sampling.adjust import no_rules
-from model.sampling.sampler import SamplingRows
+from tandem.core.request import SamplingParams
+from tandem.model.kernels.base import PLAIN
+from tandem.model.sampling.adjust import no_rules
+from tandem.model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, gpu_only, native_only, often_interpreted, ours
 from tests.numerics import UNIT, assert_near, rounding
 
@@ -30,7 +30,7 @@ def test_drawing(
     """Mixtures of filters beside torch's sorting, and the likeliest of two rows more, at two
     places of each: flat, as a model has them, and peaked."""
     if IS_INTERPRETED:
-        from model.kernels.gpu import sample
+        from tandem.model.kernels.gpu import sample
 
         monkeypatch.setattr(sample, "TILE", 64)
     settings, logits = to_draw(num_tokens, spread, step)
@@ -85,7 +85,7 @@ def one(rows: SamplingRows, row: int) -> SamplingRows:
 @pytest.mark.parametrize("num_tokens", [100] if IS_INTERPRETED else [50, 1000])
 def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     if IS_INTERPRETED:
-        from model.kernels.gpu import sample
+        from tandem.model.kernels.gpu import sample
 
         monkeypatch.setattr(sample, "TILE", 128)
     for spread in (3.0,) if IS_INTERPRETED else (0.0, 3.0, 20.0):
@@ -109,7 +109,7 @@ def test_equals_lie_on_an_edge_that_is_in_several_splits(
 ) -> None:
     """Of those the first are kept, whatever split they are in."""
     if IS_INTERPRETED:
-        from model.kernels.gpu import sample
+        from tandem.model.kernels.gpu import sample
 
         monkeypatch.setattr(sample, "TILE", 8)
     logits = torch.zeros(4, 1, num_tokens)
@@ -125,7 +125,7 @@ def test_equals_lie_on_an_edge_that_is_in_several_splits(
 @gpu_only
 def test_the_largest_is_a_number_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of equals, in whatever split."""
-    from model.kernels.gpu import sample
+    from tandem.model.kernels.gpu import sample
 
     monkeypatch.setattr(sample, "TILE", 8)
     logits, nan, low = torch.zeros(2, 4, 20), torch.nan, -torch.inf

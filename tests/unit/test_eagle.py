@@ -11,18 +11,18 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import TandemConfig
-from core.config import load as load_config
-from core.errors import LayoutMismatch
-from core.info import DECODE, PREFILL
-from core.membership import RankSpec
-from kv_transfer.layout import check_given
-from kv_transfer.pages import PagePool
-from model.drafters.eagle import EAGLE, EagleDrafter
-from model.loaded import LoadedModel, load_model
-from model.network.batch import Batch, Segment, pack, physical_slots
-from runtime.engine_loop import EngineLoop
-from runtime.parts import RankParts
+from tandem.core.config import TandemConfig
+from tandem.core.config import load as load_config
+from tandem.core.errors import LayoutMismatch
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.membership import RankSpec
+from tandem.kv_transfer.layout import check_given
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.drafters.eagle import EAGLE, EagleDrafter
+from tandem.model.loaded import LoadedModel, load_model
+from tandem.model.network.batch import Batch, Segment, pack, physical_slots
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.parts import RankParts
 from tests.eagle_tables import NUM_ROWS, NUM_STEPS
 from tests.eagles import (
     LATENTS,

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.config import TINY_MODEL
-from model.drafters.eagle import EagleDrafter
+from tandem.core.config import TINY_MODEL
+from tandem.model.drafters.eagle import EagleDrafter
 from tests.conformance import loaded_head
 from tests.eagle_tables import DATA, NUM_ROWS, NUM_STEPS
 from tests.eagles import head_rounding, head_tensors, told

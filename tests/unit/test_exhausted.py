@@ -13,11 +13,11 @@ from ray.exceptions import (
     OutOfDiskError,
 )
 
-from cluster.control.actors import RayControl
-from cluster.door.status_codes import status_of
-from core.control import Service
-from core.errors import Overloaded, RankDied, RankLost, TandemError
-from core.schema import Failure, decode
+from tandem.cluster.control.actors import RayControl
+from tandem.cluster.door.status_codes import status_of
+from tandem.core.control import Service
+from tandem.core.errors import Overloaded, RankDied, RankLost, TandemError
+from tandem.core.schema import Failure, decode
 
 WANT = [
     MemoryError(),

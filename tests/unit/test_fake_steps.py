@@ -24,11 +24,11 @@ from benchmarks.driven.engines import Bench, load  # noqa: E402
 from benchmarks.gpu.device import Device  # noqa: E402
 from benchmarks.gpu.gang import spread_over  # noqa: E402
 from benchmarks.gpu.launches import Noted, noted  # noqa: E402
-from core.config import TINY_MODEL  # noqa: E402
-from core.request import ACCEPTANCES  # noqa: E402
-from decode_node.planning.forms import usual_keys  # noqa: E402
-from decode_node.planning.step_plan import PLAIN, Extras, StepKey  # noqa: E402
-from model.loaded import LoadedModel  # noqa: E402
+from tandem.core.config import TINY_MODEL  # noqa: E402
+from tandem.core.request import ACCEPTANCES  # noqa: E402
+from tandem.decode_node.planning.forms import usual_keys  # noqa: E402
+from tandem.decode_node.planning.step_plan import PLAIN, Extras, StepKey  # noqa: E402
+from tandem.model.loaded import LoadedModel  # noqa: E402
 from tests.conformance import DRAFTERS, bench_of  # noqa: E402
 from tests.often import often  # noqa: E402
 
@@ -40,7 +40,7 @@ EVERYTHING = Extras(all_greedy=False, has_rules=True, kinds=tuple(sorted(ACCEPTA
 
 @pytest.fixture
 def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.loaded.create_kernels", lambda *told, **more: Noted())
+    monkeypatch.setattr("tandem.model.loaded.create_kernels", lambda *told, **more: Noted())
 
 
 def loaded_with(name: str) -> LoadedModel:

@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Callable
 
-from cluster.gateway.answer import Answer
-from cluster.gateway.fan_out import Streams
-from core.answer import Finished, Piece
-from core.config import TINY_MODEL
-from core.info import ModelInfo
-from core.request import ABORT, STOP, Request, SamplingParams
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.fan_out import Streams
+from tandem.core.answer import Finished, Piece
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import ModelInfo
+from tandem.core.request import ABORT, STOP, Request, SamplingParams
+from tandem.text.tokenizer import TextStream, Tokenizer
 from tests.waiting import PATIENCE_S, for_ever
-from text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 EOS_ID = 1

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.levels import Level
-from core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
-from model.drafters.base import Drafts, View
-from model.drafters.mtp import MtpDrafter
-from model.loaded import LoadedModel
-from model.network.cache import Caches
+from tandem.core.levels import Level
+from tandem.core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
 from tests.drafters import Again, Failing, FedMtp
 from tests.unit.test_recorded import everything, run
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.driven.blocks import dense, random_blocks
-from model.kernels.base import BLOCK, Blocks, Kernels
+from tandem.model.kernels.base import BLOCK, Blocks, Kernels
 from tests.kernels import IS_INTERPRETED, TYPES
 from tests.numerics import UNIT, assert_near
 
 if not IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
-from model.kernels.gpu import tiles  # noqa: E402
-from model.kernels.gpu.fp8 import quantised  # noqa: E402
-from model.kernels.gpu.kernels import Triton  # noqa: E402
+from tandem.model.kernels.gpu import tiles  # noqa: E402
+from tandem.model.kernels.gpu.fp8 import quantised  # noqa: E402
+from tandem.model.kernels.gpu.kernels import Triton  # noqa: E402
 
 WRONG = {torch.float32: 2e-5, torch.float16: 2e-3}
 NUM_SLOTS, DIM, WIDTH = 3, 200, 160

@@ -9,20 +9,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from cluster.gateway.frame_reader import listen
-from cluster.gateway.handles import Handle
-from core.beat import Beat, Held
-from core.errors import RankLost
-from core.identity import Identity
-from core.pace import Pace
-from core.request import ERROR, TokenFrame
-from core.schema import pack
-from core.tasks import Tasks, cancelled
-from runtime import frames as frame_stream
-from runtime.frames import Frame, FrameServer, FrameStream, connect
+from tandem.cluster.gateway.frame_reader import listen
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.beat import Beat, Held
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.pace import Pace
+from tandem.core.request import ERROR, TokenFrame
+from tandem.core.schema import pack
+from tandem.core.tasks import Tasks, cancelled
+from tandem.runtime import frames as frame_stream
+from tandem.runtime.frames import Frame, FrameServer, FrameStream, connect
+from tandem.wires import framing, listener
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, until
-from wires import framing, listener
 
 
 class Board:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control import gang as gang_module
-from cluster.control import next_life
-from cluster.control.gang import GangKeeper
-from cluster.control.plan import Birth, GangPlan, plan_gangs
-from cluster.control.verdict import LastWords
-from core.config import TandemConfig, load
-from core.errors import Overloaded, RankLost, StepFailed
-from core.identity import Identity
-from core.info import ModelInfo
-from core.membership import (
+from tandem.cluster.control import gang as gang_module
+from tandem.cluster.control import next_life
+from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.plan import Birth, GangPlan, plan_gangs
+from tandem.cluster.control.verdict import LastWords
+from tandem.core.config import TandemConfig, load
+from tandem.core.errors import Overloaded, RankLost, StepFailed
+from tandem.core.identity import Identity
+from tandem.core.info import ModelInfo
+from tandem.core.membership import (
     DOWN,
     LOST,
     READY,
@@ -29,8 +29,8 @@ from core.membership import (
     RankSpec,
     RankState,
 )
-from core.pace import LOADING, Pace
-from core.schema import Failure
+from tandem.core.pace import LOADING, Pace
+from tandem.core.schema import Failure
 from tests.waiting import PATIENCE_S, for_ever, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RaySystemError
 
-from cluster.control import company, next_life
-from cluster.control import gang as gang_module
-from cluster.control import machines as machines_module
-from cluster.control.gang import GangKeeper
-from cluster.control.machines import RayMachines
-from cluster.control.plan import (
+from tandem.cluster.control import company, next_life
+from tandem.cluster.control import gang as gang_module
+from tandem.cluster.control import machines as machines_module
+from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.machines import RayMachines
+from tandem.cluster.control.plan import (
     GROUP,
     REPLICA,
     Birth,
@@ -25,11 +25,11 @@ from cluster.control.plan import (
     no_room,
     plan_gangs,
 )
-from cluster.control.verdict import Death, LastWords, LifeOver
-from core.config import TandemConfig, load
-from core.errors import EpochEnded, ProgramFailed, RankLost
-from core.identity import Identity
-from core.membership import (
+from tandem.cluster.control.verdict import Death, LastWords, LifeOver
+from tandem.core.config import TandemConfig, load
+from tandem.core.errors import EpochEnded, ProgramFailed, RankLost
+from tandem.core.identity import Identity
+from tandem.core.membership import (
     DOWN,
     LOST,
     READY,
@@ -42,9 +42,9 @@ from core.membership import (
     RankSpec,
     RankState,
 )
-from core.pace import Pace, Place
-from core.placement import Placement
-from core.schema import failure_of
+from tandem.core.pace import Pace, Place
+from tandem.core.placement import Placement
+from tandem.core.schema import failure_of
 from tests.unit.test_gang import MODEL, note
 from tests.waiting import for_ever, turns, until
 

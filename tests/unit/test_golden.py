@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.driven.engines import load
-from model.loaded import LoadedModel
+from tandem.model.loaded import LoadedModel
 from tests import golden
 from tests.counted import KINDS, PATH, figures
 

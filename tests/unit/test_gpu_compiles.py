@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.request import SamplingParams
-from kv_transfer.gpu_copies import copy_all_layers
-from model.kernels.base import BLOCK, Attention, Blocks, Routing
-from model.network.batch import Segments
-from model.sampling.sampler import SamplingRows
+from tandem.core.request import SamplingParams
+from tandem.kv_transfer.gpu_copies import copy_all_layers
+from tandem.model.kernels.base import BLOCK, Attention, Blocks, Routing
+from tandem.model.network.batch import Segments
+from tandem.model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED
 
 if IS_INTERPRETED or sys.platform != "linux":
@@ -24,9 +24,9 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from benchmarks.gpu.compiled import MOST_SHARED_BYTES, Hopper, figures  # noqa: E402
-from model.kernels.gpu import compiling, route  # noqa: E402
-from model.kernels.gpu.kernels import Triton  # noqa: E402
-from model.kernels.gpu.libraries import Libraries  # noqa: E402
+from tandem.model.kernels.gpu import compiling, route  # noqa: E402
+from tandem.model.kernels.gpu.kernels import Triton  # noqa: E402
+from tandem.model.kernels.gpu.libraries import Libraries  # noqa: E402
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -91,7 +91,7 @@ def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch
     """What was excused stays so: the clock of those who watch never jumps."""
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("model.kernels.gpu.compiling.time", clock)
+    monkeypatch.setattr("tandem.model.kernels.gpu.compiling.time", clock)
     told = compiling.Compiling()
     told.begin()
     now += 3

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
-from model.checkpoint.files import dequantise
-from model.kernels.base import BLOCK, Kernels
-from model.kernels.repeated import Eager, Function, Repeated
-from model.network.cache import MAIN
+from tandem.model.checkpoint.files import dequantise
+from tandem.model.kernels.base import BLOCK, Kernels
+from tandem.model.kernels.repeated import Eager, Function, Repeated
+from tandem.model.network.cache import MAIN
 from tests.kernels import IS_INTERPRETED
 
 if not IS_INTERPRETED:
@@ -23,7 +23,7 @@ if not IS_INTERPRETED:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from model.kernels.gpu.kernels import Triton
+    from tandem.model.kernels.gpu.kernels import Triton
 
     class Here(Triton):
         """Without graphs."""
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def create(*asked: object, quantises: bool) -> Kernels:
         return Here(num_processors=2)
 
-    monkeypatch.setattr("model.loaded.create_kernels", create)
+    monkeypatch.setattr("tandem.model.loaded.create_kernels", create)
     tiny.write_tiny(tmp_path, seed=31)
     return tmp_path
 

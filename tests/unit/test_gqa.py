@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.kernels.base import PLAIN, Attention, Kernels, rotate
+from tandem.model.kernels.base import PLAIN, Attention, Kernels, rotate
 from tests.kernels import IS_INTERPRETED, TYPES, native_only, often_interpreted, ours
 from tests.numerics import NUM_LANES, UNIT, assert_near, rounding
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.request import REJECTION, RELAXED, Request, Speculation
-from decode_node.program import launcher
-from model.loaded import LoadedModel
+from tandem.core.request import REJECTION, RELAXED, Request, Speculation
+from tandem.decode_node.program import launcher
+from tandem.model.loaded import LoadedModel
 from tests.graphs import Graphs
 
 DRAFTERS = {
@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A verdict is copied to the host, as from a device; memory is garbage until it is written;
     and what rows ask for is captured as soon as they do."""
-    monkeypatch.setattr("model.checkpoint.tensors._to_host", Tensor.clone)
-    monkeypatch.setattr("decode_node.planning.forms.MOST_EAGER", 0)
+    monkeypatch.setattr("tandem.model.checkpoint.tensors._to_host", Tensor.clone)
+    monkeypatch.setattr("tandem.decode_node.planning.forms.MOST_EAGER", 0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

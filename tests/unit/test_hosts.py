@@ -1,7 +1,7 @@
 """Where nodes listen when nobody said so: where Ray has put them."""
 
-from cluster.control.plan import hosts_of
-from core.config import load
+from tandem.cluster.control.plan import hosts_of
+from tandem.core.config import load
 
 
 def found(addresses: dict[str, str], *sets: str) -> list[str]:

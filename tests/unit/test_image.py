@@ -55,8 +55,8 @@ def copied(stage: str) -> list[str]:
 def test_every_source_is_there_and_every_package_is_copied() -> None:
     for stage in stages():
         assert all((ROOT / source).exists() for source in copied(stage))
-    packages = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-    folders = {name.removesuffix("*").replace(".", "/") for name in packages}
+    linked = {path.resolve() for path in (ROOT / "src" / "tandem").iterdir() if path.is_symlink()}
+    folders = {"src", *(str(path.relative_to(ROOT)) for path in linked)}
     assert folders | {"pyproject.toml", PYPROJECT["project"]["readme"]} <= set(copied("wheel"))
 
 
@@ -102,7 +102,7 @@ def test_the_image_has_what_the_tests_ran_on() -> None:
     """Package by package; of what only the image has there is a version at least."""
     lines = (DEPLOY / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    own = (needed("tandem") | needed("triton")) - {"tandem"}
+    own = (needed("tandem-serve") | needed("triton")) - {"tandem-serve"}
     told = {name: metadata.version(name).partition("+")[0] for name in own}
     assert told == {name: pinned.get(name) for name in own}
     of_ray = map(Requirement, metadata.requires("ray") or [])

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.config import TINY_MODEL
-from model.checkpoint.config import ModelConfig
-from model.kernels import build, create_kernels
-from model.kernels.base import PLAIN, Attention, Kernels, Routing
-from model.network.batch import Batch, Segments
-from model.network.tree import tree_of
+from tandem.core.config import TINY_MODEL
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels import build, create_kernels
+from tandem.model.kernels.base import PLAIN, Attention, Kernels, Routing
+from tandem.model.network.batch import Batch, Segments
+from tandem.model.network.tree import tree_of
 from tests.kernels import (
     IS_INTERPRETED,
     TYPES,
@@ -430,7 +430,7 @@ def test_heads_are_expanded_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     packed, everyone = Packed.make(torch.float32), [1, 2, 3]
     whole = packed.attend(ours(), everyone)
     some = 4 * (NOPE + VALUE) * 16 * sum(len(packed.pages[g]) for g in everyone) * (HEADS - 1)
-    monkeypatch.setattr("model.kernels.gpu.prefill.MOST_EXPANDED_BYTES", some)
+    monkeypatch.setattr("tandem.model.kernels.gpu.prefill.MOST_EXPANDED_BYTES", some)
     for a, b in zip(packed.attend(ours(), everyone), whole, strict=True):
         check_attended(a, b.double(), torch.float32)
 
@@ -538,7 +538,7 @@ def test_pairs_are_sorted_by_slot(
     num_pairs: int, num_slots: int, most_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In their order, without those that are elsewhere; over one chunk and several."""
-    from model.kernels.gpu import pairs
+    from tandem.model.kernels.gpu import pairs
 
     monkeypatch.setattr(pairs, "MOST_AT_ONCE", most_at_once)
     made = torch.Generator().manual_seed(num_pairs)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = "tandem"
+EDGE = "src/tandem"
 OURS = {
     "core",
     "text",
@@ -19,7 +21,7 @@ OURS = {
     "decode_node",
     "colocated_node",
     "cluster",
-    "tandem",
+    EDGE,
 }
 MAY_IMPORT = {
     "core": set(),
@@ -30,9 +32,9 @@ MAY_IMPORT = {
     "runtime": {"core", "model", "kv_transfer", "wires"},
     "prefill_node": {"core", "model", "kv_transfer", "runtime", "wires"},
     "decode_node": {"core", "text", "model", "kv_transfer", "runtime", "wires"},
-    "colocated_node": OURS - {"colocated_node", "cluster", "tandem"},
-    "cluster": OURS - {"cluster", "tandem"},
-    "tandem": {"cluster", "core"},
+    "colocated_node": OURS - {"colocated_node", "cluster", EDGE},
+    "cluster": OURS - {"cluster", EDGE},
+    EDGE: {"cluster", "core"},
 }
 
 
@@ -48,20 +50,56 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def folders_imported(path: Path) -> set[str]:
+    """Return the folders of OURS of which a file imports something."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith(f"{PACKAGE}.")} & OURS
+
+
 def files(*folders: str) -> list[Path]:
     return [p for f in folders for p in sorted((ROOT / f).rglob("*.py")) if "_pb2" not in p.name]
 
 
 def test_there_is_something_to_check() -> None:
     for folder in OURS:
-        assert len(files(folder)) > (folder not in ("tandem", "colocated_node")) * 2, folder
+        assert len(files(folder)) > (folder not in (EDGE, "colocated_node")) * 2, folder
 
 
 @pytest.mark.parametrize("folder", sorted(OURS))
 def test_imports_point_down(folder: str) -> None:
     for path in files(folder):
-        tops = {name.split(".")[0] for name in imports(path)} & OURS
-        assert tops <= MAY_IMPORT[folder] | {folder}, f"{path} imports {tops}"
+        found = folders_imported(path)
+        assert found <= MAY_IMPORT[folder] | {folder}, f"{path} imports {found}"
+
+
+def test_every_folder_is_imported_by_another() -> None:
+    """The reading of imports is not empty."""
+    found = {(path, folder) for path in files(*OURS) for folder in folders_imported(path)}
+    for folder in OURS - {"cluster", "colocated_node", EDGE}:
+        others = [path for path, top in found if top == folder and not path.is_relative_to(folder)]
+        assert len(others) > 3, folder
+
+
+def test_the_package_is_named_in_every_import() -> None:
+    """A user's own core/ or model/ in the working directory must not be found in its place."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    sources = [ROOT / name for name in listed if (ROOT / name).is_file()]
+    assert len(sources) > 500
+    for path in sources:
+        tops = {name.split(".")[0] for name in imports(path)}
+        assert not tops & OURS, f"{path} imports {tops & OURS} without {PACKAGE}"
+
+
+def test_links_of_the_package_are_relative_and_lead_somewhere() -> None:
+    links = [path for path in (ROOT / EDGE).iterdir() if path.is_symlink()]
+    assert {path.name for path in links} == (OURS - {EDGE}) | {"tiny-v3"}
+    for path in links:
+        assert not path.readlink().is_absolute() and path.is_dir(), path
 
 
 def test_ray_and_grpc_stay_in_their_rooms() -> None:
@@ -86,19 +124,31 @@ def test_torch_distributed_only_where_a_group_is_owned() -> None:
 @pytest.mark.parametrize(
     ("banned", "modules"),
     [
-        (("torch", "ray", "grpc"), ("core.schema", "cluster.gateway.gateway")),
-        (("torch", "ray", "grpc", "google.protobuf"), ("cluster.gateway.admission",)),
+        (("torch", "ray", "grpc"), ("tandem.core.schema", "tandem.cluster.gateway.gateway")),
+        (("torch", "ray", "grpc", "google.protobuf"), ("tandem.cluster.gateway.admission",)),
         (
             ("torch", "ray"),
             (
-                *("kv_transfer.pages", "prefill_node.scheduler", "decode_node.planning.scheduler"),
-                *("decode_node.planning.step_planner", "tandem", "core.config", "runtime.shell"),
+                *(
+                    "tandem.kv_transfer.pages",
+                    "tandem.prefill_node.scheduler",
+                    "tandem.decode_node.planning.scheduler",
+                ),
+                *(
+                    "tandem.decode_node.planning.step_planner",
+                    "tandem",
+                    "tandem.core.config",
+                    "tandem.runtime.shell",
+                ),
             ),
         ),
-        (("torch",), ("text.tokenizer", "text.think", "cluster.control.controller")),
+        (
+            ("torch",),
+            ("tandem.text.tokenizer", "tandem.text.think", "tandem.cluster.control.controller"),
+        ),
         (
             ("ray", "grpc", "torch._dynamo", "triton"),
-            ("prefill_node.engine", "decode_node.engine"),
+            ("tandem.prefill_node.engine", "tandem.decode_node.engine"),
         ),
     ],
     ids=", ".join,

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from core.control import Done, Service
-from core.errors import LayoutMismatch, RankLost, StalePages
-from core.schema import WireError, decode, encode_failure, pack, unpack
-from kv_transfer.layout import Group, Layout, check_given
-from kv_transfer.messages import Ready, Seal
+from tandem.core.control import Done, Service
+from tandem.core.errors import LayoutMismatch, RankLost, StalePages
+from tandem.core.schema import WireError, decode, encode_failure, pack, unpack
+from tandem.kv_transfer.layout import Group, Layout, check_given
+from tandem.kv_transfer.messages import Ready, Seal
 
 LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3", 7)
 

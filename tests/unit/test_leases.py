@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import load
-from core.errors import HandoverError
-from core.identity import Identity
-from kv_transfer.messages import Seal
-from kv_transfer.offered import RELEASE_KNOWN_S, Computed, OfferBook
+from tandem.core.config import load
+from tandem.core.errors import HandoverError
+from tandem.core.identity import Identity
+from tandem.kv_transfer.messages import Seal
+from tandem.kv_transfer.offered import RELEASE_KNOWN_S, Computed, OfferBook
 from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")

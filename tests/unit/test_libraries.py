@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.driven.blocks import dense, random_blocks
-from core.config import TINY_MODEL
-from model.checkpoint.config import ModelConfig
-from model.kernels import create_kernels
-from model.kernels.base import BLOCK, Attention, Blocks
+from tandem.core.config import TINY_MODEL
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels import create_kernels
+from tandem.model.kernels.base import BLOCK, Attention, Blocks
 from tests.kernels import gpu_only
 from tests.often import often
 
 pytest.importorskip("triton")
 
-from model.kernels.gpu import flashmla, libraries  # noqa: E402
-from model.kernels.gpu.fp8 import quantised  # noqa: E402
-from model.kernels.gpu.kernels import Triton  # noqa: E402
+from tandem.model.kernels.gpu import flashmla, libraries  # noqa: E402
+from tandem.model.kernels.gpu.fp8 import quantised  # noqa: E402
+from tandem.model.kernels.gpu.kernels import Triton  # noqa: E402
 
 KIND = torch.float16
 """Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway import fleet
-from cluster.gateway.fleet import Fleet
-from cluster.gateway.liveness import Event, Liveness, Phase, after
-from core.beat import Beat, Held
-from core.config import load
-from core.control import Done
-from core.errors import RankDied, RankLost
-from core.identity import Identity
-from core.info import DECODE, PREFILL
-from core.membership import DRAINING, LOST, READY, Gang, Membership
-from core.pace import Pace
-from core.schema import pack
+from tandem.cluster.gateway import fleet
+from tandem.cluster.gateway.fleet import Fleet
+from tandem.cluster.gateway.liveness import Event, Liveness, Phase, after
+from tandem.core.beat import Beat, Held
+from tandem.core.config import load
+from tandem.core.control import Done
+from tandem.core.errors import RankDied, RankLost
+from tandem.core.identity import Identity
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.membership import DRAINING, LOST, READY, Gang, Membership
+from tandem.core.pace import Pace
+from tandem.core.schema import pack
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, for_ever, turns, until

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.sampling.logprobs import raw_logprobs
+from tandem.model.sampling.logprobs import raw_logprobs
 from tests.numerics import UNIT, assert_near, rounding
 
 

@@ -10,17 +10,17 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import TINY_MODEL
-from core.identity import Identity
-from core.levels import chains
-from core.request import ERROR, PREEMPTED, Request
-from decode_node.planning.buckets import bucket_for, buckets_of
-from decode_node.planning.states import Granted, Size
-from decode_node.planning.step_plan import Extras, StepKey
-from decode_node.program.launcher import Launcher
-from decode_node.program.step import Shape, decode_step
-from model.loaded import LoadedModel
-from runtime.engine_loop import EngineLoop
+from tandem.core.config import TINY_MODEL
+from tandem.core.identity import Identity
+from tandem.core.levels import chains
+from tandem.core.request import ERROR, PREEMPTED, Request
+from tandem.decode_node.planning.buckets import bucket_for, buckets_of
+from tandem.decode_node.planning.states import Granted, Size
+from tandem.decode_node.planning.step_plan import Extras, StepKey
+from tandem.decode_node.program.launcher import Launcher
+from tandem.decode_node.program.step import Shape, decode_step
+from tandem.model.loaded import LoadedModel
+from tandem.runtime.engine_loop import EngineLoop
 
 Answers = dict[str, tuple[list[int], str | None]]
 
@@ -273,7 +273,8 @@ def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     bench.decode.step()
     free, free_at_end = bench.pool.num_available, list[int]()
     monkeypatch.setattr(
-        "decode_node.engine.settle", lambda device: free_at_end.append(bench.pool.num_available)
+        "tandem.decode_node.engine.settle",
+        lambda device: free_at_end.append(bench.pool.num_available),
     )
     broken = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     where = bench.decode.programs if fails == "within" else bench.decode

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import load as load_config
-from core.info import PREFILL
-from model.drafters.choices import Choice, ordered, parents_of
-from model.drafters.medusa import MedusaDrafter
-from model.loaded import load_model
-from model.network.tree import tree_of
+from tandem.core.config import load as load_config
+from tandem.core.info import PREFILL
+from tandem.model.drafters.choices import Choice, ordered, parents_of
+from tandem.model.drafters.medusa import MedusaDrafter
+from tandem.model.loaded import load_model
+from tandem.model.network.tree import tree_of
 from tests.trees import path_to
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
 from training.calibrate import best_tree, value_of

@@ -9,17 +9,25 @@ from typing import Any
 
 import pytest
 
-from cluster.control.gang import Epochs
-from cluster.control.plan import is_whole, living, plan_gangs
-from core.config import TandemConfig, load
-from core.config_shared import differences
-from core.errors import RankLost
-from core.info import ModelInfo
-from core.membership import Gang, Meeting, Membership, PortAddress, RankInfo, RankSpec, RankState
-from core.pace import LOADING
-from core.schema import Failure, decode, pack, unpack
-from runtime.engine_loop import EngineLoop
-from runtime.shell import RankShell
+from tandem.cluster.control.gang import Epochs
+from tandem.cluster.control.plan import is_whole, living, plan_gangs
+from tandem.core.config import TandemConfig, load
+from tandem.core.config_shared import differences
+from tandem.core.errors import RankLost
+from tandem.core.info import ModelInfo
+from tandem.core.membership import (
+    Gang,
+    Meeting,
+    Membership,
+    PortAddress,
+    RankInfo,
+    RankSpec,
+    RankState,
+)
+from tandem.core.pace import LOADING
+from tandem.core.schema import Failure, decode, pack, unpack
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.shell import RankShell
 from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")

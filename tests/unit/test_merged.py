@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import load
-from model.drafters.base import Drafts
-from model.drafters.merged import merged
-from model.network.tree import tree_of
+from tandem.model.drafters.base import Drafts
+from tandem.model.drafters.merged import merged
+from tandem.model.network.tree import tree_of
 
 MADE = 5, 6, 7
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks.driven.tiny import BASE
-from model.checkpoint.config import ModelConfig
-from model.drafters.mtp import MtpLayer
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.drafters.mtp import MtpLayer
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
 
 V3 = BASE | {
     "vocab_size": 129280,

@@ -12,27 +12,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.config import PrefillConfig, TandemConfig
-from core.identity import Identity
-from core.info import PREFILL
-from core.levels import chains
-from core.membership import RankSpec
-from core.request import Request, SamplingParams
-from decode_node.planning.states import Need, Running, Size
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.rows import Rows
-from decode_node.program.step import Shape, decode_step, verify_slots
-from kv_transfer.pages import PagePool
-from model.drafters.base import View
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_rows import MtpRows, first_pass, later_slots
-from model.kernels.base import PLAIN
-from model.network.batch import Batch
-from model.network.cache import MAIN, MTP
-from model.network.dispatch.base import Dispatch
-from prefill_node.engine import PrefillEngine, Progress
-from runtime.engine_loop import EngineLoop
-from runtime.parts import RankParts
+from tandem.core.config import PrefillConfig, TandemConfig
+from tandem.core.identity import Identity
+from tandem.core.info import PREFILL
+from tandem.core.levels import chains
+from tandem.core.membership import RankSpec
+from tandem.core.request import Request, SamplingParams
+from tandem.decode_node.planning.states import Need, Running, Size
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.rows import Rows
+from tandem.decode_node.program.step import Shape, decode_step, verify_slots
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.drafters.base import View
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_rows import MtpRows, first_pass, later_slots
+from tandem.model.kernels.base import PLAIN
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import MAIN, MTP
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.runtime.engine_loop import EngineLoop
+from tandem.runtime.parts import RankParts
 
 TABLES = json.loads((Path(__file__).parents[1] / "data" / "mtp_tables.json").read_text())
 CASES = {f"{c['name']}-{c.get('mode', '')[:14].strip(' ,')}": c for c in TABLES["cases"]}

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.levels import Level
-from core.request import STRICT, Request, SamplingParams
-from decode_node.planning.step_plan import StepKey
-from decode_node.program.step import draft
-from model.drafters.base import Drafts
-from model.drafters.beams import Candidates, chosen
-from model.loaded import LoadedModel
-from model.network.cache import MTP
-from model.network.tree import Tree
-from model.sampling.acceptance import rank_drafts
-from model.sampling.adjust import no_rules, set_rules
-from model.sampling.sampler import draw
+from tandem.core.levels import Level
+from tandem.core.request import STRICT, Request, SamplingParams
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.step import draft
+from tandem.model.drafters.base import Drafts
+from tandem.model.drafters.beams import Candidates, chosen
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import MTP
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.acceptance import rank_drafts
+from tandem.model.sampling.adjust import no_rules, set_rules
+from tandem.model.sampling.sampler import draw
 from tests.trees import path_to
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
 from tests.unit.test_sampling import sampling_rows

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.errors import HandoverError
-from kv_transfer import nccl
-from kv_transfer.base import Channel
-from kv_transfer.nccl import NcclBackend, NcclWire
+from tandem.core.errors import HandoverError
+from tandem.kv_transfer import nccl
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.nccl import NcclBackend, NcclWire
+from tandem.wires.nccl import SETTINGS, interface_of
 from tests.waiting import PATIENCE_S, wait_until
-from wires.nccl import SETTINGS, interface_of
 
 
 class Event:

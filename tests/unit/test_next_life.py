@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.next_life import MAX_BACK_OFF_S, PAUSE_S, Decision, History, next_life
-from cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, OUTSIDE, Death, LastWords
-from core.errors import EpochEnded, Overloaded, ProgramFailed, RankLost, StepFailed, TandemError
+from tandem.cluster.control.next_life import MAX_BACK_OFF_S, PAUSE_S, Decision, History, next_life
+from tandem.cluster.control.verdict import FAULT, MISTAKE, NO_ROOM, OUTSIDE, Death, LastWords
+from tandem.core.errors import (
+    EpochEnded,
+    Overloaded,
+    ProgramFailed,
+    RankLost,
+    StepFailed,
+    TandemError,
+)
 
 SEGFAULT = LastWords("Fatal Python error: Segmentation fault\n\nCurrent thread")
 KILLED = LastWords("loading weights\n")

@@ -11,10 +11,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from benchmarks.driven.engines import load
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
-from core.request import Request
-from model.drafters.ngram import NgramDrafter, continued
-from model.loaded import LoadedModel
+from tandem.core.config import TINY_MODEL
+from tandem.core.request import Request
+from tandem.model.drafters.ngram import NgramDrafter, continued
+from tandem.model.loaded import LoadedModel
 from tests.kernels import ours
 from tests.unit.test_trees import answers, everything
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation, TokenBias
-from model.network.cache import MAIN
+from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation, TokenBias
+from tandem.model.network.cache import MAIN
 from tests.kernels import native_only
 from tests.often import often
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import Controller
-from cluster.control.launch import check_tokenizer
-from cluster.control.members import RayMembers
-from cluster.control.next_life import History
-from core.config import TINY_MODEL, TandemConfig, load
-from core.config_shared import shared_digest
-from core.info import DECODE
-from core.membership import DOWN, Gang, Membership
-from core.schema import encode_failure, pack
+from tandem.cluster.control.controller import Controller
+from tandem.cluster.control.launch import check_tokenizer
+from tandem.cluster.control.members import RayMembers
+from tandem.cluster.control.next_life import History
+from tandem.core.config import TINY_MODEL, TandemConfig, load
+from tandem.core.config_shared import shared_digest
+from tandem.core.info import DECODE
+from tandem.core.membership import DOWN, Gang, Membership
+from tandem.core.schema import encode_failure, pack
+from tandem.text.tokenizer import Tokenizer, tokenizer_digest
 from tests.unit.test_membership import INFO
-from text.tokenizer import Tokenizer, tokenizer_digest
 
 MINE = load(None, [])
 OTHER = load(None, ["decode.max_rows=3", "model.max_model_len=64"])

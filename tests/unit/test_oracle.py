@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
-from model.drafters.mtp import MtpDrafter
-from model.loaded import LoadedModel
-from model.network.batch import Batch, Segment, pack, physical_slots
-from model.network.cache import MAIN, MTP
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch, Segment, pack, physical_slots
+from tandem.model.network.cache import MAIN, MTP
 from tests.numerics import assert_near, network_rounding
 
 YARN = {

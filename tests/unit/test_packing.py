@@ -9,13 +9,13 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
-from core.identity import Identity
-from model.drafters.base import UNKNOWN
-from model.loaded import LoadedModel
-from model.network.batch import Segment, pack
-from model.network.cache import MAIN, MTP, Caches
-from prefill_node.planner import fullest
-from runtime.lockstep import LocalPlanner, Plan
+from tandem.core.identity import Identity
+from tandem.model.drafters.base import UNKNOWN
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Segment, pack
+from tandem.model.network.cache import MAIN, MTP, Caches
+from tandem.prefill_node.planner import fullest
+from tandem.runtime.lockstep import LocalPlanner, Plan
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load, planner_of
-from core.levels import Level, chains
-from core.request import Request
-from decode_node.planning.lengths import most_wanted
-from decode_node.planning.step_plan import Proposal, StepKey, StepPlan
-from decode_node.planning.step_planner import StepPlanner
-from model.checkpoint.tensors import each, select
-from model.drafters.base import Drafts, Own, View
-from model.drafters.mtp import MtpLayer
-from model.drafters.mtp_rows import Pending
-from model.loaded import LoadedModel
-from model.network.batch import Batch
-from model.network.cache import Caches
-from runtime.lockstep import LocalPlanner, Plan
+from tandem.core.levels import Level, chains
+from tandem.core.request import Request
+from tandem.decode_node.planning.lengths import most_wanted
+from tandem.decode_node.planning.step_plan import Proposal, StepKey, StepPlan
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.model.checkpoint.tensors import each, select
+from tandem.model.drafters.base import Drafts, Own, View
+from tandem.model.drafters.mtp import MtpLayer
+from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import Batch
+from tandem.model.network.cache import Caches
+from tandem.runtime.lockstep import LocalPlanner, Plan
 from tests.unit.test_drafts import Spy
 
 NUM_ROWS, NUM_DRAFTS = 4, 2

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.driven import tiny
-from core.config import load as load_config
-from core.errors import StalePages
-from core.info import DECODE
-from core.pages import DUMMY_PAGE
-from kv_transfer.budget import default_num_pages
-from kv_transfer.pages import PagePool
-from model.loaded import load_model
+from tandem.core.config import load as load_config
+from tandem.core.errors import StalePages
+from tandem.core.info import DECODE
+from tandem.core.pages import DUMMY_PAGE
+from tandem.kv_transfer.budget import default_num_pages
+from tandem.kv_transfer.pages import PagePool
+from tandem.model.loaded import load_model
 
 
 def test_allocation_is_all_or_nothing_and_never_gives_the_dummy_page() -> None:
@@ -106,8 +106,9 @@ def test_random_use_never_breaks_integrity(operations: list[tuple[str, int]]) ->
 
 
 def test_bookkeeping_imports_without_torch() -> None:
-    modules = "kv_transfer.pages, kv_transfer.layout, kv_transfer.offered, kv_transfer.messages"
-    code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
+    modules = ("pages", "layout", "offered", "messages")
+    listed = ", ".join(f"tandem.kv_transfer.{name}" for name in modules)
+    code = f"import sys; import {listed}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -9,8 +9,8 @@ import torch
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, load
 from benchmarks.driven.exact import MARGIN
-from core.request import Request, SamplingParams, Speculation, TokenBias
-from model.loaded import LoadedModel
+from tandem.core.request import Request, SamplingParams, Speculation, TokenBias
+from tandem.model.loaded import LoadedModel
 from tests.numerics import assert_near, network_rounding
 from tests.unit.test_drafts import Scripted
 from tests.unit.test_sampling import EOS, obvious

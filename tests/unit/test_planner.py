@@ -6,12 +6,12 @@ from itertools import combinations
 
 import pytest
 
-from core.forms import CAPTURED, EAGER, RECORDED
-from core.levels import chains
-from core.request import ACCEPTANCES
-from decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
-from decode_node.planning.lengths import Costs, by_load, most_wanted, record
-from decode_node.planning.step_plan import (
+from tandem.core.forms import CAPTURED, EAGER, RECORDED
+from tandem.core.levels import chains
+from tandem.core.request import ACCEPTANCES
+from tandem.decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
+from tandem.decode_node.planning.lengths import Costs, by_load, most_wanted, record
+from tandem.decode_node.planning.step_plan import (
     MAKE,
     MOST_EXTRAS,
     PLAIN,
@@ -25,9 +25,9 @@ from decode_node.planning.step_plan import (
     kinds_of,
     wishes_of,
 )
-from decode_node.planning.step_planner import StepPlanner
-from model.drafters.mtp_rows import Pending
-from runtime.lockstep import LocalPlanner
+from tandem.decode_node.planning.step_planner import StepPlanner
+from tandem.model.drafters.mtp_rows import Pending
+from tandem.runtime.lockstep import LocalPlanner
 
 BUCKETS, CATCH_UP = (1, 2, 4, 8), Pending(3)
 IDLE = wishes_of([], 3)

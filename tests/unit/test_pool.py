@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.driven.engines import Bench, greedy, load
-from model.drafters.base import Emitted
-from model.drafters.ngram import PooledDrafter
-from model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
+from tandem.model.drafters.base import Emitted
+from tandem.model.drafters.ngram import PooledDrafter
+from tandem.model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
 from tests.small import write_small
 
 MOST = 3

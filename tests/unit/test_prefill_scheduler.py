@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from core.errors import HandoverError
-from core.identity import Identity
-from core.request import Request, SamplingParams
-from core.turns import FRESH_SHARE, is_fresh_turn
-from kv_transfer.pages import PagePool
-from prefill_node.page_source import AdoptedPages, PageSource
-from prefill_node.scheduler import SHORT_SHARE, Scheduler
-from prefill_node.sequence import Sequence
+from tandem.core.errors import HandoverError
+from tandem.core.identity import Identity
+from tandem.core.request import Request, SamplingParams
+from tandem.core.turns import FRESH_SHARE, is_fresh_turn
+from tandem.kv_transfer.pages import PagePool
+from tandem.prefill_node.page_source import AdoptedPages, PageSource
+from tandem.prefill_node.scheduler import SHORT_SHARE, Scheduler
+from tandem.prefill_node.sequence import Sequence
 
 SIZE, BUDGET = 4, 7
 

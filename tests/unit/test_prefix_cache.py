@@ -2,13 +2,13 @@
 
 import pytest
 
-from core.identity import Identity
-from core.request import Request, SamplingParams
-from kv_transfer.pages import PagePool
-from prefill_node.page_source import PageSource
-from prefill_node.prefix_cache import PrefixCache
-from prefill_node.scheduler import SHORT_SHARE, Scheduler
-from prefill_node.sequence import Sequence
+from tandem.core.identity import Identity
+from tandem.core.request import Request, SamplingParams
+from tandem.kv_transfer.pages import PagePool
+from tandem.prefill_node.page_source import PageSource
+from tandem.prefill_node.prefix_cache import PrefixCache
+from tandem.prefill_node.scheduler import SHORT_SHARE, Scheduler
+from tandem.prefill_node.sequence import Sequence
 
 SIZE = 4
 

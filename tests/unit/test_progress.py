@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.gateway.checks import request_id
-from core.errors import RankLost
-from core.identity import Identity
-from core.membership import InStep, RankSpec
-from core.schema import pack
-from runtime.black_box import MAX_NOTED, BlackBox, read_box
-from runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
-from runtime.shell import RankShell
-from runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
+from tandem.cluster.gateway.checks import request_id
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.membership import InStep, RankSpec
+from tandem.core.schema import pack
+from tandem.runtime.black_box import MAX_NOTED, BlackBox, read_box
+from tandem.runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
+from tandem.runtime.shell import RankShell
+from tandem.runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
 from tests.waiting import PATIENCE_S, until
 
 LEAST_S = 10.0

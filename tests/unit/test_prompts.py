@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.gateway.checks import checked
-from core.config import TINY_MODEL
-from core.info import ModelInfo
-from core.request import Unchecked
+from tandem.cluster.gateway.checks import checked
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import ModelInfo
+from tandem.core.request import Unchecked
+from tandem.text.tokenizer import Tokenizer
 from tests.often import often
 from tests.tokenizer_folders import (
     CUT,
@@ -23,7 +24,6 @@ from tests.tokenizer_folders import (
     write_folder,
     write_tokenizer,
 )
-from text.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "prompts.md"
 BOS = "<｜begin▁of▁sentence｜>"

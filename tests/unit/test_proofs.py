@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.client.stream import InferenceError
-from cluster.gateway.checks import checked
-from cluster.gateway.proofs import MAX_AGE_S, with_proof
-from core.info import ModelInfo
-from core.membership import Membership
-from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
-from core.schema import pack
+from tandem.cluster.client.stream import InferenceError
+from tandem.cluster.gateway.checks import checked
+from tandem.cluster.gateway.proofs import MAX_AGE_S, with_proof
+from tandem.core.info import ModelInfo
+from tandem.core.membership import Membership
+from tandem.core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
+from tandem.core.schema import pack
 from tests.unit.test_request_mapping import MODEL, Bytes
 
 KEY, OTHER_KEY = b"k" * 32, b"l" * 32

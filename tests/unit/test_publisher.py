@@ -1,13 +1,13 @@
 """Frames of a decode rank go to the latest reader of each session."""
 
-from core.beat import Beat
-from core.errors import RankLost
-from core.identity import Identity
-from core.request import SequenceUpdate, TokenFrame
-from core.schema import unpack
-from decode_node.service.publisher import FramePublisher
-from decode_node.service.sessions import Sessions
-from runtime.frames import Frame
+from tandem.core.beat import Beat
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.request import SequenceUpdate, TokenFrame
+from tandem.core.schema import unpack
+from tandem.decode_node.service.publisher import FramePublisher
+from tandem.decode_node.service.sessions import Sessions
+from tandem.runtime.frames import Frame
 from tests.waiting import turns
 
 SESSION, OTHER = 7, 8

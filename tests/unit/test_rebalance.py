@@ -6,22 +6,31 @@ from unittest.mock import Mock
 
 import pytest
 
-from cluster.control import drain
-from cluster.control import rebalance as rebalance_module
-from cluster.control.gang import GangKeeper
-from cluster.control.plan import plan_gangs
-from cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
-from cluster.gateway.balance import balance_ratios
-from cluster.gateway.handles import Handle
-from core.beat import Beat, Held
-from core.config import load
-from core.eplb import balance_ratio, rebalance
-from core.errors import RankLost
-from core.info import DECODE
-from core.membership import DRAINING, LOST, READY, STARTING, ExpertRows, Gang, RankInfo, RankSpec
-from core.pace import Pace
-from core.placement import Placement
-from core.tasks import Tasks
+from tandem.cluster.control import drain
+from tandem.cluster.control import rebalance as rebalance_module
+from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.plan import plan_gangs
+from tandem.cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
+from tandem.cluster.gateway.balance import balance_ratios
+from tandem.cluster.gateway.handles import Handle
+from tandem.core.beat import Beat, Held
+from tandem.core.config import load
+from tandem.core.eplb import balance_ratio, rebalance
+from tandem.core.errors import RankLost
+from tandem.core.info import DECODE
+from tandem.core.membership import (
+    DRAINING,
+    LOST,
+    READY,
+    STARTING,
+    ExpertRows,
+    Gang,
+    RankInfo,
+    RankSpec,
+)
+from tandem.core.pace import Pace
+from tandem.core.placement import Placement
+from tandem.core.tasks import Tasks
 from tests.unit.test_gang import MODEL
 from tests.unit.test_gang_lives import FakeMachines, haste
 from tests.waiting import until

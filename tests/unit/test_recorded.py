@@ -15,19 +15,19 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import TINY_MODEL
-from core.forms import CAPTURED
-from core.levels import chains
-from core.request import REJECTION, RELAXED, Request, Speculation
-from decode_node.planning.forms import MOST_REFUSED
-from decode_node.planning.lengths import Costs, record
-from decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
-from decode_node.program import programs as programs_module
-from decode_node.program.launcher import Launcher
-from decode_node.program.programs import Prepared
-from model.kernels.recorded import Recorded
-from model.kernels.repeated import Eager
-from model.loaded import LoadedModel
+from tandem.core.config import TINY_MODEL
+from tandem.core.forms import CAPTURED
+from tandem.core.levels import chains
+from tandem.core.request import REJECTION, RELAXED, Request, Speculation
+from tandem.decode_node.planning.forms import MOST_REFUSED
+from tandem.decode_node.planning.lengths import Costs, record
+from tandem.decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
+from tandem.decode_node.program import programs as programs_module
+from tandem.decode_node.program.launcher import Launcher
+from tandem.decode_node.program.programs import Prepared
+from tandem.model.kernels.recorded import Recorded
+from tandem.model.kernels.repeated import Eager
+from tandem.model.loaded import LoadedModel
 from tests.counted import step_of
 from tests.kernels import ours
 
@@ -238,7 +238,7 @@ def test_a_program_that_was_dropped_is_recorded_again(
 ) -> None:
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr("decode_node.planning.forms.MAX_KEPT", 1)
+    monkeypatch.setattr("tandem.decode_node.planning.forms.MAX_KEPT", 1)
     bench = Bench(loaded, max_rows=6)
     assert bench.generate(*asked) == answers
     assert len(bench.decode.programs.kept) == 1
@@ -285,7 +285,7 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
         bench.decode.step()
     error = RuntimeError("out of memory")
     with monkeypatch.context() as patch:
-        patch.setattr("decode_node.program.programs.decode_step", Mock(side_effect=error))
+        patch.setattr("tandem.decode_node.program.programs.decode_step", Mock(side_effect=error))
         with pytest.raises(RuntimeError):
             bench.decode.step()
     bench.decode.fail(error)
@@ -312,8 +312,8 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     if fails:
         broken = Mock(is_ready=False, side_effect=RuntimeError("out of memory"))
         monkeypatch.setattr(kernels, "repeated", lambda function: broken)
-    monkeypatch.setattr("decode_node.planning.forms.MOST_EAGER", 2)
-    monkeypatch.setattr("decode_node.planning.step_planner.usual_keys", lambda *told: [])
+    monkeypatch.setattr("tandem.decode_node.planning.forms.MOST_EAGER", 2)
+    monkeypatch.setattr("tandem.decode_node.planning.step_planner.usual_keys", lambda *told: [])
     bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, loop=loop)
     step, busy = bench.decode.step, list[int]()
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.request import REJECTION, REJECTION_GREEDY, STRICT, SamplingParams
-from model.drafters.base import Drafts, View
-from model.drafters.beams import chosen, followed, narrowed, root
-from model.drafters.medusa import MedusaDrafter, MedusaRows
-from model.drafters.merged import merged
-from model.sampling import ranking
-from model.sampling.acceptance import KIND_NUMBERS, KINDS, recursive
-from model.sampling.ranking import Ranked
+from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, SamplingParams
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.beams import chosen, followed, narrowed, root
+from tandem.model.drafters.medusa import MedusaDrafter, MedusaRows
+from tandem.model.drafters.merged import merged
+from tandem.model.sampling import ranking
+from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, recursive
+from tandem.model.sampling.ranking import Ranked
 from tests.markov import VOCAB, Drafting, World, chain, check_tokens, tell
 from tests.unit.test_rejection import PLAIN, SETTINGS, WORLD, limits
 

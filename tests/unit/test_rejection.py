@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import _speculative_sampling
 
-from core.request import (
+from tandem.core.request import (
     REJECTION,
     REJECTION_GREEDY,
     RELAXED,
@@ -16,10 +16,10 @@ from core.request import (
     SamplingParams,
     TokenBias,
 )
-from model.drafters.base import Drafts, View
-from model.sampling.acceptance import KIND_NUMBERS, KINDS, rejection
-from model.sampling.acceptance.base import Evidence
-from model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, sample, uniform
+from tandem.model.drafters.base import Drafts, View
+from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, rejection
+from tandem.model.sampling.acceptance.base import Evidence
+from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, sample, uniform
 from tests.markov import VOCAB, World, chain, check_tokens, evidence, judged_by, one_step, tell
 from tests.unit.test_sampling import sampling_rows
 

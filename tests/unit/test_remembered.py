@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.remembered import Remembered
+from tandem.core.remembered import Remembered
 
 KEEP_S = 10.0
 Event = tuple[float, int]

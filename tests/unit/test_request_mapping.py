@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from cluster.client.options import GenerateOptions, build_request
-from cluster.door.request_mapping import to_unchecked
-from cluster.gateway.answer import Answer
-from cluster.gateway.checks import bounds, checked
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto.mapping import (
+from tandem.cluster.client.options import GenerateOptions, build_request
+from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.checks import bounds, checked
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.mapping import (
     from_proto,
     piece_from_proto,
     piece_to_proto,
     to_proto,
 )
-from core.answer import (
+from tandem.core.answer import (
     Delta,
     Finished,
     SpeculationCounts,
@@ -27,11 +27,11 @@ from core.answer import (
     TransferStats,
     Usage,
 )
-from core.config import TINY_MODEL
-from core.errors import OtherModel
-from core.info import ModelInfo, RankStatus, ServerStatus
-from core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
-from text.tokenizer import TextStream, Tokenizer
+from tandem.core.config import TINY_MODEL
+from tandem.core.errors import OtherModel
+from tandem.core.info import ModelInfo, RankStatus, ServerStatus
+from tandem.core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
+from tandem.text.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
 THINKER = replace(MODEL, think_token_ids=(8, 9))

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.gang.rounds import Rounds
+from tandem.runtime.gang.rounds import Rounds
 
 
 def total(proposals: list[int]) -> int | None:

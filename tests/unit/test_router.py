@@ -4,14 +4,14 @@ from itertools import product
 
 import pytest
 
-from cluster.gateway.affinity import STRIDE, PrefixAffinity
-from cluster.gateway.handles import Handle
-from cluster.gateway.router import choose_route
-from core.errors import RankLost
-from core.identity import Identity
-from core.info import ModelInfo
-from core.membership import RankInfo, RankSpec
-from core.tasks import Tasks
+from tandem.cluster.gateway.affinity import STRIDE, PrefixAffinity
+from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.router import choose_route
+from tandem.core.errors import RankLost
+from tandem.core.identity import Identity
+from tandem.core.info import ModelInfo
+from tandem.core.membership import RankInfo, RankSpec
+from tandem.core.tasks import Tasks
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.driven import tiny
-from model.checkpoint.config import ModelConfig
-from model.kernels.base import PLAIN, Kernels
-from model.network.moe import Gate
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.kernels.base import PLAIN, Kernels
+from tandem.model.network.moe import Gate
 from tests.kernels import ours
 
 NUM_EXPERTS, NUM_GROUPS, NUM_KEPT, NUM_CHOSEN, NUM_TOKENS, NUM_SCORES = 24, 6, 3, 5, 40, 3

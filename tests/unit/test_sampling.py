@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from benchmarks.driven import tiny
-from core.request import Request, SamplingParams, TokenBias
-from model.checkpoint.tensors import select
-from model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
-from model.sampling.sampler import SamplingRows, adjusted, draw, gumbel
+from tandem.core.request import Request, SamplingParams, TokenBias
+from tandem.model.checkpoint.tensors import select
+from tandem.model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
+from tandem.model.sampling.sampler import SamplingRows, adjusted, draw, gumbel
 from tests.numerics import assert_near, rounding
 
 EOS = tiny.BASE["eos_token_id"]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.beat import Beat, Held
-from core.errors import Overloaded, RankLost
-from core.identity import Identity
-from core.pace import Pace
-from core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
-from core.schema import Failure, WireError, decode, encode_failure, pack, unpack
+from tandem.core.beat import Beat, Held
+from tandem.core.errors import Overloaded, RankLost
+from tandem.core.identity import Identity
+from tandem.core.pace import Pace
+from tandem.core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
+from tandem.core.schema import Failure, WireError, decode, encode_failure, pack, unpack
 
 
 @dataclass(frozen=True)

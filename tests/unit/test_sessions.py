@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.identity import Identity
-from decode_node.service.sessions import Sessions
+from tandem.core.identity import Identity
+from tandem.decode_node.service.sessions import Sessions
 
 LEASE_S = 10.0
 

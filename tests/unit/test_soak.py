@@ -15,8 +15,8 @@ from benchmarks.soak.check import Checker, first_stop, score_ties, to_request
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Answer, Load
 from benchmarks.soak.plans import Plan, Shares, plans
-from core.config import TINY_MODEL
-from core.stopping import stop_ids
+from tandem.core.config import TINY_MODEL
+from tandem.core.stopping import stop_ids
 from tests.waiting import PATIENCE_S
 
 RULES = {

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import load as load_config
-from model.loaded import LoadedModel
+from tandem.core.config import load as load_config
+from tandem.model.loaded import LoadedModel
 from tests.unit.test_drafts import Spy, prompt
 
 PAGE_SIZE, NUM_DRAFTS, NUM_TOKENS = 4, 3, 30

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.client.options import GenerateOptions, build_request
-from cluster.commands.generate import Asked
-from cluster.door.request_mapping import to_unchecked
-from cluster.gateway.answer import Answer
-from cluster.gateway.checks import checked
-from core.answer import Delta
-from core.config import TINY_MODEL
-from core.info import ModelInfo
-from core.request import Request, SamplingParams, SequenceUpdate
-from prefill_node.prefill_calls import Prefilled
-from text.tokenizer import TextStream, Tokenizer
+from tandem.cluster.client.options import GenerateOptions, build_request
+from tandem.cluster.commands.generate import Asked
+from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.gateway.answer import Answer
+from tandem.cluster.gateway.checks import checked
+from tandem.core.answer import Delta
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import ModelInfo
+from tandem.core.request import Request, SamplingParams, SequenceUpdate
+from tandem.prefill_node.prefill_calls import Prefilled
+from tandem.text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 MODEL = ModelInfo("tiny", "deepseek_v3", 100, 2048, (1,), 3, True, "float32")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.client.options import GenerateOptions, build_request
-from cluster.proto import tandem_pb2 as pb
-from core.request import (
+from tandem.cluster.client.options import GenerateOptions, build_request
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.core.request import (
     REJECTION,
     REJECTION_GREEDY,
     RELAXED,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer import caches as caches_module
-from kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
-from kv_transfer.layout import Group, Layout
-from kv_transfer.pages import PagePool
-from kv_transfer.staging import StagingPool
+from tandem.kv_transfer import caches as caches_module
+from tandem.kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
+from tandem.kv_transfer.layout import Group, Layout
+from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.staging import StagingPool
 from tests.kernels import IS_INTERPRETED, ours
 from tests.waiting import PATIENCE_S, turns
 
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float
 @pytest.fixture(autouse=True, params=["by layer"] if IS_INTERPRETED else ["by layer", "native"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETED:
-        from kv_transfer.gpu_copies import copy_all_layers
+        from tandem.kv_transfer.gpu_copies import copy_all_layers
 
         monkeypatch.setattr(caches_module, "copy_on", lambda device: copy_all_layers)
     elif request.param == "native":

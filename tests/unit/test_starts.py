@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from cluster.control.company import MAX_UNANSWERED, Company
-from cluster.control.members import RayMembers, _tell
-from cluster.control.plan import GangPlan
-from cluster.control.verdict import LifeOver
-from core.config import load
-from core.errors import RankLost
-from core.info import ModelInfo
-from core.membership import (
+from tandem.cluster.control.company import MAX_UNANSWERED, Company
+from tandem.cluster.control.members import RayMembers, _tell
+from tandem.cluster.control.plan import GangPlan
+from tandem.cluster.control.verdict import LifeOver
+from tandem.core.config import load
+from tandem.core.errors import RankLost
+from tandem.core.info import ModelInfo
+from tandem.core.membership import (
     DOWN,
     LOST,
     READY,
@@ -25,8 +25,8 @@ from core.membership import (
     RankSpec,
     RankState,
 )
-from core.pace import LOADING
-from core.schema import Failure
+from tandem.core.pace import LOADING
+from tandem.core.schema import Failure
 from tests.waiting import for_ever
 
 START_S = 0.3
@@ -72,7 +72,7 @@ async def asked(
 ) -> None:
     for tick in range(round(from_s / TICK_S), round((from_s + for_s) / TICK_S)):
         clock = SimpleNamespace(monotonic=lambda now=tick * TICK_S: now)
-        monkeypatch.setattr("cluster.control.company.time", clock)
+        monkeypatch.setattr("tandem.cluster.control.company.time", clock)
         await ranks.ask(SEEN)
 
 
@@ -171,7 +171,9 @@ async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
 
 async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was ready and left. One that has never answered may take longer."""
-    monkeypatch.setattr("cluster.control.company.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(
+        "tandem.cluster.control.company.time", SimpleNamespace(monotonic=lambda: 0.0)
+    )
     ranks = company(lambda n: serves(n) if n == 1 else None, silent)
     monkeypatch.setattr(ranks.handles[0], "leave", leaves, raising=False)
     for _ in range(3):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.commands.status import _show
-from core.info import DEGRADED, SERVING, ModelInfo, RankStatus, ServerStatus
+from tandem.cluster.commands.status import _show
+from tandem.core.info import DEGRADED, SERVING, ModelInfo, RankStatus, ServerStatus
 
 MODEL = ModelInfo("DeepSeek-V3-0324", "deepseek_v3", 163840, 129280, (1,), 3, True, "bfloat16")
 EAGER = "native, eager: tokens travel between ranks"

@@ -6,9 +6,9 @@ import logging
 import grpc
 import pytest
 
-from cluster.door.status_codes import status_of
-from cluster.proto.wire import RETRY_AFTER_KEY
-from core.errors import (
+from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.core.errors import (
     Draining,
     HandoverError,
     LayoutMismatch,
@@ -21,7 +21,7 @@ from core.errors import (
     StalePages,
     StepFailed,
 )
-from core.schema import error_of, failure_of
+from tandem.core.schema import error_of, failure_of
 
 
 def test_what_is_not_finite_says_so_wherever_it_was_raised() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster.gateway.answer import Answer
-from core.answer import SpeculationCounts, TokenLogprobs
-from core.config import TINY_MODEL
-from core.info import ModelInfo
-from core.request import Request, SamplingParams, SequenceUpdate
-from prefill_node.prefill_calls import Prefilled
-from text.stop_text import AnswerText, StopText
-from text.tokenizer import TextStream, Tokenizer
+from tandem.cluster.gateway.answer import Answer
+from tandem.core.answer import SpeculationCounts, TokenLogprobs
+from tandem.core.config import TINY_MODEL
+from tandem.core.info import ModelInfo
+from tandem.core.request import Request, SamplingParams, SequenceUpdate
+from tandem.prefill_node.prefill_calls import Prefilled
+from tandem.text.stop_text import AnswerText, StopText
+from tandem.text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 MODEL = ModelInfo("tiny", "deepseek_v3", 1000, 512, (), 3, True, "float32")

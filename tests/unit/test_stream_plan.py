@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from cluster.client import stream
-from cluster.client.stream import InferenceError, StreamPlan
-from cluster.proto import tandem_pb2 as pb
+from tandem.cluster.client import stream
+from tandem.cluster.client.stream import InferenceError, StreamPlan
+from tandem.cluster.proto import tandem_pb2 as pb
 
 RETRY_S, BACKOFF_S = 10.0, 0.1
 

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from model.drafters import CLASSES, NONE
+from tandem.model.drafters import CLASSES, NONE
 from tests.sizes import PRODUCT, ROOT, SPINE, names, product
 
 PAGE = ROOT / "docs/structure.md"

@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
-from core.errors import HandoverError
-from core.tasks import Tasks, again, cancelled, threaded
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import Tasks, again, cancelled, threaded
 from tests.waiting import PATIENCE_S, for_ever, until
 
 

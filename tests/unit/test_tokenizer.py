@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import TINY_MODEL
+from tandem.core.config import TINY_MODEL
+from tandem.text.tokenizer import TextStream, Tokenizer
 from tests.tokenizer_folders import CUT, FILLED, write_folder, write_tokenizer
-from text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
 REPLACEMENT = "\ufffd"
@@ -238,5 +238,6 @@ def test_a_byte_without_a_token_leaves_a_text_without_a_bound(tmp_path: Path) ->
 
 
 def test_importable_without_torch() -> None:
-    code = "import sys, text.tokenizer, model.checkpoint.config; assert 'torch' not in sys.modules"
+    modules = "tandem.text.tokenizer, tandem.model.checkpoint.config"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import Bench, greedy, load
-from decode_node.program.step import move_path, verify
-from model.drafters.base import Drafts
-from model.network.cache import MAIN
-from model.network.tree import tree_of
-from model.sampling.acceptance.base import Verdict
+from tandem.decode_node.program.step import move_path, verify
+from tandem.model.drafters.base import Drafts
+from tandem.model.network.cache import MAIN
+from tandem.model.network.tree import tree_of
+from tandem.model.sampling.acceptance.base import Verdict
 from tests.numerics import assert_near, network_rounding
 from tests.trees import Parents, level_of, path_to
 from tests.unit.test_drafts import prompt

@@ -11,17 +11,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.driven.engines import Bench, greedy, load
-from core.levels import MOST_NODES, Level, chains, slots_ahead, usable
-from core.request import REJECTION, RELAXED, RELAXED_LOG_PROBS, Request, SamplingParams, Speculation
-from decode_node.planning.rungs import Rungs
-from model.drafters.mtp import MtpDrafter
-from model.loaded import LoadedModel
-from model.network.batch import visible_slots
-from model.network.cache import MAIN
-from model.network.tree import tree_of
-from model.sampling.acceptance import paths
-from model.sampling.acceptance.base import AcceptanceRows, Evidence
-from model.sampling.thinking import thinking_before
+from tandem.core.levels import MOST_NODES, Level, chains, slots_ahead, usable
+from tandem.core.request import (
+    REJECTION,
+    RELAXED,
+    RELAXED_LOG_PROBS,
+    Request,
+    SamplingParams,
+    Speculation,
+)
+from tandem.decode_node.planning.rungs import Rungs
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.batch import visible_slots
+from tandem.model.network.cache import MAIN
+from tandem.model.network.tree import tree_of
+from tandem.model.sampling.acceptance import paths
+from tandem.model.sampling.acceptance.base import AcceptanceRows, Evidence
+from tandem.model.sampling.thinking import thinking_before
 from tests.small import write_small
 from tests.trees import HiddenChain, Parents, ScriptedTree, level_of, path_to, shapes
 from tests.unit.test_drafts import prompt

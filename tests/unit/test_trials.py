@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.gateway.recovery import MAX_DEATHS, Trials
-from core.errors import Poisonous
-from core.identity import Identity
-from core.membership import InStep
+from tandem.cluster.gateway.recovery import MAX_DEATHS, Trials
+from tandem.core.errors import Poisonous
+from tandem.core.identity import Identity
+from tandem.core.membership import InStep
 
 
 def trials_after(*steps: InStep, has_failed: bool = False) -> Trials:

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from benchmarks.driven.engines import load
-from core.config import TINY_MODEL
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_vanilla import VanillaDrafter
+from tandem.core.config import TINY_MODEL
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_vanilla import VanillaDrafter
 from tests.numerics import assert_near, network_rounding
 from tests.unit.test_drafts import fresh_rows
 from training import medusa2, tuning

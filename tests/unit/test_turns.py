@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.identity import Identity
-from core.turns import FRESH_SHARE, TurnQueue, is_fresh_turn
+from tandem.core.identity import Identity
+from tandem.core.turns import FRESH_SHARE, TurnQueue, is_fresh_turn
 
 ARRIVALS = {"begun": True, "fresh": False}
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from core.request import TYPICAL, SamplingParams
-from model.network.tree import tree_of
-from model.sampling.acceptance.typical import threshold
+from tandem.core.request import TYPICAL, SamplingParams
+from tandem.model.network.tree import tree_of
+from tandem.model.sampling.acceptance.typical import threshold
 from tests.markov import evidence, judged_by
 from tests.trees import Parents, level_of, path_to
 from tests.unit.test_acceptance import verdict_of

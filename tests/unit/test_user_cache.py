@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.user_cache import own_bytes, private_folder, user_cache, user_home
+from tandem.core.user_cache import own_bytes, private_folder, user_cache, user_home
 
 STRANGER = 4242424
 """A user id without an entry in passwd."""

@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks.driven.engines import Bench, load
 from benchmarks.driven.held_out import held_out
-from core.config import TINY_MODEL
-from core.levels import MOST_LEVELS, MOST_NODES, chains, grown
-from core.request import Request
-from decode_node.planning.buckets import buckets_of
-from decode_node.planning.forms import MAX_KEPT, usual_keys
-from model.drafters.mtp_rows import Pending
-from model.drafters.user import MOST_FAILURES, UserClass, UserDrafter, checked
-from model.loaded import LoadedModel
+from tandem.core.config import TINY_MODEL
+from tandem.core.levels import MOST_LEVELS, MOST_NODES, chains, grown
+from tandem.core.request import Request
+from tandem.decode_node.planning.buckets import buckets_of
+from tandem.decode_node.planning.forms import MAX_KEPT, usual_keys
+from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.drafters.user import MOST_FAILURES, UserClass, UserDrafter, checked
+from tandem.model.loaded import LoadedModel
 from tests import user_drafters
 from tests.unit.test_trees import answers, everything
 
@@ -74,7 +74,7 @@ def test_lies_cost_the_drafts_of_their_rows(
     plain: LoadedModel, asked: list[Request], expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of no other, though it is asked again and again."""
-    monkeypatch.setattr("model.drafters.user.MOST_FAILURES", 10**6)
+    monkeypatch.setattr("tandem.model.drafters.user.MOST_FAILURES", 10**6)
     hostile = user_drafters.Hostile()
     loaded = with_user(plain, hostile)
     told, bench = answers(loaded, asked)

@@ -16,12 +16,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.driven import tiny
 from benchmarks.driven.engines import POISON, Bench, greedy, load
-from core.identity import Identity
-from model.checkpoint.config import ModelConfig
-from model.drafters.mtp import MtpDrafter
-from model.drafters.mtp_vanilla import VanillaDrafter
-from model.loaded import LoadedModel
-from model.network.cache import MTP
+from tandem.core.identity import Identity
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.drafters.mtp import MtpDrafter
+from tandem.model.drafters.mtp_vanilla import VanillaDrafter
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import MTP
 from tests.small import write_small
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
 

@@ -12,20 +12,20 @@ from torch import Tensor
 from benchmarks.driven import tiny
 from benchmarks.driven.blocks import quantise
 from benchmarks.driven.engines import Bench, greedy, load
-from core.config import load as load_config
-from core.info import DECODE, PREFILL
-from core.pace import LOADING, on_start
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.files import CheckpointFiles, dequantise
-from model.checkpoint.weights import Checkpoint, load_network
-from model.drafters.mtp import MtpDrafter, MtpLayer
-from model.kernels.base import PLAIN, Blocks
-from model.loaded import LoadedModel, load_model
-from model.network.batch import Segment, pack
-from model.network.cache import MTP
-from model.network.deepseek import DeepseekV3
-from model.network.dispatch.base import Dispatch
-from model.network.layers import adopt
+from tandem.core.config import load as load_config
+from tandem.core.info import DECODE, PREFILL
+from tandem.core.pace import LOADING, on_start
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.checkpoint.files import CheckpointFiles, dequantise
+from tandem.model.checkpoint.weights import Checkpoint, load_network
+from tandem.model.drafters.mtp import MtpDrafter, MtpLayer
+from tandem.model.kernels.base import PLAIN, Blocks
+from tandem.model.loaded import LoadedModel, load_model
+from tandem.model.network.batch import Segment, pack
+from tandem.model.network.cache import MTP
+from tandem.model.network.deepseek import DeepseekV3
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.layers import adopt
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay as they were read."""
-    monkeypatch.setattr("model.loaded.adopt", lambda *_: None)
+    monkeypatch.setattr("tandem.model.loaded.adopt", lambda *_: None)
     monkeypatch.setattr(MtpDrafter, "adopt", lambda *_: None)
 
 

@@ -3,10 +3,10 @@
 import asyncio
 
 from benchmarks.hostile.kinds.base import Hostile, stub_of
-from cluster.door.uploads import BYTES_PER_TOKEN, FIXED_MESSAGE_BYTES
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.cluster.door.uploads import BYTES_PER_TOKEN, FIXED_MESSAGE_BYTES
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
 
 NUM_BYTES = 6_000_000
 NUM_CALLS = 2

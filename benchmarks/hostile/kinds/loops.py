@@ -3,9 +3,9 @@
 import asyncio
 
 from benchmarks.hostile.kinds.base import Hostile, stub_of
-from cluster.proto import tandem_pb2 as pb
-from cluster.proto import tandem_pb2_grpc as rpc
-from cluster.proto.wire import STREAM_KEY
+from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.wire import STREAM_KEY
 
 
 class FreshLoops(Hostile):

@@ -4,7 +4,7 @@ import asyncio
 
 from benchmarks.driven.http2 import Connection, connection
 from benchmarks.hostile.kinds.base import GENERATE, Hostile
-from cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto import tandem_pb2 as pb
 
 NUM_STREAMS = 100
 """Open streams, more than the measured gateway has places for."""

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.driven.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
-from core.forms import EAGER
-from core.request import RELAXED, Request, SamplingParams, Speculation
-from model.loaded import LoadedModel
-from prefill_node.engine import Progress
+from tandem.core.forms import EAGER
+from tandem.core.request import RELAXED, Request, SamplingParams, Speculation
+from tandem.model.loaded import LoadedModel
+from tandem.prefill_node.engine import Progress
 
 PAGE_SIZE = 64
 MAX_BATCH_TOKENS = 2048

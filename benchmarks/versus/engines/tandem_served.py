@@ -12,7 +12,7 @@ import torch
 from benchmarks.driven.procs import actors, command_of, descendants, serving
 from benchmarks.versus.engines.pinning import pin, sides
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
-from cluster.client.client import AsyncClient
+from tandem.cluster.client.client import AsyncClient
 
 PAGE_SIZE = 64
 CHUNK = 256

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Attention
-from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import seen, weighed
+from tandem.model.kernels.base import Attention
+from tandem.model.kernels.gpu.rotary import rotated
+from tandem.model.kernels.gpu.softmax import seen, weighed
 
 MAX_PARTS = 128
 MERGED_AT_ONCE = 4096

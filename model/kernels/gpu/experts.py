@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Blocks, Weights
-from model.kernels.gpu import tiles
-from model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot
-from model.kernels.gpu.pairs import own, pairs_at, pairs_of
+from tandem.model.kernels.base import Blocks, Weights
+from tandem.model.kernels.gpu import tiles
+from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot
+from tandem.model.kernels.gpu.pairs import own, pairs_at, pairs_of
 
 FEW_PROGRAMS = 512
 """Too few to keep a device busy: outputs are cut finer."""

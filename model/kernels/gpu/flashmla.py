@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Attention
-from model.kernels.gpu.rotary import rotated
+from tandem.model.kernels.base import Attention
+from tandem.model.kernels.gpu.rotary import rotated
 
 SCHEMA = (
     "sgl_kernel::dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, "

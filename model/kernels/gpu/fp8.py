@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import BLOCK, Blocks
+from tandem.model.kernels.base import BLOCK, Blocks
 
 FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Attention
-from model.kernels.gpu.attend import FEWEST_SLOTS, LOG2_E, MAX_PARTS, merged
-from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import only_seen, seen, weighed
+from tandem.model.kernels.base import Attention
+from tandem.model.kernels.gpu.attend import FEWEST_SLOTS, LOG2_E, MAX_PARTS, merged
+from tandem.model.kernels.gpu.rotary import rotated
+from tandem.model.kernels.gpu.softmax import only_seen, seen, weighed
 
 
 def attend(q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int) -> Tensor:

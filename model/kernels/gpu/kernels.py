@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.forms import CAPTURED
-from model.kernels.base import Attention, Blocks, Kernels, Routing
-from model.kernels.captured import Captured
-from model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
-from model.kernels.gpu.attend import attend
-from model.kernels.gpu.experts import experts, silu_mul
-from model.kernels.gpu.moves import Places
-from model.kernels.repeated import Function, Repeated
+from tandem.core.forms import CAPTURED
+from tandem.model.kernels.base import Attention, Blocks, Kernels, Routing
+from tandem.model.kernels.captured import Captured
+from tandem.model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
+from tandem.model.kernels.gpu.attend import attend
+from tandem.model.kernels.gpu.experts import experts, silu_mul
+from tandem.model.kernels.gpu.moves import Places
+from tandem.model.kernels.repeated import Function, Repeated
 
 MANY_PAIRS = 32
 """From so many pairs an expert on, they are sorted, and tiles of rows are what programs compute."""

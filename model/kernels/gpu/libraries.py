@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.kernels.base import BLOCK, Attention, Blocks
-from model.kernels.gpu.flashmla import FlashMla
-from model.kernels.gpu.fp8 import quantised
-from model.kernels.gpu.kernels import Triton
+from tandem.model.kernels.base import BLOCK, Attention, Blocks
+from tandem.model.kernels.gpu.flashmla import FlashMla
+from tandem.model.kernels.gpu.fp8 import quantised
+from tandem.model.kernels.gpu.kernels import Triton
 
 FEWEST_ROWS = 1024
 """Of products by cuBLAS, which is as fast as any from there on (vLLM's pull request 49932)."""

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Attention
-from model.kernels.gpu.rotary import rotated
+from tandem.model.kernels.base import Attention
+from tandem.model.kernels.gpu.rotary import rotated
 
 
 class Unsummed:

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.checkpoint.tensors import upload
-from model.kernels.base import Attention
-from model.kernels.gpu.attend import LOG2_E
-from model.kernels.gpu.rotary import rotated
-from model.kernels.gpu.softmax import only_seen, weighed
-from model.network.batch import Segments, gather_pages
+from tandem.model.checkpoint.tensors import upload
+from tandem.model.kernels.base import Attention
+from tandem.model.kernels.gpu.attend import LOG2_E
+from tandem.model.kernels.gpu.rotary import rotated
+from tandem.model.kernels.gpu.softmax import only_seen, weighed
+from tandem.model.network.batch import Segments, gather_pages
 
 MOST_EXPANDED_BYTES = 1 << 30
 """Keys and values of so many heads are expanded at once: long contexts have gigabytes of them."""

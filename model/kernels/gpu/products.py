@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import BLOCK, Blocks, Weights
-from model.kernels.gpu import tiles
-from model.kernels.gpu.experts import silu_mul, values_of
-from model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot, quantised
-from model.kernels.gpu.pairs import by_slot
+from tandem.model.kernels.base import BLOCK, Blocks, Weights
+from tandem.model.kernels.gpu import tiles
+from tandem.model.kernels.gpu.experts import silu_mul, values_of
+from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot, quantised
+from tandem.model.kernels.gpu.pairs import by_slot
 
 TILES_AT_ONCE = tl.constexpr(8)
 """Of rows, all of whose outputs are computed before the next ones."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.base import Routing
+from tandem.model.kernels.base import Routing
 
 FEW_TOKENS = 64
 """Up to so many a gate is too small a product for one that is not split along D."""

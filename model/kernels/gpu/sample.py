@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.gpu.edges import DIGIT, kept, narrow, of_splits, ordered, tile
-from model.sampling.sampler import SamplingRows
+from tandem.model.kernels.gpu.edges import DIGIT, kept, narrow, of_splits, ordered, tile
+from tandem.model.sampling.sampler import SamplingRows
 
 TILE = 2048
 NUM_WARPS = 8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.kernels.base import BLOCK
+from tandem.model.kernels.base import BLOCK
 
 SHORTEST_PART = 1024
 """Of a width that is summed in parts, which takes a launch more."""

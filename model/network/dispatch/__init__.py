@@ -2,13 +2,13 @@
 
 import torch
 
-from core.config import AUTO, NodeConfig
-from core.info import PREFILL
-from core.placement import Placement
-from model.checkpoint.config import ModelConfig
-from model.network.dispatch.base import Dispatch
-from model.network.dispatch.exchanged import Exchanged
-from model.network.dispatch.gathered import Gathered
+from tandem.core.config import AUTO, NodeConfig
+from tandem.core.info import PREFILL
+from tandem.core.placement import Placement
+from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.network.dispatch.base import Dispatch
+from tandem.model.network.dispatch.exchanged import Exchanged
+from tandem.model.network.dispatch.gathered import Gathered
 
 EXCHANGED = "exchanged"
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from core.placement import Placement
-from model.network.experts import Experts
+from tandem.core.placement import Placement
+from tandem.model.network.experts import Experts
 
 
 class Peers(Protocol):

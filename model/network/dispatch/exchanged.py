@@ -8,8 +8,8 @@ Shape legend: T tokens of this rank, N that come here, K experts per token, D hi
 import torch
 from torch import Tensor
 
-from model.network.dispatch.spread import Spread, sealed
-from model.network.experts import Experts
+from tandem.model.network.dispatch.spread import Spread, sealed
+from tandem.model.network.experts import Experts
 
 
 class Exchanged(Spread):

@@ -8,9 +8,9 @@ Shape legend: T tokens of each rank, N = R * T, K experts per token, D hidden, R
 import torch
 from torch import Tensor
 
-from core.placement import Placement
-from model.network.dispatch.spread import Spread, opened, sealed
-from model.network.experts import Experts
+from tandem.core.placement import Placement
+from tandem.model.network.dispatch.spread import Spread, opened, sealed
+from tandem.model.network.experts import Experts
 
 
 class Gathered(Spread):

@@ -9,9 +9,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from core.placement import Placement
-from model.network.dispatch.base import Dispatch, Peers
-from model.network.experts import Experts
+from tandem.core.placement import Placement
+from tandem.model.network.dispatch.base import Dispatch, Peers
+from tandem.model.network.experts import Experts
 
 NOWHERE = -1
 """The slot of padding: no rank computes it."""

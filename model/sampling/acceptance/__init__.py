@@ -8,15 +8,15 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from core import request
-from model.network.tree import Tree
-from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
-from model.sampling.acceptance.rejection import REJECTION, REJECTION_GREEDY
-from model.sampling.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
-from model.sampling.acceptance.strict import STRICT
-from model.sampling.acceptance.typical import TYPICAL
-from model.sampling.ranking import Ranked
-from model.sampling.sampler import SamplingRows, adjusted, adjusted_places
+from tandem.core import request
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from tandem.model.sampling.acceptance.rejection import REJECTION, REJECTION_GREEDY
+from tandem.model.sampling.acceptance.relaxed import RELAXED, RELAXED_LOG_PROBS
+from tandem.model.sampling.acceptance.strict import STRICT
+from tandem.model.sampling.acceptance.typical import TYPICAL
+from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.sampler import SamplingRows, adjusted, adjusted_places
 
 KINDS: dict[str, Kind] = {
     request.STRICT: STRICT,

@@ -11,9 +11,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from model.network.tree import Tree
-from model.sampling.ranking import Ranked
-from model.sampling.sampler import SamplingRows
+from tandem.model.network.tree import Tree
+from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.sampler import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ Ranking = Callable[[Tensor, SamplingRows, Tensor, Tree, int], Ranked]
 class Kind:
     """How drafts are picked, for trees ranked, and how they are judged: these belong together. All
     work on all rows of a batch, with static shapes and without waiting for the host. Of what a
-    request says (core.request.Speculation) it reads two ``bounds``."""
+    request says (core/request.py: Speculation) it reads two ``bounds``."""
 
     pick: Pick
     rank: Ranking

@@ -6,8 +6,8 @@ Shape legend: B rows, N drafts of this step, Q = N + 1 nodes, E places of the de
 import torch
 from torch import Tensor
 
-from model.network.tree import on_path
-from model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.network.tree import on_path
+from tandem.model.sampling.acceptance.base import Evidence, Verdict
 
 
 def is_target(evidence: Evidence) -> Tensor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance.base import Evidence, Verdict
-from model.sampling.acceptance.paths import path_to
-from model.sampling.sampler import COIN, RESIDUAL, sample, uniform
+from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance.paths import path_to
+from tandem.model.sampling.sampler import COIN, RESIDUAL, sample, uniform
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance import recursive, strict
-from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
-from model.sampling.ranking import drawn, likeliest
-from model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
+from tandem.model.sampling.acceptance import recursive, strict
+from tandem.model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from tandem.model.sampling.ranking import drawn, likeliest
+from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
 
 
 def judge(evidence: Evidence) -> Verdict:

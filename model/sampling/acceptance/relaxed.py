@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.sampling.acceptance import paths
-from model.sampling.acceptance.base import Evidence, Verdict
-from model.sampling.acceptance.strict import STRICT
-from model.sampling.thinking import thinking_before
+from tandem.model.sampling.acceptance import paths
+from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance.strict import STRICT
+from tandem.model.sampling.thinking import thinking_before
 
 
 def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:

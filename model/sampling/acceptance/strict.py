@@ -7,10 +7,10 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 
 from torch import Tensor
 
-from model.sampling.acceptance import paths
-from model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
-from model.sampling.ranking import chosen_likeliest
-from model.sampling.sampler import SamplingRows, draw
+from tandem.model.sampling.acceptance import paths
+from tandem.model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
+from tandem.model.sampling.ranking import chosen_likeliest
+from tandem.model.sampling.sampler import SamplingRows, draw
 
 
 def judge(evidence: Evidence) -> Verdict:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from model.sampling.acceptance import paths, strict
-from model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance import paths, strict
+from tandem.model.sampling.acceptance.base import Evidence, Verdict
 
 _TINY = 1e-5
 """Of the authors' entropy: added to p before its logarithm is taken."""
