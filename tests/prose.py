@@ -70,7 +70,8 @@ WORDS = {
 _WORD = re.compile(rf"(?<![\w`'-])({'|'.join(map(re.escape, WORDS))})(?![\w'-])", re.IGNORECASE)
 _QUANTITY = re.compile(r"\b(?:so|as|that) (?:many|much|long|few)\b(?! as)", re.IGNORECASE)
 _HEADLESS = re.compile(
-    r"(?:^|[.;:,(] |\band )(?:what|who|whom) (?:is|was|are|were|has|have|it|they|a|the|comes|waits)\b",
+    r"(?:^|[.;:,(] |\band )(?:what|who|whom) "
+    r"(?:is|was|are|were|has|have|it|they|a|the|comes|waits)\b",
     re.IGNORECASE,
 )
 _PATH = re.compile(
@@ -132,18 +133,22 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[ast.Expr, ast.stmt | None]]:
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     for child in node.body:
-        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-            if isinstance(child.value.value, str):
-                yield child, before
+        if isinstance(child, ast.Expr) and _is_text(child.value):
+            yield child, before
         before = child
 
 
 def _messages(path: str, tree: ast.Module, docs: set[int]) -> Iterator[Text]:
     """Texts of errors, logs and help: constants of three words or more."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            if len(re.findall(r"[a-z]{2,}", node.value)) >= 3 and " " in node.value.strip():
-                yield Text(path, node.lineno, "message", node.value)
+        if isinstance(node, ast.Constant) and _is_text(node) and id(node) not in docs:
+            text = str(node.value)
+            if len(re.findall(r"[a-z]{2,}", text)) >= 3 and " " in text.strip():
+                yield Text(path, node.lineno, "message", text)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _comments(path: str, source: str) -> Iterator[Text]:
@@ -154,11 +159,8 @@ def _comments(path: str, source: str) -> Iterator[Text]:
         text = token.string.lstrip("# ").strip()
         if re.match(r"type:|noqa|time:|mypy:|!|pragma", text):
             continue
-        if (
-            lines
-            and lines[-1][0] == token.start[0] - 1
-            and not token.line[: token.start[1]].strip()
-        ):
+        stands_alone = not token.line[: token.start[1]].strip()
+        if lines and stands_alone and lines[-1][0] == token.start[0] - 1:
             lines[-1] = (token.start[0], f"{lines[-1][1]} {text}")
         else:
             lines.append((token.start[0], text))
@@ -191,9 +193,9 @@ def findings(text: Text) -> Iterator[Finding]:
 
     plain = _IGNORED.sub("X", text.text)
     first = re.match(r"\W*([A-Za-z']+)", text.text)
-    if text.kind in ("docstring", "field", "comment") and first:
-        if first[1].lower() in OPENERS and not _is_boolean(text, first[1]):
-            yield found("opener", first[1])
+    is_of_code = text.kind in ("docstring", "field", "comment")
+    if is_of_code and first and first[1].lower() in OPENERS and not _is_boolean(text, first[1]):
+        yield found("opener", first[1])
     for word in _WORD.findall(plain):
         yield found("word", word.lower())
     for quantity in _QUANTITY.findall(plain):
@@ -300,11 +302,11 @@ def main() -> int:
     if args.write:
         ALLOWED.write_text(json.dumps(today, indent=2) + "\n")
         return 0
-    if args.count or (not args.paths and not args.rule):
+    if args.count:
         print(json.dumps(today, indent=2))
         share = 100 * num_hit / max(1, num_texts)
         print(f"{num_hit} of {num_texts} docstrings and comments have a finding: {share:.1f} %")
-    else:
+    elif args.paths or args.rule:
         for one in found:
             if args.rule in (None, one.rule):
                 print(f"{one.path}:{one.line}: {one.rule}: {one.what}")
