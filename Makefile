@@ -57,6 +57,7 @@ gang: $(READY)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(PY) -m tests.prose
 	$(VENV)/bin/mypy
 	$(VENV)/bin/hadolint deploy/Containerfile
 

@@ -116,8 +116,8 @@ class EndedLife:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank says of itself. It loads, joins its gang, and is ready when it has an ``info``.
-    While it loads it tells what it is ``doing``, and its ``progress`` (core/pace.py: on_start).
+    """State of a rank as it reports it. A rank loads, joins its gang, and is ready once ``info`` is
+    set. ``doing`` and ``progress`` describe its start (``on_start`` in core/pace.py).
     It holds ``num_held`` sequences; ``placement`` is the digest of where its gang's experts lie, if
     that is not the plain order.
 

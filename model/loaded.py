@@ -101,7 +101,8 @@ def load_model(
     ``check_digest`` gets the digest of the checkpoint, with that of a drafter's own folder, before
     any weight is read; what it raises ends the call. Links in the path are resolved once, so that
     all files are of one revision.
-    ``core/pace.py: on_start`` is told the share of its bytes read so far, 0 .. 1, and 1 at the end.
+    Loading reports its progress to ``on_start`` (core/pace.py): the share of the bytes that have
+    been read, from 0 to 1.
     Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
     """
     section, path = config.of_kind(kind), config.model.path.resolve()

@@ -79,7 +79,7 @@ class RankShell:
         self._leaving = asyncio.Lock()
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
-        """What outlives every life of the gang (runtime/parts.py: Memory)."""
+        """Load what a rank keeps while its gang restarts (``Memory`` in runtime/parts.py)."""
         on_start.set(self._on_start)
         parts = await asyncio.to_thread(import_module, "tandem.runtime.parts")
         return await asyncio.to_thread(

@@ -21,7 +21,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class CheckpointFiles(ExitStack):
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
-    ``core/pace.py: on_start`` is told the share of the checkpoint's bytes read so far, 0 .. 1.
+    Reading reports its progress to ``on_start`` (core/pace.py): the share of the checkpoint's bytes
+    that have been read, from 0 to 1.
     """
 
     def __init__(self, path: Path) -> None:

@@ -34,11 +34,14 @@ DIGEST = ".sha256"
 
 
 def built() -> Path:
-    """The library, compiled now if this source, torch, compiler and processor never were; another
-    process that does the same is waited for. ``core/pace.py: on_start`` is told how long
-    the compiler has computed, whoever began it.
+    """Return the library for this source, torch, compiler and processor, and compile it first if
+    that has never been done.
 
-    Raises ValueError saying what is missing, or what the compiler said.
+    Waits for another process that is compiling the same library. Either way ``on_start``
+    (core/pace.py) gets the CPU seconds that the compiler has used.
+
+    Raises:
+        ValueError: There is no compiler, or the compiler failed; the message has its output.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

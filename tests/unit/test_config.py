@@ -151,7 +151,9 @@ def test_the_description_is_in_words_of_yaml() -> None:
         assert choices <= words or field.default in choices, line
 
 
-@pytest.mark.parametrize("module", ["tandem.core.config", "tandem", "tandem.cluster.cli"])
+@pytest.mark.parametrize(
+    "module", ["tandem.core.config", "tandem.cluster.client.client", "tandem.cluster.cli"]
+)
 def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'ray', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

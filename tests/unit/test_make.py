@@ -16,6 +16,7 @@ import pytest
 from tests.mutants import ROOT
 
 PYTHON = """#!/bin/sh
+[ "$2" = tests.prose ] && exit "$PROSE"
 echo "pytest $TRITON_INTERPRET" >> "$SAID"
 [ -n "$TRITON_INTERPRET" ] && exit "$SECOND"
 exit "$FIRST"
@@ -34,7 +35,13 @@ def test_both_runs_happen_and_are_told(tmp_path: Path, first: int, second: int) 
     env = os.environ | {"SAID": str(said), "FIRST": str(first), "SECOND": str(second)}
     env.pop("TRITON_INTERPRET", None)
     command = ["make", "test", f"VENV={tmp_path}"]
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+    def make(prose: int) -> "subprocess.CompletedProcess[str]":
+        own = env | {"PROSE": str(prose)}
+        return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
+
+    assert make(prose=1).returncode and not said.exists(), "lint comes first"
+    ran = make(prose=0)
     assert sorted(said.read_text().splitlines()) == ["pytest ", "pytest 1"]
     assert (ran.returncode == 0) == (first == second == 0), ran.stdout + ran.stderr
     told = f"exit codes: {first}, interpreted kernels: {second}"
