@@ -38,8 +38,8 @@ OPENERS = (
     *("as", "by", "it", "of", "that", "they", "those", "what", "whatever", "whether"),
     *("who", "whoever", "whom", "whose", "with"),
 )
-"""First words of a text that are understood only beside the code. "Whether" begins no sentence,
-but a noun phrase of a boolean field: allowed there by ``_is_boolean``."""
+"""First words of a text that make sense only together with the code. "Whether" may begin a
+docstring, as the noun phrase of a boolean, but no comment."""
 WORDS = {
     "anew": "again, or restart",
     "alike": "identical, the same",
@@ -67,6 +67,7 @@ WORDS = {
     "told": "reported, sent, returned",
     "whoever": "the rank that",
 }
+"""Words that are not used, with what to write in their place."""
 _WORD = re.compile(rf"(?<![\w`'-])({'|'.join(map(re.escape, WORDS))})(?![\w'-])", re.IGNORECASE)
 _QUANTITY = re.compile(r"\b(?:so|as|that) (?:many|much|long|few)\b(?! as)", re.IGNORECASE)
 _HEADLESS = re.compile(
@@ -309,7 +310,8 @@ def main() -> int:
     elif args.paths or args.rule:
         for one in found:
             if args.rule in (None, one.rule):
-                print(f"{one.path}:{one.line}: {one.rule}: {one.what}")
+                hint = f" (write: {WORDS[one.what]})" if one.what in WORDS else ""
+                print(f"{one.path}:{one.line}: {one.rule}: {one.what}{hint}")
     if args.paths or args.rule:
         return 0
     return _compare(today)
