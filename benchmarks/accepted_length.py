@@ -19,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.driven.engines import Bench, load
+from benchmarks.harness.engines import Bench, load
 from tandem.core.answer import SpeculationCounts
 from tandem.core.request import Request, SamplingParams
 from tandem.model.loaded import LoadedModel
@@ -68,7 +68,7 @@ def measure(
     asked: list[Request],
     num_drafts: int,
     *,
-    ship_hidden: bool = True,
+    handover_hidden: bool = True,
     true_context: bool = False,
 ) -> dict[str, object]:
     """Means over all requests; acceptance per position is of drafts proposed."""
@@ -79,12 +79,12 @@ def measure(
         max_rows=BATCH,
         num_pages=600,
         page_size=64,
-        ship_hidden=ship_hidden,
+        handover_hidden=handover_hidden,
         firsts=firsts,
     )
     counts: list[SpeculationCounts] = []
     num_emitted = 0
-    title = f"n = {num_drafts}, {'ship' if ship_hidden else 'zero'}_hidden"
+    title = f"n = {num_drafts}, {'ship' if handover_hidden else 'zero'}_hidden"
     for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
         num_first = len(bench.start_all(*batch))
         bench.frames.clear()
@@ -101,7 +101,7 @@ def measure(
     per_position = [sum(sum(c.accepted_per_position[i : i + 1]) for c in counts) for i in range(8)]
     return {
         "num_drafts": num_drafts,
-        "first_step": "ship_hidden" if ship_hidden else "zero_hidden",
+        "handover_hidden": handover_hidden,
         "accepted_length": num_emitted / num_steps,
         "num_nodes": sum(c.num_nodes for c in counts) / num_steps,
         "accepted_per_position": [accepted / num_steps for accepted in per_position[:num_drafts]],
@@ -143,10 +143,10 @@ def main() -> None:
     asked = requests(args.path, args.num_prompts, args.max_tokens, args.temperature)
     rows = []
     for n in args.num_tokens:
-        loaded = load(args.path, threads, *args.sets, f"speculation.num_tokens={n}")
+        loaded = load(args.path, threads, *args.sets, f"speculation.max_depth={n}")
         rows.append(measure(loaded, asked, n, true_context=args.true_context))
     if loaded.drafter.num_features and not args.true_context:
-        rows.append(measure(loaded, asked, n, ship_hidden=False))
+        rows.append(measure(loaded, asked, n, handover_hidden=False))
     if args.json:
         print(json.dumps(rows))
     else:

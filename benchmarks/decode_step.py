@@ -9,7 +9,7 @@ outside of the program is the host's part of it.
 
 ``benchmarks.two_commits`` runs this file on other commits' code. So of the engines it knows only
 ``load``, ``greedy`` and ``Bench`` (its fields num_drafts, max_rows, num_pages and page_size; start,
-drop, decode.step, decode.step_s and decode.program_s) of ``benchmarks/driven/engines.py``, and
+drop, decode.step, decode.step_s and decode.program_s) of ``benchmarks/harness/engines.py``, and
 ``held_out``; the eager arm, which no other commit is asked for, knows one name more.
 """
 
@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.driven.engines import Bench, greedy, load
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import Bench, greedy, load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 
 EAGER = "eager bf16"
 ARMS = {
-    "plain fp32": ("model.kernels=plain", "model.dtype=float32"),
+    "plain fp32": ("model.kernels=torch", "model.dtype=float32"),
     EAGER: ("model.kernels=native", "model.dtype=bfloat16"),
     "recorded fp32": ("model.kernels=native", "model.dtype=float32"),
     "recorded bf16": ("model.kernels=native", "model.dtype=bfloat16"),
@@ -74,7 +74,7 @@ Steps = dict[Case, dict[str, list[Step]]]
 def benches(
     path: Path, arms: list[str], num_drafts: int, num_threads: int, max_rows: int
 ) -> dict[str, Bench]:
-    more = f"decode.num_threads={num_threads}", f"speculation.num_tokens={num_drafts}"
+    more = f"decode.num_threads={num_threads}", f"speculation.max_depth={num_drafts}"
     found = {}
     for name in arms:
         loaded = load(path, *ARMS[name], *more)

@@ -9,11 +9,11 @@ has the fewest tokens does the next step, so that the machine's other work hits 
 turns of one arm differ by 10 to 25 %). After each round engines are dealt anew, or the one whose
 memory lies best would win where levels are alike (by 2 to 5 %); to hand them on in turn is not
 enough, for who follows a level that drafts finds other contexts than who does not (1.5 to 4 %).
-"none" is an engine without any draft layer, for comparison.
-What "by_load" spends on looking at other lengths while it serves is in its figure; what it measures
-while idle before is not, nor are every arm's first rounds, in which programs are met for the first
-time. Prefill does not count. With --change all drafts are wrong at first and right later, and the
-steps are counted until the length is what it is where they were right all the time.
+"none" is an engine without any draft layer, for comparison. What "adaptive" spends on looking at
+other lengths while it serves is in its figure; what it measures while idle before is not, nor are
+every arm's first rounds, in which programs are met for the first time. Prefill does not count. With
+--change all drafts are wrong at first and right later, and the steps are counted until the length
+is what it is where they were right all the time.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.accepted_length import TINY, requests
-from benchmarks.driven.engines import Held, load
-from benchmarks.driven.turns import BY_LOAD, Arm, Engine, by_load_arm, together
-from benchmarks.driven.wrong import Wrong, changed
+from benchmarks.harness.engines import Held, load
+from benchmarks.harness.turns import ADAPTIVE, Arm, Engine, adaptive_arm, together
+from benchmarks.harness.wrong import Wrong, changed
 from tandem.core.config import load as load_config
 from tandem.core.levels import Levels
 from tandem.core.request import Request
@@ -39,7 +39,7 @@ from tandem.model.drafters.none import NoDrafter
 from tandem.model.loaded import LoadedModel
 
 NUM_PROMPTS, MAX_DEPTH = 100, 3
-"""The depth unless speculation.num_tokens is set."""
+"""The depth unless speculation.max_depth is set."""
 ROUND_TOKENS = 50
 """Of a round, a row."""
 NONE = "none"
@@ -59,9 +59,9 @@ def measure(
         str(n): Arm(Held(n), Engine(loaded, depth, asked, num_rows))
         for n in range(len(loaded.drafter.levels(depth)))
     }
-    arms[BY_LOAD] = by_load_arm(loaded, depth, asked, num_rows)
+    arms[ADAPTIVE] = adaptive_arm(loaded, depth, asked, num_rows)
     moving = [*arms.values()]
-    arms[NONE] = by_load_arm(replace(loaded, drafter=NoDrafter()), 0, asked, num_rows)
+    arms[NONE] = adaptive_arm(replace(loaded, drafter=NoDrafter()), 0, asked, num_rows)
     rounds = range(num_warm + num_rounds)
     for i in bar.track(rounds, description=f"{num_rows} rows") if bar else rounds:
         together([*arms.values()], (i + 1) * num_rows * ROUND_TOKENS, counts=i >= num_warm)
@@ -74,10 +74,10 @@ def measure(
 
 
 def of_best(rates: dict[str, list[float]]) -> float:
-    """by_load over the best held level, round by round, in which both met the same prompts."""
+    """adaptive over the best held level, round by round, in which both met the same prompts."""
     held = filter(str.isdecimal, rates)
     best = rates[max(held, key=lambda name: statistics.median(rates[name]))]
-    return statistics.median(map(truediv, rates[BY_LOAD], best))
+    return statistics.median(map(truediv, rates[ADAPTIVE], best))
 
 
 def label_of(name: str, levels: Levels) -> str:
@@ -92,11 +92,11 @@ def show(results: dict[int, dict[str, list[float]]], levels: Levels, title: str)
     table.add_column("rows")
     for name in next(iter(results.values())):
         table.add_column(label_of(name, levels), justify="right")
-    table.add_column("by_load / best", justify="right")
-    table.add_column("per token, by_load / none", justify="right")
+    table.add_column("adaptive / best", justify="right")
+    table.add_column("per token, adaptive / none", justify="right")
     for size, rates in results.items():
         cells = [f"{statistics.median(rates[name]):.0f}" for name in rates]
-        gain = statistics.median(map(truediv, rates[NONE], rates[BY_LOAD]))
+        gain = statistics.median(map(truediv, rates[NONE], rates[ADAPTIVE]))
         table.add_row(str(size), *cells, f"{of_best(rates):.3f}", f"{gain:.2f}")
     return table
 
@@ -108,8 +108,8 @@ def save_plot(path: Path, results: dict[int, dict[str, list[float]]], levels: Le
     axes = figure.subplots()
     for name in [one for one in next(iter(results.values())) if one != NONE]:
         rates = [statistics.median(rates[name]) for rates in results.values()]
-        style = {"linewidth": 3, "color": "black"} if name == BY_LOAD else {"linestyle": "--"}
-        label = "as many as pay" if name == BY_LOAD else label_of(name, levels)
+        style = {"linewidth": 3, "color": "black"} if name == ADAPTIVE else {"linestyle": "--"}
+        label = "as many as pay" if name == ADAPTIVE else label_of(name, levels)
         axes.plot(list(results), rates, marker="o", label=label, **style)
     axes.set(xlabel="rows", ylabel="tokens per second", xscale="log", ylim=(0, None))
     axes.set_xticks(list(results), [str(size) for size in results])
@@ -134,8 +134,8 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch_sizes.split(",")]
     threads, dtype = f"decode.num_threads={args.num_threads}", f"model.dtype={args.dtype}"
-    sets = [f"speculation.num_tokens={MAX_DEPTH}", *args.sets]
-    depth = load_config(None, sets).speculation.num_tokens
+    sets = [f"speculation.max_depth={MAX_DEPTH}", *args.sets]
+    depth = load_config(None, sets).speculation.max_depth
     loaded = load(args.path, threads, dtype, *sets)
     levels = loaded.drafter.levels(depth)
     if args.wrong or args.change:

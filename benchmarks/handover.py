@@ -37,9 +37,9 @@ from tandem.kv_transfer.source import Source
 from tandem.model.kernels.build import built
 from tandem.model.kernels.native import Native
 from tandem.model.network.cache import MAIN
+from tandem.net.calls import DOOR, CallClient, CallServer
+from tandem.net.groups import gloo_group, store_client, store_server
 from tandem.runtime.engine_loop import EngineLoop
-from tandem.wires.calls import DOOR, CallClient, CallServer
-from tandem.wires.groups import gloo_group, store_client, store_server
 
 HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
 

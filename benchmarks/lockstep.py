@@ -90,7 +90,7 @@ class Job:
             None,
             [
                 f"{self.kind}.dp_size={self.size}", f"{self.kind}.dispatch={self.dispatch}",
-                "decode.max_rows=64", f"prefill.max_batch_tokens={self.num}",
+                "decode.max_num_seqs=64", f"prefill.max_num_batched_tokens={self.num}",
                 "kv.num_pages=700", "kv.page_size=16", "speculation.draft_length=fixed",
             ],
         )  # fmt: skip
@@ -199,7 +199,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
             if not args.prefill:
                 yield Job(DECODE, size, "auto", is_all, args.rows, args.steps)
                 continue
-            for dispatch in ("gathered", "exchanged") if size > 1 else ("auto",):
+            for dispatch in ("all_gather", "all_to_all") if size > 1 else ("auto",):
                 yield Job(PREFILL, size, dispatch, is_all, args.tokens, args.steps)
 
 

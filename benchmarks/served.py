@@ -28,8 +28,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.decode_step import Case, benches, turn
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import cpu_s, serving
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import cpu_s, serving
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto.wire import proxy_options
@@ -37,7 +37,7 @@ from tandem.core.config import TINY_MODEL
 
 ARM = "recorded bf16"
 NUM_PROMPT = 64
-SETS = "model.dtype=bfloat16", "speculation.num_tokens=0", "decode.num_threads=1"
+SETS = "model.dtype=bfloat16", "speculation.max_depth=0", "decode.num_threads=1"
 FIGURES = "alone_ms", "step_ms", "cpu_ms", "grpc_ms"
 Figures = dict[str, float]
 
@@ -108,7 +108,7 @@ def bare() -> Iterator[tuple[int, str]]:
 
 def measure(streams: list[int], num_tokens: int, num_rounds: int, bar: Progress) -> list[Figures]:
     [bench] = benches(TINY_MODEL, [ARM], 0, 1, max(streams)).values()
-    sets = (*SETS, f"decode.max_rows={max(streams)}")
+    sets = (*SETS, f"decode.max_num_seqs={max(streams)}")
     found: dict[int, list[Figures]] = defaultdict(list)
     with serving(*sets) as server, bare() as (bare_pid, bare_address):
         pid = server.process.pid

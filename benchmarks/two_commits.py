@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.driven.procs import ROOT, python_path
+from benchmarks.harness.procs import ROOT, python_path
 from tandem.core.config import TINY_MODEL
 
 DRIVER = "benchmarks/decode_step.py"

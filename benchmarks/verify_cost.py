@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.driven.engines import Bench, greedy, load
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import Bench, greedy, load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.levels import chains
 from tandem.decode_node.planning.step_plan import StepKey
@@ -86,7 +86,7 @@ def parts_of(loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int) -> 
 @torch.inference_mode()
 def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) -> dict[str, float]:
     """Median ms of each part."""
-    sets = "model.dtype=bfloat16", f"decode.num_threads={num_threads}", "speculation.num_tokens=3"
+    sets = "model.dtype=bfloat16", f"decode.num_threads={num_threads}", "speculation.max_depth=3"
     loaded = load(TINY_MODEL, *sets)
     bench = Bench(loaded, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64)
     for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):

@@ -34,8 +34,8 @@ class CheckpointConfig(Section):
     """folder of the Hugging Face checkpoint"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and cache; auto is the checkpoint's own; float16 is read as bfloat16"""
-    kernels: Literal["auto", "native", "triton", "libraries", "plain"] = "auto"
-    """native: C++ for CPUs; triton: for GPUs; libraries: that and FlashMLA; plain: torch, on any"""
+    kernels: Literal["auto", "native", "triton", "vendor", "torch"] = "auto"
+    """native: C++ for CPUs; triton: for GPUs; vendor: that and FlashMLA; torch: on any device"""
     max_model_len: int | None = Field(default=None, ge=2)
     """most tokens of prompt and answer; null is the checkpoint's own"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
@@ -58,27 +58,27 @@ class CheckpointConfig(Section):
 
 
 class SpeculationConfig(Section):
-    num_tokens: int = Field(default=3, ge=0, le=8)
+    max_depth: int = Field(default=3, ge=0, le=8)
     """most drafts per step, one behind the other; 0 turns drafting off"""
-    first_step: Literal["ship_hidden", "zero_hidden"] = "ship_hidden"
+    handover_hidden: bool = True
     """whether the hand-over carries the hidden state that the first draft needs"""
-    draft_length: Literal["by_load", "fixed"] = "by_load"
+    draft_length: Literal["adaptive", "fixed"] = "adaptive"
     """drafts of a step: as many as pay at this load, or always num_tokens"""
-    measure_at_start: bool = True
-    """time steps of every size and length while idle after the start, for by_load to know costs"""
+    profile_at_startup: bool = True
+    """time steps of every size and length while idle after the start, for adaptive to know costs"""
     drafter: str = "auto"
     """mtp, eagle, eagle3, draft_model, medusa, self, ngram, ngram+X, none, auto, or module:Class"""
-    path: Path | None = Field(default=None, strict=False)
+    draft_model_path: Path | None = Field(default=None, strict=False)
     """of medusa, eagle and eagle3: the folder of the heads; of draft_model: its checkpoint"""
-    num_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
+    max_tree_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
     top_k: int = Field(default=4, ge=1, le=MOST_NODES)
     """of trees but medusa's: nodes of a depth that are drafted on from, and tokens after each"""
-    choices: Path | None = Field(default=None, strict=False)
+    medusa_choices: Path | None = Field(default=None, strict=False)
     """of trees of medusa: a JSON list of paths; null is choices.json in that folder"""
-    budget: int = Field(default=8, ge=3)
+    draft_budget_pages: int = Field(default=8, ge=3)
     """of self: pages of the cache that drafts read, the first one and the newest"""
-    drafter_s: float = Field(default=0.02, gt=0, le=60)
+    drafter_timeout_s: float = Field(default=0.02, gt=0, le=60)
     """of a class of one's own: how long a step waits for its drafts"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
     """of ngram: most tokens at the end of the text that are looked for in it"""
@@ -90,7 +90,7 @@ class SpeculationConfig(Section):
     """of ngram: the first of these places is taken, not the latest"""
 
 
-class NodeConfig(Section):
+class RankConfig(Section):
     """What both kinds of nodes have."""
 
     replicas: Count = 1
@@ -99,33 +99,33 @@ class NodeConfig(Section):
     """ranks per node: requests are spread over them, and so are the experts"""
     num_redundant_experts: int = Field(default=0, ge=0)
     """copies of busy experts beside the experts themselves, over all ranks of a node"""
-    dispatch: Literal["auto", "gathered", "exchanged"] = "auto"
-    """how tokens reach experts of other ranks; auto is exchanged for prefill, else gathered"""
+    dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
+    """how tokens reach experts of other ranks; auto is all_to_all for prefill, else all_gather"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where these ranks run"""
     num_threads: Count = 1
     """CPU threads per rank"""
-    group: Label | None = None
+    node_group: Label | None = None
     """machines for these ranks: Ray's label ray.io/node-group, KubeRay's worker group; null: any"""
 
 
-class PrefillConfig(NodeConfig):
-    max_batch_tokens: Count = 2048
+class PrefillConfig(RankConfig):
+    max_num_batched_tokens: Count = 2048
     """most prompt tokens in one prefill step"""
 
 
-class DecodeConfig(NodeConfig):
-    max_rows: Count = 16
+class DecodeConfig(RankConfig):
+    max_num_seqs: Count = 16
     """most sequences in one decode step of a rank"""
-    loop: Literal["auto", "plain", "overlapped"] = "auto"
-    """overlapped reads a step while the next runs; auto does so except on cpu"""
-    batch_buckets: tuple[Count, ...] | None = Field(default=None, strict=False)
+    overlap: Literal["auto"] | bool = "auto"
+    """read the results of a step while the device runs the next; auto: except on cpu"""
+    batch_sizes: tuple[Count, ...] | None = Field(default=None, strict=False)
     """batch sizes that a decode step is padded to; null suits the device"""
 
     @property
     def num_rows(self) -> int:
         """Number of rows of all decode ranks together."""
-        return self.replicas * self.dp_size * self.max_rows
+        return self.replicas * self.dp_size * self.max_num_seqs
 
 
 class KvConfig(Section):
@@ -154,17 +154,17 @@ class KvTransferConfig(Section):
 
 
 class ControlConfig(Section):
-    max_deaths: Count = 3
+    max_consecutive_failures: Count = 3
     """serve gives up waiting for a gang that died this often in a row; the gang is tried again"""
-    min_service_s: float = Field(default=60.0, ge=0, le=86400)
+    failure_reset_s: float = Field(default=60.0, ge=0, le=86400)
     """a gang that served this long begins a new row"""
-    start_s: float = Field(default=120.0, gt=0, le=86400)
+    startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
     """a rank that starts and neither answers nor gets on for this long is begun anew"""
-    stuck_s: float = Field(default=10.0, gt=0, le=3600)
+    stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """a rank that does not answer or step for this long, and 10 times its longest step, is lost"""
-    stop_s: float = Field(default=10.0, gt=0, le=3600)
+    stop_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """how long ranks may take to stop by themselves"""
-    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """how long answers may end in a gang that makes way, before they go on elsewhere"""
 
 
@@ -175,13 +175,13 @@ class ServerConfig(Section):
     """HOST:PORT of /livez, /readyz and /metrics over HTTP; null opens none"""
     max_queued: Count = 256
     """requests waiting before new ones are refused"""
-    patience_s: float = Field(default=60.0, ge=0, le=3600)
+    recovery_timeout_s: float = Field(default=60.0, ge=0, le=3600)
     """how long begun answers wait for a node when none is left"""
-    write_s: float = Field(default=30.0, gt=0, le=3600)
+    write_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """how long a client may leave an answer unread before its stream is ended"""
-    notice_s: float = Field(default=0.0, ge=0, le=3600)
+    lame_duck_s: float = Field(default=0.0, ge=0, le=3600)
     """how long at shutdown health says that requests belong elsewhere before they are refused"""
-    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """how long running streams may finish at shutdown, and on a connection that is too old"""
     max_connection_age_s: float | None = Field(default=None, gt=0, le=86400)
     """after which a client is to connect anew, maybe to another gateway; null is never"""
@@ -189,7 +189,7 @@ class ServerConfig(Section):
     @property
     def end_s(self) -> float:
         """In which a signal ends the server, whatever it waits for."""
-        return self.notice_s + self.drain_s + 5.0
+        return self.lame_duck_s + self.drain_timeout_s + 5.0
 
     @field_validator("address", "http_address")
     @classmethod
@@ -206,7 +206,7 @@ class ServerConfig(Section):
 class TandemConfig(Section):
     """The whole tree. ``load`` gives better errors than calling this."""
 
-    mode: Literal["split", "colocated"] = "split"
+    mode: Literal["disaggregated", "colocated"] = "disaggregated"
     """prefill and decode on different nodes, or both in one rank"""
     model: CheckpointConfig = CheckpointConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -228,7 +228,7 @@ class TandemConfig(Section):
         nodes = map(self.of_kind, self.kinds)
         return sum(node.replicas * node.dp_size * node.num_threads for node in nodes)
 
-    def of_kind(self, kind: str) -> NodeConfig:
+    def of_kind(self, kind: str) -> RankConfig:
         """The section of a rank of this kind; colocated ranks follow the decode section."""
         return self.prefill if kind == PREFILL else self.decode
 
@@ -244,7 +244,7 @@ class TandemConfig(Section):
             raise ValueError(
                 f"mode='colocated' has one rank per node, got prefill.dp_size="
                 f"{self.prefill.dp_size} and decode.dp_size={self.decode.dp_size}; set both to 1 "
-                "or use mode='split'"
+                "or use mode='disaggregated'"
             )
         for kind in (PREFILL, DECODE):
             section = self.of_kind(kind)

@@ -49,7 +49,7 @@ def overlay(tree: dict[str, Any], item: str) -> None:
     path, equals, text = item.partition("=")
     names = path.strip().split(".")
     if not equals or not all(names):
-        raise ValueError(f"--set {item!r}: write it as key=value, such as decode.max_rows=32")
+        raise ValueError(f"--set {item!r}: write it as key=value, such as decode.max_num_seqs=32")
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:

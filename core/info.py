@@ -14,7 +14,7 @@ NOT_SERVING, DEGRADED = "NOT_SERVING", "DEGRADED"
 class ModelInfo:
     """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
 
-    ``num_draft_tokens`` is ``speculation.num_tokens``, 0 without a drafter. ``think_token_ids``
+    ``num_draft_tokens`` is ``speculation.max_depth``, 0 without a drafter. ``think_token_ids``
     begin and end the thinking part of an answer, () if the model has none. ``has_trees``: drafts
     of a step are more than one path. ``digest`` is equal for servers of the same checkpoint only.
     """

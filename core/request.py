@@ -71,7 +71,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """``max_drafts`` None means the server's ``speculation.num_tokens``; 0 turns it off.
+    """``max_drafts`` None means the server's ``speculation.max_depth``; 0 turns it off.
 
     ``acceptance`` names the rule that drafts are judged by. The relaxed ones accept, while the
     model thinks, a draft among the ``relaxed_top_n`` likeliest tokens that is at most
@@ -106,13 +106,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
-    """A request as a door took it: the types are right, no value has been looked at.
+    """A request as a entrypoint took it: the types are right, no value has been looked at.
 
     ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
-    of what the door owns. ``resume_model`` is the digest of the model that wrote them, "" if it is
-    not known. ``resume_proof`` is the proof from their stream, "" for none. A ``request_id`` of ""
-    is to be made up. What the door was not given, or as a 0 that stands for the default, is the
-    default.
+    of what the entrypoint owns. ``resume_model`` is the digest of the model that wrote them, "" if
+    it is not known. ``resume_proof`` is the proof from their stream, "" for none. A ``request_id``
+    of "" is to be made up. What the entrypoint was not given, or as a 0 that stands for the
+    default, is the default.
     """
 
     prompt: str | Sequence[int] | None = None

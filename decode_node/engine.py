@@ -47,7 +47,7 @@ class DecodeEngine:
         planner: Planner[Proposal, StepPlan] | None = None,
     ) -> None:
         loaded, pool, config = parts.loaded, parts.pool, parts.config
-        max_rows, device_type = config.decode.max_rows, loaded.device.type
+        max_rows, device_type = config.decode.max_num_seqs, loaded.device.type
         self._on_frame, self._on_grant = on_frame, on_grant
         self._levels = levels = parts.levels
         eos_ids = loaded.config.eos_token_ids
@@ -62,8 +62,8 @@ class DecodeEngine:
         self._makes_ahead = loaded.form == CAPTURED
         self._may_prepare = decide.measures or self._makes_ahead
         self._report: Report | None = None
-        loop = config.decode.loop
-        self._is_overlapped = device_type != "cpu" if loop == AUTO else loop == "overlapped"
+        overlap = config.decode.overlap
+        self._is_overlapped = device_type != "cpu" if overlap == AUTO else overlap
         self._in_flight: deque[InFlight] = deque()
         self._at_stake: dict[Identity, Running] = {}
         self._updates: list[SequenceUpdate] = []

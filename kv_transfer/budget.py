@@ -18,8 +18,8 @@ def default_num_pages(
 
     Raises ValueError if one sequence does not.
     """
-    num_ahead = 2 * (config.speculation.num_tokens + 1)
-    page_size, max_rows = config.kv.page_size, config.decode.max_rows
+    num_ahead = 2 * (config.speculation.max_depth + 1)
+    page_size, max_rows = config.kv.page_size, config.decode.max_num_seqs
     if device.type == "cpu":
         per_row = min(longest, DEFAULT_TOKENS_PER_ROW) + num_ahead
         num_tokens = max(max_rows * per_row, longest + num_ahead)

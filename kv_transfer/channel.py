@@ -16,7 +16,7 @@ from tandem.core.info import COLOCATED
 from tandem.kv_transfer.base import Channel
 from tandem.kv_transfer.gloo import GlooBackend
 from tandem.kv_transfer.nccl import NcclBackend
-from tandem.wires.groups import Store, store_client, store_server
+from tandem.net.groups import Store, store_client, store_server
 
 
 class ChannelMaker:

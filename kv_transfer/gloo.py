@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.kv_transfer.base import Direction, Wire
-from tandem.wires.groups import Store, gloo_group
+from tandem.net.groups import Store, gloo_group
 
 
 class GlooBackend:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tandem.kv_transfer.base import Direction, Wire
-from tandem.wires.groups import Store
-from tandem.wires.nccl import nccl_group, prepare
+from tandem.net.groups import Store
+from tandem.net.nccl import nccl_group, prepare
 
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0

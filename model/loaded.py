@@ -121,7 +121,7 @@ def load_model(
     keep_blocks = kernels.reads_blocks and _has_blocks(model)
     with CheckpointFiles(path) as files:
         digest = files.digest(model)
-        weights = _weights(digest, config.speculation.path)
+        weights = _weights(digest, config.speculation.draft_model_path)
         check_digest(weights)
         checkpoint = Checkpoint(
             files, model, dtype, device, keep_blocks, drafts=kind != PREFILL, ignored_keys=ignored
@@ -129,10 +129,10 @@ def load_model(
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
         has_mtp = num_mtp(files, model) > 0
-        if _weights(files.digest(model), config.speculation.path) != weights:
+        if _weights(files.digest(model), config.speculation.draft_model_path) != weights:
             raise ValueError(
-                f"{path} or speculation.path was written to while it was read; wait until it is "
-                "whole, and put another checkpoint into another folder"
+                f"{path} or speculation.draft_model_path was written to while it was read; wait "
+                "until it is whole, and put another checkpoint into another folder"
             )
     kept = ", FP8 ones stay FP8" if keep_blocks else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
@@ -159,7 +159,9 @@ def load_model(
 
 def _weights(digest: str, drafter: Path | None) -> str:
     """Return one name for all weights that a rank loads."""
-    return digest if drafter is None else f"{digest} and speculation.path {folder_digest(drafter)}"
+    if drafter is None:
+        return digest
+    return f"{digest} and speculation.draft_model_path {folder_digest(drafter)}"
 
 
 def _dtype(asked: str, model: ModelConfig) -> torch.dtype:

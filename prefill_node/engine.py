@@ -84,7 +84,7 @@ class PrefillEngine:
         self._box, self._counters = parts.loop.box, parts.counters
         self._counters["num_non_finite"] = 0
         self._chunks: list[Chunk] = []
-        max_batch_tokens = parts.config.prefill.max_batch_tokens
+        max_batch_tokens = parts.config.prefill.max_num_batched_tokens
         pages = pages or PageSource(parts.pool, parts.loaded.lag)
         self._num_ahead = max(1, parts.loaded.lag)
         self.scheduler = Scheduler(pages, max_batch_tokens, self._num_ahead)

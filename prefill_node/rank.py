@@ -17,12 +17,12 @@ from tandem.core.identity import Identity
 from tandem.core.tasks import resolve
 from tandem.kv_transfer.messages import Seal
 from tandem.kv_transfer.source import Source
+from tandem.net.calls import DOOR, CallServer
 from tandem.prefill_node.engine import PrefillEngine, Progress
 from tandem.prefill_node.page_source import PageSource
 from tandem.prefill_node.prefill_calls import Prefill, Prefilled
 from tandem.runtime.computed_rows import ComputedRows
 from tandem.runtime.parts import RankParts
-from tandem.wires.calls import DOOR, CallServer
 
 
 class PrefillRank:
@@ -36,7 +36,7 @@ class PrefillRank:
         self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
         self.source = Source(parts.side())
         self.info = parts.info()
-        self._ship_hidden = parts.config.speculation.first_step == "ship_hidden"
+        self._handover_hidden = parts.config.speculation.handover_hidden
         self._counters, self._kernels = parts.counters, parts.loaded.kernels.name
         self._rows = ComputedRows(parts.loop, parts.loaded.dispatch)
         self._callers: dict[Identity, asyncio.Future[Progress]] = {}
@@ -126,7 +126,7 @@ class PrefillRank:
         self.source.open(identity, lambda: self._on_release(identity))
 
     def _packed(self, features_F: Tensor | None) -> tuple[bytes | None, str]:
-        if features_F is None or not self._ship_hidden:
+        if features_F is None or not self._handover_hidden:
             return None, ""
         raw = features_F.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw, str(features_F.dtype).removeprefix("torch.")

@@ -53,7 +53,7 @@ class EngineLoop:
         self,
         name: str,
         box: BlackBox | None = None,
-        stuck_s: float = ControlConfig().stuck_s,
+        stuck_s: float = ControlConfig().stall_timeout_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watch = Watch(stuck_s, clock)

@@ -1,4 +1,4 @@
-"""A decode rank's frames over a socket of their own (wires/framing.py), no pickle.
+"""A decode rank's frames over a socket of their own (net/framing.py), no pickle.
 
 The reader greets with a token that it was told over control and with its session; the server
 answers with an empty frame once the reader is subscribed, so that none of a later call is missed.
@@ -15,9 +15,9 @@ from typing import Protocol
 from tandem.core.errors import RankDied
 from tandem.core.membership import PortAddress
 from tandem.core.schema import Failure, encode_failure, error_of, unpack
-from tandem.wires import listener
-from tandem.wires.framing import framed, receive
-from tandem.wires.listener import NO_BYTES, Listener
+from tandem.net import listener
+from tandem.net.framing import framed, receive
+from tandem.net.listener import NO_BYTES, Listener
 
 log = logging.getLogger(__name__)
 

@@ -46,13 +46,12 @@ class RankParts:
     @property
     def levels(self) -> Levels:
         """How much its steps can draft."""
-        return self.loaded.drafter.levels(self.config.speculation.num_tokens)
+        return self.loaded.drafter.levels(self.config.speculation.max_depth)
 
     def transfer_caches(self) -> transfer.PagedCaches:
         """The same memory as the hand-over sees it."""
         loaded, asked = self.loaded, self.config.speculation
-        ships = asked.first_step == "ship_hidden"
-        num_features = loaded.drafter.num_shipped if ships else 0
+        num_features = loaded.drafter.num_shipped if asked.handover_hidden else 0
         what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
@@ -84,7 +83,7 @@ class RankParts:
                 digest=loaded.digest,
             ),
             max_tokens=self.pool.max_tokens,
-            max_rows=config.decode.max_rows,
+            max_rows=config.decode.max_num_seqs,
             why_plain=loaded.kernels.why_plain,
             tokenizer=loaded.tokenizer,
             kernels=f"{loaded.kernels.name}{form}",
@@ -136,7 +135,7 @@ async def start_rank(
     box, compile_s = BlackBox(box_path), loaded.kernels.compile_s
     # Who compiles kernels is not stuck.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
-    loop = EngineLoop(f"engine-{spec.seat}", box, config.control.stuck_s, clock)
+    loop = EngineLoop(f"engine-{spec.seat}", box, config.control.stall_timeout_s, clock)
     lockstep = Lockstep()
     if meeting is not None:
         lockstep = await in_thread(lambda: Member(spec, meeting, hub, loaded.device, loop.watch))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.exact import MARGIN
+from benchmarks.harness import tiny
+from benchmarks.harness.exact import MARGIN
 from tandem.core.answer import Delta, Finished, Piece, TokenLogprobs
 from tandem.core.request import (
     LENGTH,

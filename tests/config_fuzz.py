@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from benchmarks.driven.tiny import BASE
+from benchmarks.harness.tiny import BASE
 
 Json = dict[str, Any]
 _YARN = {

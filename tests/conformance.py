@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.driven.engines import Bench, Held, load
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import ROOT
+from benchmarks.harness.engines import Bench, Held, load
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import ROOT
 from tandem.core.answer import TokenLogprobs
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import PREEMPTED, Request, SamplingParams, Speculation, TokenBias
@@ -16,39 +16,47 @@ HEADS, EAGLE, EAGLE3, MODULES, SMALL = (
     ROOT / "training" / f"tiny-v3-{name}"
     for name in ("medusa", "eagle", "eagle3", "vanilla", "draft")
 )
-DEEP = "speculation.num_tokens=4"
+DEEP = "speculation.max_depth=4"
 DRAFTERS: dict[str, tuple[str, ...]] = {
-    "mtp": ("speculation.num_tokens=3",),
-    "mtp tree": (DEEP, "speculation.num_nodes=16"),
+    "mtp": ("speculation.max_depth=3",),
+    "mtp tree": (DEEP, "speculation.max_tree_nodes=16"),
     "vanilla": (DEEP, f"model.path={MODULES}"),
-    "eagle": (DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
+    "eagle": (DEEP, "speculation.drafter=eagle", f"speculation.draft_model_path={EAGLE}"),
     "eagle tree": (
-        *(DEEP, "speculation.drafter=eagle", f"speculation.path={EAGLE}"),
-        *("speculation.num_nodes=16", "speculation.top_k=6"),
+        *(DEEP, "speculation.drafter=eagle", f"speculation.draft_model_path={EAGLE}"),
+        *("speculation.max_tree_nodes=16", "speculation.top_k=6"),
     ),
-    "eagle3": (DEEP, "speculation.drafter=eagle3", f"speculation.path={EAGLE3}"),
+    "eagle3": (DEEP, "speculation.drafter=eagle3", f"speculation.draft_model_path={EAGLE3}"),
     "eagle3 tree": (
-        *(DEEP, "speculation.drafter=eagle3", f"speculation.path={EAGLE3}"),
-        "speculation.num_nodes=16",
+        *(DEEP, "speculation.drafter=eagle3", f"speculation.draft_model_path={EAGLE3}"),
+        "speculation.max_tree_nodes=16",
     ),
-    "medusa": (DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
+    "medusa": (DEEP, "speculation.drafter=medusa", f"speculation.draft_model_path={HEADS}"),
     "medusa tree": (
-        *(DEEP, "speculation.drafter=medusa", f"speculation.path={HEADS}"),
-        "speculation.num_nodes=24",
+        *(DEEP, "speculation.drafter=medusa", f"speculation.draft_model_path={HEADS}"),
+        "speculation.max_tree_nodes=24",
     ),
-    "draft_model": (DEEP, "speculation.drafter=draft_model", f"speculation.path={SMALL}"),
+    "draft_model": (
+        DEEP,
+        "speculation.drafter=draft_model",
+        f"speculation.draft_model_path={SMALL}",
+    ),
     "draft_model tree": (
-        *(DEEP, "speculation.drafter=draft_model", f"speculation.path={SMALL}"),
-        "speculation.num_nodes=16",
+        *(DEEP, "speculation.drafter=draft_model", f"speculation.draft_model_path={SMALL}"),
+        "speculation.max_tree_nodes=16",
     ),
-    "ngram+mtp": ("speculation.num_tokens=3", "speculation.drafter=ngram+mtp"),
-    "self": (DEEP, "speculation.drafter=self", "speculation.budget=3"),
+    "ngram+mtp": ("speculation.max_depth=3", "speculation.drafter=ngram+mtp"),
+    "self": (DEEP, "speculation.drafter=self", "speculation.draft_budget_pages=3"),
     "ngram": (DEEP, "speculation.drafter=ngram"),
     "pool": (DEEP, "speculation.drafter=ngram", "speculation.is_public_pool=true"),
-    "class": (DEEP, "speculation.drafter=tests.user_drafters:Repeats", "speculation.drafter_s=5"),
+    "class": (
+        DEEP,
+        "speculation.drafter=tests.user_drafters:Repeats",
+        "speculation.drafter_timeout_s=5",
+    ),
     "class tree": (
-        *("speculation.num_tokens=4", "speculation.drafter=tests.user_drafters:Branches"),
-        *("speculation.num_nodes=8", "speculation.drafter_s=5"),
+        *("speculation.max_depth=4", "speculation.drafter=tests.user_drafters:Branches"),
+        *("speculation.max_tree_nodes=8", "speculation.drafter_timeout_s=5"),
     ),
 }
 """What asks for each, of the shipped checkpoint. Classes get time: a busy machine is no failure."""
@@ -74,7 +82,7 @@ def loaded_with(name: str, dtype: str, path: Path = TINY_MODEL) -> LoadedModel:
 def loaded_head(kind: str, folder: Path) -> LoadedModel:
     """Of EAGLE, for the shipped checkpoint, in fp32."""
     name = "eagle3" if kind == "eagle3" else "eagle"
-    asked = f"speculation.drafter={name}", f"speculation.path={folder}"
+    asked = f"speculation.drafter={name}", f"speculation.draft_model_path={folder}"
     return load(TINY_MODEL, "model.kernels=native", *asked)
 
 

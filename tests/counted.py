@@ -19,7 +19,7 @@ from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import REJECTION, Request, Speculation
 from tandem.model.kernels.recorded import Recorded
@@ -86,7 +86,7 @@ def step_of(
     num_rows: int, num_drafts: int, length: int, kind: str = "greedy"
 ) -> tuple[Counts, Recorded]:
     """Of the shipped checkpoint: as it is called in Python, and its recording."""
-    loaded = load(TINY_MODEL, f"speculation.num_tokens={num_drafts}", "model.kernels=native")
+    loaded = load(TINY_MODEL, f"speculation.max_depth={num_drafts}", "model.kernels=native")
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=num_rows, page_size=64, num_pages=100)
     for i in range(num_rows):
         bench.start(asked(kind, f"r{i}", [7 + k % 90 for k in range(length)]))

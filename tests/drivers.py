@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from benchmarks.driven.procs import RayHead
+from benchmarks.harness.procs import RayHead
 
 TROUBLE = """
 import asyncio, sys

@@ -1,5 +1,5 @@
 """Heads of EAGLE for tests: those of tests/data/eagle*.safetensors as folders, and random ones over
-latents, for checkpoints of benchmarks.driven.tiny."""
+latents, for checkpoints of benchmarks.harness.tiny."""
 
 import json
 from pathlib import Path

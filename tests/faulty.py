@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kv_transfer.base import Channel, Direction, Wire
 from tandem.kv_transfer.channel import ChannelMaker
 from tandem.kv_transfer.gloo import GlooBackend
-from tandem.wires.groups import store_client
+from tandem.net.groups import store_client
 
 WARM = 2
 """Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""

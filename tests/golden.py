@@ -16,13 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from benchmarks.driven import engines
-from benchmarks.driven.engines import Bench, greedy
+from benchmarks.harness import engines
+from benchmarks.harness.engines import Bench, greedy
 from tandem.core.forms import CAPTURED
 from tandem.core.levels import chains
 from tandem.core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
 from tandem.decode_node.planning.forms import usual_keys
-from tandem.decode_node.planning.lengths import by_load as by_load_length
+from tandem.decode_node.planning.lengths import adaptive as by_load_length
 from tandem.decode_node.planning.rungs import Rungs
 from tandem.decode_node.planning.step_plan import (
     MAKE,
@@ -176,13 +176,13 @@ def three_drafts(load: Load) -> None:
 
 @load_of
 def three_drafts_overlapped(load: Load) -> None:
-    load.begin(num_drafts=3, max_rows=6, loop="overlapped")
+    load.begin(num_drafts=3, max_rows=6, overlap=True)
     one_by_one(load)
 
 
 @load_of
 def three_drafts_in_buckets(load: Load) -> None:
-    load.begin(num_drafts=3, max_rows=6, buckets=(2, 4), ship_hidden=False)
+    load.begin(num_drafts=3, max_rows=6, buckets=(2, 4), handover_hidden=False)
     one_by_one(load)
 
 
@@ -212,7 +212,7 @@ def small_pool(load: Load) -> None:
 
 @load_of
 def suspects(load: Load) -> None:
-    load.begin(num_drafts=3, max_rows=4, loop="overlapped")
+    load.begin(num_drafts=3, max_rows=4, overlap=True)
     load.start(*(greedy(f"r{i}", ids, 50, ignore_eos=True) for i, ids in enumerate(prompts(4))))
     for name in ("r1", "r3"):
         load.bench.sequence(name).num_alone = 8
@@ -221,8 +221,8 @@ def suspects(load: Load) -> None:
 
 @load_of
 def a_step_that_fails(load: Load) -> None:
-    for loop in ("plain", "overlapped"):
-        bench = load.begin(num_drafts=2, max_rows=3, loop=loop)
+    for overlap in (False, True):
+        bench = load.begin(num_drafts=2, max_rows=3, overlap=overlap)
         asked = [greedy(f"r{i}", ids, 40, ignore_eos=True) for i, ids in enumerate(prompts(3))]
         load.start(*asked[:2])
         load.step(3)
@@ -233,9 +233,9 @@ def a_step_that_fails(load: Load) -> None:
 
 
 @load_of
-def by_load(load: Load) -> None:
+def adaptive(load: Load) -> None:
     """What steps cost is measured first; rows come in threes, and all of them go."""
-    load.begin(num_drafts=3, max_rows=12, draft_length="by_load", measures=True, num_pages=400)
+    load.begin(num_drafts=3, max_rows=12, draft_length="adaptive", measures=True, num_pages=400)
     load.finish()
     asked = [greedy(f"r{i}", ids, 120, ignore_eos=True) for i, ids in enumerate(prompts(12))]
     for i in range(0, 12, 3):
@@ -250,7 +250,7 @@ def made_ahead(load: Load) -> None:
     kernels = copy(load.loaded.kernels)
     kernels.form = CAPTURED
     ahead = replace(load.loaded, kernels=kernels, refused={})
-    load.begin(ahead, num_drafts=1, max_rows=6, draft_length="by_load", buckets=(3, 6))
+    load.begin(ahead, num_drafts=1, max_rows=6, draft_length="adaptive", buckets=(3, 6))
     load.finish()
     load.start(*everything(30))
     load.finish()

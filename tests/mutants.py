@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.driven.procs import python_path
+from benchmarks.harness.procs import python_path
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]

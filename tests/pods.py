@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from benchmarks.driven.procs import ROOT, command_of, descendants, parents, python_path, wait_gone
+from benchmarks.harness.procs import ROOT, command_of, descendants, parents, python_path, wait_gone
 from tandem.core.user_cache import user_cache
 
 NETWORK = IPv4Address("10.77.0.0")

@@ -31,7 +31,7 @@ from tandem.text.tokenizer import Tokenizer
 Rank = PrefillRank | DecodeRank | colocated.ColocatedRank
 _epochs = count(100)
 """Of all rigs: an epoch, and so a rank's name, never repeats."""
-SPARED = ["speculation.measure_at_start=false"]
+SPARED = ["speculation.profile_at_startup=false"]
 """A rank that measures steps computes longer than most answers here."""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.held_out import held_out
 from tandem.cluster.client.options import build_request
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.mapping import piece_from_proto
@@ -21,8 +21,8 @@ from tests.rig import Rig, rig
 from tests.waiting import until
 
 SETS = (
-    "server.address=127.0.0.1:0", "kv.page_size=8", "kv.num_pages=60", "decode.max_rows=2",
-    "prefill.max_batch_tokens=16",
+    "server.address=127.0.0.1:0", "kv.page_size=8", "kv.num_pages=60", "decode.max_num_seqs=2",
+    "prefill.max_num_batched_tokens=16",
 )  # fmt: skip
 OTHER = "other"
 

@@ -21,7 +21,7 @@ PRODUCT = (
     "runtime",
     "src/tandem",
     "text",
-    "wires",
+    "net",
 )
 MAX_STATEMENTS = 17_500
 """Bound on the statements of the product, with everything that is planned."""
@@ -33,7 +33,7 @@ MAX_KERNEL_LINES = 90
 MAX_FILE_LINES = 400
 SPINE = {
     "cluster/client": ("client", "options", "stream"),
-    "cluster/door": ("request_mapping", "servicer"),
+    "cluster/entrypoints": ("request_mapping", "servicer"),
     "cluster/gateway": (
         *("admission", "answer", "checks", "fleet", "flow", "frame_reader", "gateway", "handles"),
         *("liveness", "router"),

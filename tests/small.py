@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.core.config import TINY_MODEL
 
 SIZES = {"vocab_size": 2048, "num_hidden_layers": 2, "max_position_embeddings": 1024}

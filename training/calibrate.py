@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.driven.engines import load
+from benchmarks.harness.engines import load
 from tandem.core.levels import MOST_NODES
 from tandem.model.drafters.choices import Choice
 from tandem.model.drafters.medusa import CHOICES, MedusaDrafter
@@ -103,7 +103,11 @@ def main() -> None:
     add("--windows", type=int, default=100, help="pieces of held-out text")
     add("--length", type=int, default=512, help="tokens of each")
     args = parser.parse_args()
-    sets = "speculation.drafter=medusa", f"speculation.path={args.heads}", "decode.num_threads=2"
+    sets = (
+        "speculation.drafter=medusa",
+        f"speculation.draft_model_path={args.heads}",
+        "decode.num_threads=2",
+    )
     loaded = load(args.checkpoint, *sets)
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     shares = rank_shares(loaded, held_out_windows(tokenizer, args.length, args.windows))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness.engines import Bench, greedy, load
 from training.corpus import BOS_ID
 from training.evaluate import load_network
 from training.model import Network

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.driven.engines import load
-from benchmarks.driven.procs import ROOT
+from benchmarks.harness.engines import load
+from benchmarks.harness.procs import ROOT
 from tandem.core.config import TINY_MODEL
 from tandem.model.loaded import LoadedModel
 
@@ -29,9 +29,9 @@ class Arm:
 
     def loaded(self, depth: int | None = None, *more: str) -> LoadedModel:
         """Drafting at most so deep, a chain then; by default as much as it may."""
-        asks = [*self.asks, f"speculation.num_tokens={depth or self.depth}"]
+        asks = [*self.asks, f"speculation.max_depth={depth or self.depth}"]
         if self.nodes is not None and depth is None:
-            asks.append(f"speculation.num_nodes={self.nodes}")
+            asks.append(f"speculation.max_tree_nodes={self.nodes}")
         return load(self.path, "model.kernels=native", "model.dtype=bfloat16", *asks, *more)
 
     @property
@@ -49,7 +49,7 @@ class Arm:
 
 
 def head(name: str, folder: str) -> tuple[str, ...]:
-    return f"speculation.drafter={name}", f"speculation.path={FOLDER / folder}"
+    return f"speculation.drafter={name}", f"speculation.draft_model_path={FOLDER / folder}"
 
 
 def arms(medusa2: Path | None = None) -> list[Arm]:
@@ -76,10 +76,10 @@ def arms(medusa2: Path | None = None) -> list[Arm]:
         Arm("draft model", small, 5, made_in="tiny-v3-draft"),
         Arm("draft model tree", small, 4, 16, made_in="tiny-v3-draft"),
         Arm("n-gram + MTP", ("speculation.drafter=ngram+mtp",), 5, made_in="tiny-v3"),
-        Arm("self", ("speculation.drafter=self", "speculation.budget=4"), 4),
+        Arm("self", ("speculation.drafter=self", "speculation.draft_budget_pages=4"), 4),
     ]
     if medusa2 is not None:
-        asks = "speculation.drafter=medusa", f"speculation.path={medusa2 / 'heads'}"
+        asks = "speculation.drafter=medusa", f"speculation.draft_model_path={medusa2 / 'heads'}"
         made.append(Arm("MEDUSA-2", asks, 3, made_in=str(medusa2), path=medusa2))
     return made
 

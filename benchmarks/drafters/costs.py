@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.accepted_length import requests
 from benchmarks.draft_length import NONE, ROUND_TOKENS, measure
 from benchmarks.drafters.arms import CHAIN, Arm
-from benchmarks.driven.engines import Bench, Held, greedy
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.turns import BY_LOAD, Engine, together
-from benchmarks.driven.turns import Arm as Turned
+from benchmarks.harness.engines import Bench, Held, greedy
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.turns import ADAPTIVE, Engine, together
+from benchmarks.harness.turns import Arm as Turned
 from tandem.core.config import TINY_MODEL
 from tandem.decode_node.planning.step_plan import StepKey
 from tandem.decode_node.program.step import draft, verify
@@ -134,12 +134,12 @@ def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
         return [b / a for a, b in zip(rates[name], rates[other], strict=True)]
 
     held = [*map(str, range(len(levels)))]
-    of_best = beside_best(rates[BY_LOAD], [rates[name] for name in held])
+    of_best = beside_best(rates[ADAPTIVE], [rates[name] for name in held])
     return {
-        "of_none": statistics.median(by(BY_LOAD, NONE)),
+        "of_none": statistics.median(by(ADAPTIVE, NONE)),
         "held_of_none": [statistics.median(by(name, NONE)) for name in held],
         "nodes": [level.num_nodes for level in levels],
-        "by_load_of_best": statistics.median(of_best),
+        "adaptive_of_best": statistics.median(of_best),
         "error": statistics.stdev(of_best) / len(of_best) ** 0.5,
     }
 

@@ -75,7 +75,7 @@ def speeds(found: dict[str, Any], num: int) -> str:
                 number(mtp and one["of_none"] / mtp[CHAIN]),
                 with_error(chain["time"], chain["error"]) if chain else "",
                 ", ".join(f"{nodes}: {number(ratio)}" for nodes, ratio in held),
-                with_error(one["by_load_of_best"], one["error"]),
+                with_error(one["adaptive_of_best"], one["error"]),
             ]
         )
     return table(head, rows)

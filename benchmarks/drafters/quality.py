@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.accepted_length import measure, requests
 from benchmarks.drafters.arms import Arm
-from benchmarks.driven.engines import Bench
+from benchmarks.harness.engines import Bench
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import REJECTION, RELAXED, STRICT, TYPICAL, Request, Speculation
 from tandem.model.loaded import LoadedModel

@@ -5,10 +5,10 @@ import statistics
 import time
 from dataclasses import replace
 
-from benchmarks.driven.engines import Bench, greedy, load
-from benchmarks.driven.held_out import held_out
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
+from benchmarks.harness.engines import Bench, greedy, load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import RELAXED, Request, Speculation
 from tandem.model.loaded import LoadedModel

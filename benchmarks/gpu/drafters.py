@@ -1,10 +1,10 @@
 """Every drafter with its shipped weights: the tokens of no drafts, the same bits in both forms."""
 
 from benchmarks.drafters.arms import Arm, arms, is_there
-from benchmarks.driven.engines import Bench, load
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.exact import answers, requests, same
 from benchmarks.gpu.say import Say
+from benchmarks.harness.engines import Bench, load
 
 
 def run(device: Device, say: Say) -> None:
@@ -12,7 +12,7 @@ def run(device: Device, say: Say) -> None:
     wanted: dict[object, list[tuple[list[int], str]]] = {}
     for arm in filter(is_there, arms()):
         if arm.path not in wanted:
-            reference = load(arm.path, "model.kernels=plain", "speculation.drafter=none")
+            reference = load(arm.path, "model.kernels=torch", "speculation.drafter=none")
             bench = Bench(reference, num_drafts=0, max_rows=len(asked), page_size=64)
             wanted[arm.path] = bench.generate(*asked)
         loaded = load(arm.path, "model.dtype=float32", *_sets(arm, device))
@@ -28,5 +28,5 @@ def run(device: Device, say: Say) -> None:
 
 def _sets(arm: Arm, device: Device) -> list[str]:
     sets = [] if device.is_rehearsal else ["decode.device=cuda", "model.kernels=triton"]
-    sets += [*arm.asks, f"speculation.num_tokens={arm.depth}"]
-    return sets + ([] if arm.nodes is None else [f"speculation.num_nodes={arm.nodes}"])
+    sets += [*arm.asks, f"speculation.max_depth={arm.depth}"]
+    return sets + ([] if arm.nodes is None else [f"speculation.max_tree_nodes={arm.nodes}"])

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.driven.engines import Bench, greedy, load
-from benchmarks.driven.held_out import held_out
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
+from benchmarks.harness.engines import Bench, greedy, load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import Request
 from tandem.model.loaded import LoadedModel
@@ -20,7 +20,7 @@ CYCLES = 4_000_000_000
 
 def run(device: Device, say: Say) -> None:
     sets = [] if device.is_rehearsal else ["decode.device=cuda", "model.kernels=triton"]
-    reference = load(TINY_MODEL, "model.kernels=plain")
+    reference = load(TINY_MODEL, "model.kernels=torch")
     asked = requests(4 if device.is_rehearsal else 12)
     wanted = Bench(reference, num_drafts=0, max_rows=len(asked), page_size=64).generate(*asked)
     for dtype in ("float32", "bfloat16"):

@@ -7,10 +7,10 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from benchmarks.driven.engines import Bench, load
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.exact import answers, requests, same
 from benchmarks.gpu.say import Say
+from benchmarks.harness.engines import Bench, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.placement import Placement
 from tandem.model.loaded import LoadedModel

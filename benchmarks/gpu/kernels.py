@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.driven.blocks import dense, random_blocks
 from benchmarks.gpu import floors
 from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.harness.blocks import dense, random_blocks
 from tandem.core.request import SamplingParams
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import create_kernels

@@ -1,4 +1,4 @@
-"""What libraries have in place of our kernels (model.kernels=libraries), and ours beside them."""
+"""What libraries have in place of our kernels (model.kernels=vendor), and ours beside them."""
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.kernels import attention, dense_fp8
@@ -14,7 +14,7 @@ ATTENTIONS = (1, 1, 4096), (8, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32
 def run(device: Device, say: Say) -> None:
     for shape in ["small"] if device.is_rehearsal else ["v2-lite", "v3-slice"]:
         config = ModelConfig.from_dict(SHAPES[shape])
-        for kind in ("auto", "libraries"):
+        for kind in ("auto", "vendor"):
             try:
                 kernels = create_kernels(kind, config, device.kind)
                 quantising = create_kernels(kind, config, device.kind, quantises=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.driven.engines import greedy
 from benchmarks.gpu import floors
 from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
+from benchmarks.harness.engines import greedy
 from tandem.core.identity import Identity
 from tandem.decode_node.planning.states import Need, Running, Size
 from tandem.decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, StepKey, StepPlan

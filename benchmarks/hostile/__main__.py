@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import free_port, serving
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import free_port, serving
 from benchmarks.hostile.kinds import HARMLESS, KINDS
 from benchmarks.hostile.report import harm_table, is_within_bounds, summary, time_table, times
 from benchmarks.hostile.rounds import run_all
@@ -31,7 +31,7 @@ from tandem.core.config import TINY_MODEL
 NUM_POSITIONS = 163_840
 """Context of DeepSeek-V3: it decides how long a text the gateway receives."""
 MIN_PROMPT, MAX_PROMPT = 32, 96
-SETS = ("decode.max_rows=16", "server.max_queued=8", "kv.num_pages=600")
+SETS = ("decode.max_num_seqs=16", "server.max_queued=8", "kv.num_pages=600")
 
 
 def write_long_model(folder: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.driven.procs import ROOT, Serving, cpu_s, rss_mb
+from benchmarks.harness.procs import ROOT, Serving, cpu_s, rss_mb
 from benchmarks.hostile.burner import burning
 from benchmarks.hostile.honest import Figures, measure, streams
 from tandem import AsyncClient

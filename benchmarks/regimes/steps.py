@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.driven.engines import Held, load
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.turns import PAGE_SIZE, Engine
+from benchmarks.harness.engines import Held, load
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.turns import PAGE_SIZE, Engine
 from benchmarks.regimes.fit import NONE
 from tandem.cluster.bench.speculation import fitted_acceptance
 from tandem.core.config import TINY_MODEL
@@ -73,8 +73,8 @@ def asked_of(num_rows: int, context: int) -> list[Request]:
 def engine_of(drafter: str, num_rows: int, context: int, num_threads: int) -> Engine:
     name, _, budget = drafter.partition(" ")
     sets = ["model.kernels=native", f"decode.num_threads={num_threads}", "model.dtype=bfloat16"]
-    sets += [f"speculation.drafter={name}", f"speculation.num_tokens={max(DEPTHS)}"]
-    sets += [f"speculation.budget={budget}"] if budget else []
+    sets += [f"speculation.drafter={name}", f"speculation.max_depth={max(DEPTHS)}"]
+    sets += [f"speculation.draft_budget_pages={budget}"] if budget else []
     asked = asked_of(num_rows, context)
     return Engine(load(TINY_MODEL, *sets), max(DEPTHS), asked, num_rows, is_staggered=False)
 

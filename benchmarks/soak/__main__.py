@@ -32,7 +32,7 @@ from benchmarks.soak.load import Load, Tally, nothing_left, run_alone
 from benchmarks.soak.plans import Shares, plans
 from tandem import AsyncClient
 from tandem.cluster.control.launch import launch
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.core.config import TandemConfig, load
 from tandem.core.info import ServerStatus

@@ -1,7 +1,7 @@
 """Whether what arrived is right: transformers for plain greedy answers, for all others the same
 request run alone without drafts, its whole text where a stop string may have cut it.
 
-A differing token passes only under the margin rule (benchmarks/driven/exact.py): the float64
+A differing token passes only under the margin rule (benchmarks/harness/exact.py): the float64
 reference's top two, of logits or of log p plus noise, are less than 1e-4 apart.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.driven.exact import MARGIN, near_ties
-from benchmarks.driven.tiny import reference_logits
+from benchmarks.harness.exact import MARGIN, near_ties
+from benchmarks.harness.tiny import reference_logits
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
 from tandem.cluster.gateway.fan_out import expand

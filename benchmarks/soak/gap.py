@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from benchmarks.driven.procs import actors
+from benchmarks.harness.procs import actors
 from benchmarks.soak.__main__ import show
 from tandem import AsyncClient
 from tandem.cluster.control.launch import launch
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.core.config import TINY_MODEL, load
 from training.corpus import held_out_prompts
 
 SETS = (
-    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.measure_at_start=false"),
+    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.profile_at_startup=false"),
     "kv.num_pages=600",
 )
 LOOK_S = 0.005
@@ -85,7 +85,7 @@ async def gaps(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     half, num = args.num_tokens // 2, 2 * args.streams
     layout = ["prefill.dp_size=2", "decode.dp_size=2"] if args.gangs else []
-    config = load(None, [*SETS, f"decode.max_rows={num}", *layout, *args.sets])
+    config = load(None, [*SETS, f"decode.max_num_seqs={num}", *layout, *args.sets])
     affected, others, back_s = list[float](), list[float](), list[float]()
     async with Server(config) as server, launch(config) as gateway:
         await server.attach(gateway)

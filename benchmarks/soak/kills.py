@@ -25,20 +25,20 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import COMMAND, ROOT, actors
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import COMMAND, ROOT, actors
 from benchmarks.soak.__main__ import show
 from benchmarks.soak.load import nothing_left
 from tandem import AsyncClient
 from tandem.cluster.control.launch import launch
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.core.config import TINY_MODEL, load
 from tandem.core.info import DECODE, PREFILL
 from training.corpus import held_out_prompts
 
 SETS = (
-    *("server.address=127.0.0.1:0", "model.dtype=float32", "speculation.measure_at_start=false"),
+    *("server.address=127.0.0.1:0", "model.dtype=float32", "speculation.profile_at_startup=false"),
     *("prefill.replicas=2", "decode.replicas=2", "kv.num_pages=300"),
 )
 NUM_PROMPTS, MAX_PROMPT, NUM_TOKENS = 24, 200, 120

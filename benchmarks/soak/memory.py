@@ -21,7 +21,7 @@ from statistics import median
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.driven.procs import actors, rss_mb
+from benchmarks.harness.procs import actors, rss_mb
 from benchmarks.soak.__main__ import positive, serving
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Load, Tally, nothing_left

@@ -27,19 +27,19 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from benchmarks.driven.procs import actors
+from benchmarks.harness.procs import actors
 from benchmarks.soak.__main__ import show
 from tandem import AsyncClient, InferenceError
 from tandem.cluster.control.launch import launch
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.core.config import TINY_MODEL, load
 from tandem.core.info import DECODE
 from training.corpus import held_out_prompts
 
 SETS = (
-    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.measure_at_start=false"),
-    *("kv.num_pages=600", "decode.max_rows=8", "server.max_queued=32"),
+    *("server.address=127.0.0.1:0", "decode.replicas=2", "speculation.profile_at_startup=false"),
+    *("kv.num_pages=600", "decode.max_num_seqs=8", "server.max_queued=32"),
 )
 NUM_PROMPTS, PROMPT_LEN, NUM_TOKENS = 64, 128, 96
 LOOK_S, LEAST = 0.05, 0.8
@@ -118,7 +118,7 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     prompts = held_out_prompts(tokenizer, NUM_PROMPTS, PROMPT_LEN, PROMPT_LEN, 0)
     config = load(None, [*SETS, *args.sets])
-    num_rows = config.decode.max_rows * config.decode.replicas
+    num_rows = config.decode.max_num_seqs * config.decode.replicas
     async with Server(config) as server, launch(config) as gateway:
         await server.attach(gateway)
         async with AsyncClient(server.address) as client:

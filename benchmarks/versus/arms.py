@@ -58,11 +58,11 @@ def _tandem(n: int) -> list[Arm]:
     prompt. ``relaxed`` are prompts of a model that thinks, with TensorRT-LLM's settings for
     DeepSeek-R1: another text, so that its drafts are no measure of the others'."""
     served = ENGINES + "tandem_served"
-    modes = (("colocated", SERVED), ("split", SPLIT))
+    modes = (("colocated", SERVED, "colocated"), ("split", SPLIT, "disaggregated"))
     alone = ENGINES + "tandem_offline"
     arms = [Arm(f"tandem-n{n}", TANDEM, OFFLINE, alone, n)] + [
-        Arm(f"tandem-{mode}-n{n}", TANDEM, setting, served, n, options={"mode": mode})
-        for mode, setting in modes
+        Arm(f"tandem-{name}-n{n}", TANDEM, setting, served, n, options={"mode": mode})
+        for name, setting, mode in modes
     ]
     half = {"mode": "colocated", "is_half": True}
     arms.append(Arm(f"tandem-colocated-half-n{n}", TANDEM, SERVED, served, n, options=half))

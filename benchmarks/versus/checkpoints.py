@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from benchmarks.driven.tiny import BASE, random_tensors
+from benchmarks.harness.tiny import BASE, random_tensors
 from tandem.core.config import TINY_MODEL
 from tandem.model.checkpoint.config import ModelConfig
 from training.corpus import held_out_prompts
@@ -75,7 +75,7 @@ def find(name: str, cache: Path) -> Checkpoint:
 
 
 def write_random(path: Path, shape: dict[str, Any], seed: int = 0) -> None:
-    """Weights as in benchmarks/driven/tiny.py, in bfloat16; renamed into place once whole."""
+    """Weights as in benchmarks/harness/tiny.py, in bfloat16; renamed into place once whole."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.mkdir(parents=True)
     (part / "config.json").write_text(json.dumps(shape, indent=1))

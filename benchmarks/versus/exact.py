@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness.engines import Bench, greedy, load
 from benchmarks.versus.cache import default_cache
 from benchmarks.versus.checkpoints import SHIPPED, find
 from benchmarks.versus.engines.llama_offline import OUT_TYPES, Driver

@@ -34,8 +34,8 @@ def bench(**values: Any) -> None:
       tandem bench --compare-drafts 0,3 --ignore-eos --plot drafts.png
       tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
       tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
-      tandem bench --own --set speculation.num_tokens=2
-      tandem bench --own --workload trace --trace mine.jsonl --ignore-eos \
+      tandem bench --launch --set speculation.max_depth=2
+      tandem bench --launch --workload trace --trace mine.jsonl --ignore-eos \
         --compare drafter=none --compare drafter=mtp --compare drafter=ngram
     \b
     A line of a trace:
@@ -49,7 +49,7 @@ async def _bench(options: BenchOptions) -> None:
     if options.compare is not None:
         await _compare(options)
         return
-    if not options.own:
+    if not options.launch:
         await _report(options.address or DEFAULT_ADDRESS, options)
         return
     async with own_server(options.config, options.sets) as address:
@@ -62,7 +62,7 @@ async def _report(address: str, options: BenchOptions) -> None:
         model = await client.model_info()
         with _progress() as progress:
             arms = await Trial(client, model, options, progress).run()
-    ratios = speedups(arms, options.cost_ratio, options.draft_operations)
+    ratios = speedups(arms, options.cost_ratio, options.draft_flops_ratio)
     text = as_json(options, model, arms, ratios)
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")

@@ -149,7 +149,7 @@ def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
 
 
 def speedups(
-    arms: Sequence[Arm], cost_ratio: float | None, draft_operations: float = 0.0
+    arms: Sequence[Arm], cost_ratio: float | None, draft_flops_ratio: float = 0.0
 ) -> list[Speedups]:
     """One for each arm; without a ``cost_ratio`` it is taken from the arm with most drafts."""
     base = next((arm for arm in arms if arm.max_drafts == 0), None)
@@ -160,16 +160,16 @@ def speedups(
         if step_ms and base_ms:
             num_nodes = num_drafts * most.acceptance.nodes_per_depth
             cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
-    return [_speedups(arm, base, cost_ratio, draft_operations) for arm in arms]
+    return [_speedups(arm, base, cost_ratio, draft_flops_ratio) for arm in arms]
 
 
 def _speedups(
-    arm: Arm, base: Arm | None, cost_ratio: float | None, draft_operations: float
+    arm: Arm, base: Arm | None, cost_ratio: float | None, draft_flops_ratio: float
 ) -> Speedups:
     seen = arm.acceptance
     num_drafts, num_nodes = seen.num_drafts, seen.num_drafts * seen.nodes_per_depth
     fitted = 0.0 if seen.fitted is None else seen.fitted
-    own = fitted, num_drafts, draft_operations, num_nodes
+    own = fitted, num_drafts, draft_flops_ratio, num_nodes
 
     def model(share: float | None) -> float | None:
         if share is None or cost_ratio is None:

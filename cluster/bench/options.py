@@ -25,7 +25,9 @@ class BenchOptions:
     """Every option of the command, within its bounds; ``check`` says whether they fit together."""
 
     address: Annotated[str | None, _ADDRESS] = None
-    own: Annotated[bool, Option("--own", help="Start a cluster for this run instead.")] = False
+    launch: Annotated[bool, Option("--launch", help="Start a cluster for this run instead.")] = (
+        False
+    )
     allow_remote: Annotated[bool, Option("--allow-remote", help="Load another machine.")] = False
     config: ConfigFile = None
     sets: Sets = None
@@ -79,14 +81,14 @@ class BenchOptions:
         list[str] | None,
         _spec(
             metavar="KEY=VALUE,..",
-            help="Of speculation, such as drafter=mtp,num_nodes=16; once for each that is "
+            help="Of speculation, such as drafter=mtp,max_tree_nodes=16; once for each that is "
             "compared. A cluster of its own is started for each, one after the other.",
         ),
     ] = None
     cost_ratio: Annotated[
         float | None, _spec(min=0, max=100, help="Extra time per draft, in steps, if it is known.")
     ] = None
-    draft_operations: Annotated[
+    draft_flops_ratio: Annotated[
         float, _spec(min=0, max=100, help="Of a draft, by the model's of a token.")
     ] = 0.0
 
@@ -132,10 +134,10 @@ class BenchOptions:
             self._check_compared()
 
     def _check_address(self) -> None:
-        if self.own and self.address is not None:
-            self._refuse("address", "give it or --own, not both")
-        if not self.own and (self.config is not None or self.sets):
-            raise ValueError("--config and --set are for a cluster of one's own: add --own")
+        if self.launch and self.address is not None:
+            self._refuse("address", "give it or --launch, not both")
+        if not self.launch and (self.config is not None or self.sets):
+            raise ValueError("--config and --set are for a cluster of one's own: add --launch")
         if self.address is not None and not self.allow_remote and not is_loopback(self.address):
             self._refuse("address", "is not this machine; add --allow-remote if it is meant")
 
@@ -148,8 +150,8 @@ class BenchOptions:
             self._refuse("max_drafts", "give it or --compare-drafts, not both")
 
     def _check_compared(self) -> None:
-        if not self.own:
-            self._refuse("compare", "starts clusters of its own: add --own")
+        if not self.launch:
+            self._refuse("compare", "starts clusters of its own: add --launch")
         if self.compare is not None and len(self.compare) < 2:
             self._refuse("compare", "give it for each of several, drafter=none among them")
         for name in ("compare_drafts", "max_drafts", "plot"):

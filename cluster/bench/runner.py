@@ -11,7 +11,7 @@ from tandem.cluster.bench.workload import Job
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.options import GenerateOptions
 from tandem.cluster.client.stream import InferenceError
-from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.core.answer import Finished
 from tandem.core.request import ABORT, ERROR
 

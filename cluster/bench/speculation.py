@@ -21,12 +21,12 @@ def speedup(
 
 
 def operations(
-    acceptance: float, num_drafts: int, draft_operations: float, num_nodes: float
+    acceptance: float, num_drafts: int, draft_flops_ratio: float, num_nodes: float
 ) -> float:
-    """Of a token, over those without drafts: a draft takes ``draft_operations`` of what the model
+    """Of a token, over those without drafts: a draft takes ``draft_flops_ratio`` of what the model
     takes for a token, and the model's for each draft and the last token (seeds 003). Reads of
     weights and cache fall by ``expected_length``."""
-    paid = num_nodes * (draft_operations + 1) + 1
+    paid = num_nodes * (draft_flops_ratio + 1) + 1
     return paid / expected_length(acceptance, num_drafts)
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.cluster.client.stream import InferenceError
-from tandem.cluster.door.server import Server
-from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.entrypoints.server import Server
+from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.core.config import ServerConfig, TandemConfig, describe, load
 
 DEFAULT_ADDRESS: str = ServerConfig().address
@@ -34,7 +34,9 @@ ConfigFile = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change one key, such as decode.max_rows=32. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change one key, such as decode.max_num_seqs=32. Repeatable.",
     ),
 ]
 ListKeys = Annotated[

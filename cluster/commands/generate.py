@@ -90,7 +90,7 @@ def generate(**values: Any) -> None:
     \b
     Examples:
       tandem generate "def fibonacci(n):" --address 127.0.0.1:50051
-      tandem generate "def fibonacci(n):" --set speculation.num_tokens=2
+      tandem generate "def fibonacci(n):" --set speculation.max_depth=2
       cat prompt.txt | tandem generate --max-tokens 64 --temperature 0.8 --seed 7
       tandem generate --token-ids 0,17,42 --json
       tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 --relaxed-delta 0.6

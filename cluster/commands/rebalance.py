@@ -24,9 +24,9 @@ def rebalance(
 ) -> None:
     """Place the experts of each gang anew, so that its ranks have equally much to do.
 
-    One gang after the other gets no new requests, ends those it has, and loads its weights again;
-    a gang that would gain nothing is left alone. Answers that take longer than control.drain_s go
-    on in another gang.
+    One gang after the other gets no new requests, ends those it has, and loads its weights again; a
+    gang that would gain nothing is left alone. Answers that take longer than
+    control.drain_timeout_s go on in another gang.
 
     \b
     Examples:

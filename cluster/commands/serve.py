@@ -29,7 +29,7 @@ def serve(
     """Serve a cluster over gRPC: one of its own, or one that is joined.
 
     Prints "ready grpc=HOST:PORT" once it serves. SIGTERM or Ctrl-C lets
-    running answers finish (at most server.drain_s); a second one does not
+    running answers finish (at most server.drain_timeout_s); a second one does not
     wait for them. A cluster of its own ends with it; one that was joined by
     --ray-address goes on, until tandem stop.
 
@@ -38,7 +38,7 @@ def serve(
       tandem serve
       tandem serve --config cluster.yaml --set server.address=0.0.0.0:50051
       tandem serve --ray-address auto
-      tandem serve --set speculation.num_tokens=0 --set decode.max_rows=4
+      tandem serve --set speculation.max_depth=0 --set decode.max_num_seqs=4
       tandem serve --list-keys
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)

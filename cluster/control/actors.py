@@ -10,8 +10,8 @@ from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfDiskError,
 from tandem.core.control import Control
 from tandem.core.errors import Overloaded, RankDied, RankLost
 from tandem.core.info import COLOCATED, DECODE, PREFILL
+from tandem.net.calls import CallClient
 from tandem.runtime.shell import RankShell
-from tandem.wires.calls import CallClient
 
 NAMESPACE = "tandem"
 

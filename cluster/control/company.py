@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 LEAVE_S = 10.0
 """Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
 MAX_UNANSWERED = 5
-"""Questions in a row that a rank that is not ready may leave unanswered for ``control.stuck_s``
-each. A process that imports torch on a busy machine may well leave one unanswered."""
+"""Questions in a row that a rank that is not ready may leave unanswered for
+``control.stall_timeout_s`` each. A process that imports torch on a busy machine may well leave one
+unanswered."""
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Company:
     """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
-    missing. Who does not answer within ``control.stuck_s`` is silent, and lost if there is a
-    ``suspicion``; who starts is lost when it has said nothing new for ``control.start_s``, or has
-    left MAX_UNANSWERED questions in a row unanswered."""
+    missing. Who does not answer within ``control.stall_timeout_s`` is silent, and lost if there is
+    a ``suspicion``; who starts is lost when it has said nothing new for
+    ``control.startup_timeout_s``, or has left MAX_UNANSWERED questions in a row unanswered."""
 
     plan: GangPlan
     control: ControlConfig
@@ -73,7 +74,7 @@ class Company:
         silent = self._silent = await self._ask(self.handles, seen)
         if stalled := self._stalled():
             lost = silent or stalled  # others may wait for who is silent, whatever it said last
-            bound = f"{self.control.start_s:g} s (control.start_s)"
+            bound = f"{self.control.startup_timeout_s:g} s (control.startup_timeout_s)"
             raise LifeOver(RankLost(f"{self._start(lost[0])}: no progress for {bound}"), *lost)
         if mute := self._mute():
             text = f"{self._start(mute[0])}: {MAX_UNANSWERED} questions in a row were unanswered"
@@ -90,7 +91,9 @@ class Company:
             except LifeOver as over:
                 suspicion = str(over)
         if suspicion:
-            text = f"rank {silent[0]}: no answer for {self.control.stuck_s:g} s: {suspicion}"
+            text = (
+                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s: {suspicion}"
+            )
             raise LifeOver(RankLost(text), *silent)
         return ()
 
@@ -99,7 +102,11 @@ class Company:
         now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
         said = {r: (r, s and (s.doing, s.progress, s.is_joined)) for r, s in known.items()}
         since = {r: self._since.setdefault(said[r], now) for r in said}
-        return [r for r in since if now - since[r] > self.control.start_s and is_starting(known[r])]
+        return [
+            r
+            for r in since
+            if now - since[r] > self.control.startup_timeout_s and is_starting(known[r])
+        ]
 
     def _mute(self) -> list[int]:
         """Return ranks that have answered once and are silent for too long, without those that are
@@ -136,7 +143,7 @@ class Company:
     async def expert_rows(self) -> list[ExpertRows]:
         """Of all ranks. Raises RankLost if one does not tell."""
         try:
-            async with asyncio.timeout(self.control.stuck_s):
+            async with asyncio.timeout(self.control.stall_timeout_s):
                 return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
         except (RankLost, TimeoutError) as error:
             raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
@@ -210,7 +217,7 @@ class Company:
         self, method: Callable[..., Awaitable[Answer]], *given: Any
     ) -> Answer | RankLost | TimeoutError:
         try:
-            async with asyncio.timeout(self.control.stuck_s):
+            async with asyncio.timeout(self.control.stall_timeout_s):
                 return await method(*given)
         except (RankLost, TimeoutError) as error:
             return error

@@ -119,7 +119,7 @@ class Controller:
                 "or stop it with `tandem stop`"
             )
         if differing:
-            await self._stop(config.control.stop_s)
+            await self._stop(config.control.stop_timeout_s)
         if self._config is None:
             self._configure(config)
         for keeper in self._gangs.values():

@@ -152,7 +152,7 @@ class GangKeeper:
         check(states)
         is_ready = all(state.info is not None for state in states)
         if is_ready and self.gang.state == STARTING:
-            proven_at = time.monotonic() + self.config.control.min_service_s
+            proven_at = time.monotonic() + self.config.control.failure_reset_s
             self.history = replace(self.history, has_served=True, proven_at=proven_at)
         self._set(
             state=STARTING if not is_ready else DRAINING if self.is_draining else READY,
@@ -198,7 +198,10 @@ class GangKeeper:
             log.error("%s: its room could not be given back: %s", self.plan.name, error)
 
     def _set(self, **fields: object) -> None:
-        before, is_over = self.gang, self.history.num_deaths >= self.config.control.max_deaths
+        before, is_over = (
+            self.gang,
+            self.history.num_deaths >= self.config.control.max_consecutive_failures,
+        )
         told = {"is_given_up": is_over, **fields}
         self.gang = replace(before, **told)  # type: ignore[arg-type]
         if self.gang != before:

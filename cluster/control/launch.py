@@ -34,13 +34,17 @@ async def launch(
     if ray_address is None or any(config.model.path.glob("*.safetensors")):
         ModelConfig.from_dir(config.model.path, config.model.ignore_config_keys)
         read_headers(config.model.path)
-    for file in config.speculation.path.glob("*.safetensors") if config.speculation.path else ():
+    for file in (
+        config.speculation.draft_model_path.glob("*.safetensors")
+        if config.speculation.draft_model_path
+        else ()
+    ):
         read_header(file)
     on_progress("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ray_session(ray_address, config.num_threads + 1))
         if ray_address is None:
-            stack.push_async_callback(stop_cluster, config.control.stop_s)
+            stack.push_async_callback(stop_cluster, config.control.stop_timeout_s)
         members = await RayMembers.attach(config)
         await members.started(on_progress)
         check_tokenizer(tokenizer, members.membership.ready())

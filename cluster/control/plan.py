@@ -66,7 +66,7 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
         resources = {"CPU": section.num_threads, **gpus}
         for index in range(section.replicas):
             gangs.append(
-                GangPlan(f"{kind}-{index}", kind, section.dp_size, resources, section.group)
+                GangPlan(f"{kind}-{index}", kind, section.dp_size, resources, section.node_group)
             )
     return gangs
 

@@ -1,4 +1,4 @@
-"""Who is being answered: the open streams of all doors, their names, and how they end."""
+"""Who is being answered: the open streams of all entrypoints, their names, and how they end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -63,7 +63,7 @@ class _Stream:
 
 
 class Admission:
-    """What a door needs. Refuses requests with ``Draining`` until it has a gateway, and from
+    """What a entrypoint needs. Refuses requests with ``Draining`` until it has a gateway, and from
     ``drain`` on."""
 
     def __init__(self, config: TandemConfig) -> None:
@@ -74,7 +74,7 @@ class Admission:
         self._threads = TokeniserThreads()
         self.on_error: Callable[[str], None] = lambda code: None
         self.on_stream: Callable[[], StreamWatcher] = StreamWatcher
-        """A door's: hears of calls that fail, and makes the watcher of each stream."""
+        """A entrypoint's: hears of calls that fail, and makes the watcher of each stream."""
 
     async def attach(self, gateway: "ClusterGateway") -> None:
         """Serve requests through ``gateway`` from now on."""
@@ -147,12 +147,12 @@ class Admission:
         return stream is not None
 
     async def drain(self) -> None:
-        """Say for ``server.notice_s`` that it leaves, then refuse new requests, let running ones
-        finish for ``server.drain_s``, ``end`` the rest."""
+        """Say for ``server.lame_duck_s`` that it leaves, then refuse new requests, let running ones
+        finish for ``server.drain_timeout_s``, ``end`` the rest."""
         self._is_leaving = True
-        await asyncio.sleep(self.config.server.notice_s)
+        await asyncio.sleep(self.config.server.lame_duck_s)
         self._is_draining = True
-        await self._gone(self.config.server.drain_s)
+        await self._gone(self.config.server.drain_timeout_s)
         await self.end()
 
     async def end(self) -> None:
@@ -196,7 +196,7 @@ class Admission:
             await asyncio.wait([earlier.gone])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")
-        reading = Reading(self.config.server.write_s)
+        reading = Reading(self.config.server.write_timeout_s)
         stream = self._streams[name] = _Stream(nonce, self.on_stream(), reading)
         try:
             async with stream.scope:

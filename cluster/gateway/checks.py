@@ -1,4 +1,5 @@
-"""What may be asked of a model: from ``Unchecked`` to ``Request``, whichever door it came through.
+"""What may be asked of a model: from ``Unchecked`` to ``Request``, whichever entrypoint it came
+through.
 
 Fields are named as users know them: as those of ``Unchecked``, and as on the wire.
 """
@@ -67,7 +68,7 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
         ),
         "sampling.n": Bounds(1, 16, f"use {_RANGE}, or 0 for 1"),
         "speculation.max_drafts": Bounds(
-            0, model.num_draft_tokens, f"use {_RANGE}, this server's speculation.num_tokens"
+            0, model.num_draft_tokens, f"use {_RANGE}, this server's speculation.max_depth"
         ),
         "speculation.relaxed_top_n": Bounds(0, 0, _ONLY_RELAXED),
         "speculation.relaxed_delta": Bounds(0, 0, _ONLY_RELAXED),

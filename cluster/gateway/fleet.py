@@ -57,7 +57,7 @@ class Fleet:
         self.ranks: dict[str, Handle] = {}
         self._members = members
         self._beat_s = min(LONGEST_BEAT_S, config.kv_transfer.lease_s / 4)
-        self._stuck_s = config.control.stuck_s
+        self._stuck_s = config.control.stall_timeout_s
         self._warm = warm
         self._background = Tasks()
         self._listeners: dict[Handle, asyncio.Task[None]] = {}

@@ -164,7 +164,9 @@ class ClusterGateway:
     async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
         """Where it goes on. What has begun waits for a rank if none is left; what has failed
         between two ranks is not tried there again if there are others."""
-        pairs = await self.fleet.pairs(self.config.server.patience_s if request.is_begun else 0.0)
+        pairs = await self.fleet.pairs(
+            self.config.server.recovery_timeout_s if request.is_begun else 0.0
+        )
         others = [pair for pair in pairs if pair not in trials.avoided]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)

@@ -3,7 +3,7 @@
 import os
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Maximum size of a message; a server may receive less (cluster/door/uploads.py)."""
+"""Maximum size of a message; a server may receive less (cluster/entrypoints/uploads.py)."""
 STREAM_KEY = "tandem-stream"
 """Metadata of Generate: a nonce that all attempts at one stream carry. A later attempt ends what
 is left of an earlier one under its request id."""

@@ -19,7 +19,7 @@ def buckets_of(asked: tuple[int, ...] | None, max_rows: int, device_type: str) -
     wrong = [size for size in asked if not 1 <= size <= max_rows]
     if wrong:
         raise ValueError(
-            f"decode.batch_buckets: {wrong} out of range, use 1 to decode.max_rows={max_rows}"
+            f"decode.batch_sizes: {wrong} out of range, use 1 to decode.max_num_seqs={max_rows}"
         )
     return tuple(sorted({*asked, max_rows}))
 

@@ -183,7 +183,7 @@ def most_wanted(costs: Costs, batch: BatchSize, wanted: Sequence[int]) -> int:
     return usable(costs.levels, max(limit for limit, num in enumerate(wanted) if num))
 
 
-def by_load(costs: Costs, batch: BatchSize, wanted: Sequence[int]) -> int:
+def adaptive(costs: Costs, batch: BatchSize, wanted: Sequence[int]) -> int:
     """The level of most tokens per second for this size of batch, as far as is known."""
     size, most = costs.of_size(*batch), most_wanted(costs, batch, wanted)
     if not size.num_left:
@@ -245,4 +245,4 @@ def _looked_at(size: SizeCosts, worth: Sequence[float], loses: Sequence[bool]) -
 
 
 FIXED = "fixed"
-LENGTHS: dict[str, DraftLength] = {"by_load": by_load, FIXED: most_wanted}
+LENGTHS: dict[str, DraftLength] = {"adaptive": adaptive, FIXED: most_wanted}

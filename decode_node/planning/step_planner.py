@@ -31,7 +31,7 @@ class StepPlanner:
     ) -> None:
         self._buckets, self._length, self._catch_up = buckets, length, catch_up
         self._levels, self._costs = levels, Costs.unknown(levels)
-        self._learns = length is lengths.by_load and len(levels) > 1
+        self._learns = length is lengths.adaptive and len(levels) > 1
         self.measures = measures and self._learns
         self._forms = Forms(usual)
 
@@ -39,11 +39,11 @@ class StepPlanner:
     def of(cls, config: TandemConfig, levels: Levels, catch_up: CatchUp) -> "StepPlanner":
         """As configured. Raises ValueError for batch sizes that are out of range."""
         decode, asked = config.decode, config.speculation
-        buckets = buckets_of(decode.batch_buckets, decode.max_rows, decode.device)
+        buckets = buckets_of(decode.batch_sizes, decode.max_num_seqs, decode.device)
         least = len(levels) - 1 if asked.draft_length == lengths.FIXED else 0
         usual = usual_keys(buckets, levels, catch_up, least)
         length = lengths.LENGTHS[asked.draft_length]
-        return cls(buckets, levels, length, catch_up, asked.measure_at_start, usual)
+        return cls(buckets, levels, length, catch_up, asked.profile_at_startup, usual)
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
         forms = {proposal.form for proposal in proposals}

@@ -57,7 +57,7 @@ class Launcher:
         self._loaded, self._pool, self._catch_up = loaded, parts.pool, catch_up
         self._rungs, most_depth = Rungs.of(self._levels), self._levels[-1].depth
         width = parts.pool.num_pages_for(loaded.max_model_len + slots_ahead(self._levels))
-        self.rows = Rows(loaded, parts.config.decode.max_rows, most_depth, parts.pool, width)
+        self.rows = Rows(loaded, parts.config.decode.max_num_seqs, most_depth, parts.pool, width)
         self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
 
     def prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:

@@ -46,7 +46,7 @@ def create_drafter(
     weights.
     """
     num_layers = num_mtp(checkpoint.files, checkpoint.config)
-    name = asked.drafter if asked.num_tokens else NONE
+    name = asked.drafter if asked.max_depth else NONE
     if name.startswith(MERGED):
         return _merged(asked, checkpoint, network)
     if name == AUTO:
@@ -58,13 +58,13 @@ def create_drafter(
             "speculation.drafter: 'mtp' needs the MTP layer, which this checkpoint lacks; "
             "use 'auto' or 'none'"
         )
-    chains = CLASSES if min(num_layers, asked.num_tokens) < 2 else MODULES
-    classes = chains if asked.num_nodes is None else TREES
+    chains = CLASSES if min(num_layers, asked.max_depth) < 2 else MODULES
+    classes = chains if asked.max_tree_nodes is None else TREES
     drafter = _load(classes.get(name, name))(checkpoint, network, asked)
-    if asked.num_nodes is not None and drafter.levels(asked.num_tokens)[-1].is_chain:
+    if asked.max_tree_nodes is not None and drafter.levels(asked.max_depth)[-1].is_chain:
         raise ValueError(
-            f"speculation.num_nodes={asked.num_nodes}: {drafter.name} drafts chains of "
-            "speculation.num_tokens; leave it null"
+            f"speculation.max_tree_nodes={asked.max_tree_nodes}: {drafter.name} drafts chains of "
+            "speculation.max_depth; leave it null"
         )
     return drafter
 
@@ -75,10 +75,10 @@ def _merged(asked: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV
     may = ", ".join(f"{MERGED}{name}" for name in CLASSES if name not in NOT_MERGED)
     if other in NOT_MERGED or other not in CLASSES:
         raise ValueError(f"speculation.drafter: {asked.drafter!r} cannot be merged; use {may}")
-    if asked.num_nodes is not None:
+    if asked.max_tree_nodes is not None:
         raise ValueError(
-            f"speculation.num_nodes={asked.num_nodes}: {asked.drafter} drafts two chains of "
-            "speculation.num_tokens; leave it null"
+            f"speculation.max_tree_nodes={asked.max_tree_nodes}: {asked.drafter} drafts two chains "
+            "of speculation.max_depth; leave it null"
         )
     ngram, drafter = (
         create_drafter(asked.model_copy(update={"drafter": name}), checkpoint, network)

@@ -23,11 +23,11 @@ def read_choices(file: Path) -> tuple[Choice, ...]:
         first = error.errors()[0]
         where = "".join(f"[{index}]" for index in first["loc"])
         raise ValueError(
-            f"speculation.choices: {file}: {where or 'all'}: {first['msg']}; write paths of ranks "
-            f"of 0 to {MOST_RANK}, such as [[0], [1], [0, 0]]"
+            f"speculation.medusa_choices: {file}: {where or 'all'}: {first['msg']}; write paths of "
+            f"ranks of 0 to {MOST_RANK}, such as [[0], [1], [0, 0]]"
         ) from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"speculation.choices: {file}: {error}") from None
+        raise ValueError(f"speculation.medusa_choices: {file}: {error}") from None
 
 
 def ordered(choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -51,12 +51,14 @@ class ModelDrafter(MtpDrafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
         """Raises ValueError for a folder without a model of this family and tokenizer."""
-        if (path := asked.path) is None:
-            raise ValueError("speculation.path: is null; name the folder of the draft model")
+        if (path := asked.draft_model_path) is None:
+            raise ValueError(
+                "speculation.draft_model_path: is null; name the folder of the draft model"
+            )
         try:
             config = ModelConfig.from_dir(path, checkpoint.ignored_keys)
         except ValueError as error:
-            raise ValueError(f"speculation.path={str(path)!r}: {error}") from None
+            raise ValueError(f"speculation.draft_model_path={str(path)!r}: {error}") from None
         _check_tokens(path, config, checkpoint)
         with CheckpointFiles(path) as files:
             kind = checkpoint.dtype, checkpoint.device
@@ -72,8 +74,8 @@ class ModelDrafter(MtpDrafter):
             check_widths(self._network.config, kernels.lanes)
         except ValueError as error:
             raise ValueError(
-                f"speculation.path: not with {kernels.name} kernels, {error}; use another draft "
-                "model, or model.kernels=plain"
+                f"speculation.draft_model_path: not with {kernels.name} kernels, {error}; use "
+                "another draft model, or model.kernels=torch"
             ) from None
         adopt(self._network, kernels)
 
@@ -117,14 +119,14 @@ def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> No
     """Token by token the same text, or every draft is another word."""
     if config.vocab_size != checkpoint.config.vocab_size:
         raise ValueError(
-            f"speculation.path={str(path)!r}: has {config.vocab_size} tokens, the model "
-            f"{checkpoint.config.vocab_size}; use a draft model of the same tokenizer"
+            f"speculation.draft_model_path={str(path)!r}: has {config.vocab_size} tokens, the "
+            f"model {checkpoint.config.vocab_size}; use a draft model of the same tokenizer"
         )
     own, other = (_tokenizer(folder) for folder in (path, checkpoint.files.path))
     differ = [key for key in sorted({*own, *other}) if own.get(key) != other.get(key)]
     if differ:
         raise ValueError(
-            f"speculation.path={str(path)!r}: {TOKENIZER} differs from the model's in "
+            f"speculation.draft_model_path={str(path)!r}: {TOKENIZER} differs from the model's in "
             f"{', '.join(differ)}; use a draft model of the same tokenizer"
         )
 

@@ -1,4 +1,5 @@
-"""EAGLE-1, -2 and -3 as drafters: chains, or with ``num_nodes`` the likeliest nodes of a beam."""
+"""EAGLE-1, -2 and -3 as drafters: chains, or with ``max_tree_nodes`` the likeliest nodes of a
+beam."""
 
 import re
 from pathlib import Path
@@ -44,15 +45,17 @@ class EagleDrafter(MtpDrafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
         """Raises ValueError for a folder without a head of this model."""
-        if asked.path is None:
-            raise ValueError(f"speculation.path: is null; name the folder of the {cls.name} head")
+        if asked.draft_model_path is None:
+            raise ValueError(
+                f"speculation.draft_model_path: is null; name the folder of the {cls.name} head"
+            )
         config = read_config(
-            asked.path,
+            asked.draft_model_path,
             checkpoint.files.path,
             has_taps=issubclass(cls.kind, Eagle3Layer),
             ignored=checkpoint.ignored_keys,
         )
-        file = found(asked.path, WEIGHTS)
+        file = found(asked.draft_model_path, WEIGHTS)
         tensors = {_named(name): tensor for name, tensor in read(file).items()}
         d2t_U, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
         with torch.device("meta"):
@@ -63,7 +66,9 @@ class EagleDrafter(MtpDrafter):
         fill(layer, file, tensors, checkpoint)
         if config.said.num_outputs != config.said.vocab_size:
             layer.column_V = columns(file, d2t_U, t2d_V, config.said).to(checkpoint.device)
-        return cls(network, layer.eval(), f"{cls.name} {digest(asked.path / CONFIG, file)}")
+        return cls(
+            network, layer.eval(), f"{cls.name} {digest(asked.draft_model_path / CONFIG, file)}"
+        )
 
     def _embedded(self, batch: Batch) -> Tensor:
         if self._head.embed_tokens is None:

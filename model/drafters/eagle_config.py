@@ -101,7 +101,9 @@ def read_config(
     ``model.ignore_config_keys``. Raises ValueError with file, key, value and remedy."""
     file, of_main = folder / CONFIG, read_json(main / CONFIG)
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; speculation.path names the folder of a head")
+        raise ValueError(
+            f"{file}: no such file; speculation.draft_model_path names the folder of a head"
+        )
     raw = read_json(file)
     for name in _DEEPER:
         inner = raw.get(name) or {}

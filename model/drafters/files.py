@@ -16,7 +16,9 @@ def found(folder: Path, names: Sequence[str]) -> Path:
     """The first of these files that is there."""
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
-        raise ValueError(f"speculation.path={str(folder)!r}: has none of {', '.join(names)}")
+        raise ValueError(
+            f"speculation.draft_model_path={str(folder)!r}: has none of {', '.join(names)}"
+        )
     return file
 
 

@@ -51,16 +51,24 @@ class MedusaDrafter(Drafter):
         cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig
     ) -> "MedusaDrafter":
         """Raises ValueError for a folder without heads of this model and choices that are none."""
-        if asked.path is None:
-            raise ValueError("speculation.path: is null; name the folder of Medusa's heads")
-        if asked.choices is not None and asked.num_nodes is None:
-            raise ValueError("speculation.choices: are of trees; say speculation.num_nodes too")
-        heads = read_heads(asked.path, checkpoint, network.lm_head)
+        if asked.draft_model_path is None:
+            raise ValueError(
+                "speculation.draft_model_path: is null; name the folder of Medusa's heads"
+            )
+        if asked.medusa_choices is not None and asked.max_tree_nodes is None:
+            raise ValueError(
+                "speculation.medusa_choices: are of trees; say speculation.max_tree_nodes too"
+            )
+        heads = read_heads(asked.draft_model_path, checkpoint, network.lm_head)
         choices: Sequence[Choice] = [(0,) * depth for depth in range(1, len(heads) + 1)]
-        if asked.num_nodes is not None:
-            choices = read_choices(asked.choices or asked.path / CHOICES)[: asked.num_nodes]
+        if asked.max_tree_nodes is not None:
+            choices = read_choices(asked.medusa_choices or asked.draft_model_path / CHOICES)[
+                : asked.max_tree_nodes
+            ]
         if deep := next((path for path in choices if len(path) > len(heads)), None):
-            raise ValueError(f"speculation.choices: {[*deep]} where there are {len(heads)} heads")
+            raise ValueError(
+                f"speculation.medusa_choices: {[*deep]} where there are {len(heads)} heads"
+            )
         used = heads if checkpoint.drafts else []
         return cls(used, choices, checkpoint.config.hidden_size, checkpoint.device)
 

@@ -34,21 +34,21 @@ class MtpTreeDrafter(MtpDrafter):
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
         """As a chain's; raises ValueError, too, where beams do not make such trees."""
         drafter = super().load(checkpoint, network, asked)
-        assert asked.num_nodes is not None, "or chains are drafted"
-        top_k, num_later = asked.top_k, asked.num_tokens - 1
+        assert asked.max_tree_nodes is not None, "or chains are drafted"
+        top_k, num_later = asked.top_k, asked.max_depth - 1
         most = top_k + num_later * top_k**2
-        if asked.num_nodes > most:
+        if asked.max_tree_nodes > most:
             raise ValueError(
-                f"speculation.num_nodes={asked.num_nodes}: {top_k} tokens after each of {top_k} "
-                f"nodes, {asked.num_tokens} deep, are no more than {most}; raise speculation.top_k "
-                "or speculation.num_tokens"
+                f"speculation.max_tree_nodes={asked.max_tree_nodes}: {top_k} tokens after each of "
+                f"{top_k} nodes, {asked.max_depth} deep, are no more than {most}; raise "
+                "speculation.top_k or speculation.max_depth"
             )
         if top_k * num_later > MOST_NODES:
             raise ValueError(
                 f"speculation.top_k={top_k}: use at most {MOST_NODES // num_later} with "
-                f"speculation.num_tokens={asked.num_tokens}"
+                f"speculation.max_depth={asked.max_depth}"
             )
-        drafter._num_nodes, drafter._top_k = asked.num_nodes, top_k
+        drafter._num_nodes, drafter._top_k = asked.max_tree_nodes, top_k
         return drafter
 
     def levels(self, most_depth: int) -> Levels:

@@ -93,7 +93,7 @@ class VanillaDrafter(MtpDrafter):
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
         """With as many modules as drafts are asked for, or all; see load_weights for what it
         raises. Nobody reads what the last one makes of a prompt."""
-        num = min(num_mtp(checkpoint.files, checkpoint.config), asked.num_tokens)
+        num = min(num_mtp(checkpoint.files, checkpoint.config), asked.max_depth)
         with torch.device("meta"):
             layers = [MtpLayer(checkpoint.config, network.dispatch, i) for i in range(num)]
         for i, layer in enumerate(layers):

@@ -40,13 +40,14 @@ class SparseDrafter(Drafter):
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
-        return cls(network, asked.budget)
+        return cls(network, asked.draft_budget_pages)
 
     def check(self, page_size: int, max_model_len: int) -> None:
         if (most := -(-max_model_len // page_size)) < self._budget:
             raise ValueError(
-                f"speculation.budget={self._budget}: {max_model_len} tokens (model.max_model_len) "
-                f"have {most} pages of kv.page_size={page_size}; use at most {most}"
+                f"speculation.draft_budget_pages={self._budget}: {max_model_len} tokens "
+                f"(model.max_model_len) have {most} pages of kv.page_size={page_size}; use at most "
+                f"{most}"
             )
 
     def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:

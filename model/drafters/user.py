@@ -66,7 +66,9 @@ class UserDrafter(ReadsTexts):
             raise ValueError(
                 f"speculation.drafter={asked.drafter!r} cannot be made without arguments: {error!r}"
             ) from error
-        return cls(made, asked.num_nodes, checkpoint.config.vocab_size, asked.drafter_s)
+        return cls(
+            made, asked.max_tree_nodes, checkpoint.config.vocab_size, asked.drafter_timeout_s
+        )
 
     def levels(self, most_depth: int) -> Levels:
         num_nodes = self._num_nodes
@@ -161,5 +163,5 @@ def checked(given: Any, level: Level, vocab_size: int) -> Found:
     if wrong := [one for i, one in enumerate(parents) if not 0 <= one <= i]:
         raise ValueError(f"parents: {wrong[0]} is no earlier node")
     if level.is_chain and parents != list(range(len(parents))):
-        raise ValueError("parents: a tree where chains are drafted; set speculation.num_nodes")
+        raise ValueError("parents: a tree where chains are drafted; set speculation.max_tree_nodes")
     return tokens, parents

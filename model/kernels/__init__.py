@@ -18,7 +18,7 @@ HOPPER = 9
 def create_kernels(
     name: str, config: ModelConfig, device: torch.device, quantises: bool = False
 ) -> Kernels:
-    """Those called ``name``; auto is what was written for the device if it can be had, else plain.
+    """Those called ``name``; auto is what was written for the device if it can be had, else torch.
     Where weights stay FP8 they ``quantise`` rows for products with them too (prefill), or not.
 
     Raises ValueError if others are asked for by name and cannot be had.
@@ -26,7 +26,7 @@ def create_kernels(
     if name == PLAIN.name:
         return PLAIN
     on_gpu = device.type != "cpu"
-    makers = {"triton": _triton, "libraries": _libraries} if on_gpu else {"native": _native}
+    makers = {"triton": _triton, "vendor": _libraries} if on_gpu else {"native": _native}
     own = next(iter(makers)) if name == AUTO else name
     if own not in makers:
         known = " or ".join([AUTO, *makers])
@@ -34,14 +34,14 @@ def create_kernels(
     if on_gpu and not (os.environ.get("CC") or which("gcc") or which("clang")):
         raise ValueError(
             f"model.kernels={name!r}: Triton compiles a launcher for the driver, and there is no C "
-            "compiler: install gcc and the headers of the C library, or use plain"
+            "compiler: install gcc and the headers of the C library, or use torch"
         )
     try:
         return makers[own](config, device, quantises)
     except (OSError, ValueError, ImportError) as error:
         if name != AUTO:
             raise ValueError(
-                f"model.kernels: {name!r} cannot be had: {error}; use auto or plain"
+                f"model.kernels: {name!r} cannot be had: {error}; use auto or torch"
             ) from error
         plain = Kernels()
         plain.why_plain = f"without {own} kernels: {error}"

@@ -72,7 +72,7 @@ class Attention(NamedTuple):
 class Kernels(Sampler):
     """Those of torch. Weights stay as they are."""
 
-    name = "plain"
+    name = "torch"
     form = EAGER
     """In which functions are called again and again."""
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tandem.core.errors import EpochEnded
 from tandem.core.pace import Place
-from tandem.wires.groups import Store, gloo_group
-from tandem.wires.nccl import nccl_group, prepare
+from tandem.net.groups import Store, gloo_group
+from tandem.net.nccl import nccl_group, prepare
 
 CONNECT_S = 30.0
 

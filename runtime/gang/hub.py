@@ -14,12 +14,12 @@ from typing import Any
 
 from tandem.core.membership import Meeting
 from tandem.core.schema import pack, unpack
+from tandem.net.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
+from tandem.net.groups import store_server
 from tandem.runtime.gang.collectives import CONNECT_S
 from tandem.runtime.gang.rounds import Rounds
 from tandem.runtime.gang.told import MAX_BYTES, Proposed, Told, send
 from tandem.runtime.lockstep import Decide
-from tandem.wires.framing import GREETING_S, MAX_STRANGERS, Inbox, Strangers, received, shut
-from tandem.wires.groups import store_server
 
 log = logging.getLogger(__name__)
 HELLO = struct.Struct("!I")

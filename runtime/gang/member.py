@@ -14,13 +14,13 @@ import torch
 from tandem.core.errors import EpochEnded, ProgramFailed
 from tandem.core.membership import Meeting, RankSpec
 from tandem.core.schema import pack, unpack
+from tandem.net.framing import Inbox, framed, received, shut
+from tandem.net.groups import store_client
 from tandem.runtime.gang.collectives import CONNECT_S, Collectives, connect
 from tandem.runtime.gang.hub import HELLO, Hub
 from tandem.runtime.gang.told import MAX_BYTES, Proposed, Told, send
 from tandem.runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
 from tandem.runtime.watch import Watch
-from tandem.wires.framing import Inbox, framed, received, shut
-from tandem.wires.groups import store_client
 
 DATA_FACTOR = 3
 """A rank waits this many times the watchdog's bound for the others: who is late is ended before."""

@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 
 from tandem.core.schema import pack
-from tandem.wires.framing import framed
+from tandem.net.framing import framed
 
 MAX_BYTES = 1 << 16
 """What one message can ask the other end to hold; those of a step have some 100 bytes."""

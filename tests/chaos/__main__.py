@@ -30,10 +30,10 @@ from tests.chaos.report import Report, spans, take
 from tests.pods import CAN_RUN
 
 SETS = (
-    "control.drain_s=6",
-    *("model.dtype=float32", "speculation.measure_at_start=false", "control.stuck_s=3"),
+    "control.drain_timeout_s=6",
+    *("model.dtype=float32", "speculation.profile_at_startup=false", "control.stall_timeout_s=3"),
     *("kv.num_pages=300", "kv_transfer.host=auto"),
-    *("decode.max_rows=4", "server.max_queued=8"),
+    *("decode.max_num_seqs=4", "server.max_queued=8"),
 )
 LAYOUTS = {
     "gangs": ("prefill.dp_size=2", "decode.dp_size=2", "decode.replicas=2"),

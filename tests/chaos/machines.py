@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.driven.procs import ROOT, python_path
+from benchmarks.harness.procs import ROOT, python_path
 from tests.pods import Pod, pods
 
 HEAD_PORT = 9000

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.exact import near_ties
 from benchmarks.soak.check import is_plain, score_ties, to_request
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan

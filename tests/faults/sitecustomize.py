@@ -275,7 +275,7 @@ CHAOS_PATCHES = {
     "tandem.cluster.gateway.flow": _note_attempts,
     "tandem.cluster.gateway.gateway": _note_routing,
     "tandem.runtime.frames": _break_frames,
-    "tandem.wires.calls": _trouble_pulls,
+    "tandem.net.calls": _trouble_pulls,
 }
 
 

@@ -34,10 +34,10 @@ PACKAGES = {
     "curl": "curl",
     "prometheus": "prometheus",
 }
-CHANGE = "speculation: {num_tokens: 1}\n"
+CHANGE = "speculation: {max_depth: 1}\n"
 TWO_PODS = """
-prefill: {group: prefill, dp_size: 2, num_threads: 1}
-decode: {group: decode, dp_size: 2, num_threads: 1}
+prefill: {node_group: prefill, dp_size: 2, num_threads: 1}
+decode: {node_group: decode, dp_size: 2, num_threads: 1}
 """
 ASK = "tandem", "generate", "def fibonacci(n):", "--address=tandem:50051"
 STATUS = "tandem", "status", "--address=tandem:50051"

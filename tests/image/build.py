@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from benchmarks.driven.procs import ROOT
+from benchmarks.harness.procs import ROOT
 
 BASE = "python:3.11-slim-bookworm"
 STAND_IN = "Debian bookworm with its own Python 3.11: no registry of images can be reached"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 
-from benchmarks.driven.procs import descendants
+from benchmarks.harness.procs import descendants
 from tests.deployed import amount
 from tests.pods import Box, Pod, Running
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from packaging.utils import canonicalize_name
 
-from benchmarks.driven.procs import ROOT
+from benchmarks.harness.procs import ROOT
 from tests.deployed import DEPLOY
 from tests.image.build import PYPI, run
 

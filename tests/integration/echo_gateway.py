@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem import InferenceError
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.answer import Delta, Finished, SpeculationCounts, Timings, TransferStats, Usage
 from tandem.core.config import TandemConfig, load
 from tandem.core.info import DEGRADED, NOT_SERVING, SERVING, ModelInfo, RankStatus, ServerStatus
@@ -67,7 +67,7 @@ class EchoGateway:
             "decode-0", "decode", 1, True, 3, num_active_rows=1, num_free_tokens=2,
             num_open_leases=4, num_channels=5, counters={"num_steps": 6},
         )  # fmt: skip
-        return ServerStatus(self.state, "split", num_running, (node,))
+        return ServerStatus(self.state, "disaggregated", num_running, (node,))
 
     def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
         """Its queue is never full."""
@@ -135,14 +135,14 @@ async def launch(
     gateway = EchoGateway()
     if config.model.max_model_len == 2:
         gateway.hold_after = 4
-    gateway.state = {1: DEGRADED, 2: NOT_SERVING}.get(config.decode.max_rows, SERVING)
+    gateway.state = {1: DEGRADED, 2: NOT_SERVING}.get(config.decode.max_num_seqs, SERVING)
     yield gateway
 
 
 @asynccontextmanager
 async def echo_server(gateway: EchoGateway, *sets: str) -> AsyncIterator[Server]:
     """A server on any port that drains for 0.3 s; checks that every stream was closed."""
-    config = load(None, ["server.address=127.0.0.1:0", "server.drain_s=0.3", *sets])
+    config = load(None, ["server.address=127.0.0.1:0", "server.drain_timeout_s=0.3", *sets])
     async with Server(config) as server:
         await server.attach(gateway)
         yield server

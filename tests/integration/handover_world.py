@@ -18,7 +18,7 @@ from tandem.kv_transfer.layout import PROTOCOL
 from tandem.kv_transfer.messages import Offer
 from tandem.kv_transfer.side import Deadlines, Side
 from tandem.kv_transfer.sink import Pulled, Sink
-from tandem.wires.calls import DOOR, CallClient, CallServer
+from tandem.net.calls import DOOR, CallClient, CallServer
 from tests.forks import forks
 from tests.integration.handover_peer import (
     CONFIG,

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from benchmarks.driven.engines import greedy
+from benchmarks.harness.engines import greedy
 from tests.rig import rig
 
 

@@ -15,31 +15,31 @@ from tandem.core.request import STRICT
 from tests.answers import AnyRequests, Reference, ask, ask_all
 from tests.rig import rig
 
-TREE = "speculation.num_tokens=4", "speculation.num_nodes=16", "speculation.draft_length=fixed"
+TREE = "speculation.max_depth=4", "speculation.max_tree_nodes=16", "speculation.draft_length=fixed"
 CLUSTERS: dict[str, tuple[str, ...]] = {
-    "split": ("kv.page_size=8", "kv.num_pages=40", "speculation.num_tokens=8"),
+    "disaggregated": ("kv.page_size=8", "kv.num_pages=40", "speculation.max_depth=8"),
     "merged": (
         *("mode=colocated", "kv.page_size=8", "kv.num_pages=30", "model.max_model_len=63"),
-        *("speculation.drafter=ngram+mtp", "speculation.num_tokens=4", "decode.loop=overlapped"),
+        *("speculation.drafter=ngram+mtp", "speculation.max_depth=4", "decode.overlap=true"),
     ),
-    "tree": ("kv.page_size=1", "kv.num_pages=300", *TREE, "decode.loop=overlapped"),
+    "tree": ("kv.page_size=1", "kv.num_pages=300", *TREE, "decode.overlap=true"),
     "ngram": (
         *("kv.page_size=4", "kv.num_pages=60", "model.max_model_len=64"),
-        *("speculation.drafter=ngram", "speculation.num_tokens=8"),
+        *("speculation.drafter=ngram", "speculation.max_depth=8"),
     ),
     "colocated": (
-        *("mode=colocated", "kv.page_size=8", "kv.num_pages=24", "decode.max_rows=4"),
-        *("prefill.max_batch_tokens=7", "speculation.num_tokens=5", "decode.loop=overlapped"),
+        *("mode=colocated", "kv.page_size=8", "kv.num_pages=24", "decode.max_num_seqs=4"),
+        *("prefill.max_num_batched_tokens=7", "speculation.max_depth=5", "decode.overlap=true"),
     ),
     "colocated tree": ("mode=colocated", "kv.page_size=16", "kv.num_pages=60", *TREE),
     "no drafts": ("kv.page_size=32", "kv.num_pages=20", "speculation.drafter=none"),
     "gangs": (
         *("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "kv.num_pages=40"),
-        "speculation.num_tokens=4",
+        "speculation.max_depth=4",
     ),
     "native": (
         *("kv.page_size=8", "kv.num_pages=40", "model.kernels=native"),
-        *("speculation.num_tokens=8", "speculation.draft_length=fixed"),
+        *("speculation.max_depth=8", "speculation.draft_length=fixed"),
     ),
 }
 BURST = 8
@@ -69,7 +69,7 @@ async def check_answers(path: Path, sets: tuple[str, ...], num_bursts: int, seed
         await cluster.check_empty()
 
 
-@pytest.mark.parametrize("name", ["split", "merged", "tree"])
+@pytest.mark.parametrize("name", ["disaggregated", "merged", "tree"])
 async def test_answers_are_those_of_the_checkpoint(small_model: Path, name: str) -> None:
     await check_answers(small_model, CLUSTERS[name], num_bursts=2, seed=[*CLUSTERS].index(name))
 

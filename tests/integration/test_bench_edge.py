@@ -279,8 +279,8 @@ def test_when_every_request_fails_the_code_is_told(address: str) -> None:
         (["--address", "127.0.0.1:1"], "error: UNAVAILABLE: "),
         (["--address", "10.0.0.7:50051"], "is not this machine; add --allow-remote"),
         (["--rate", "1", "--concurrency", "1"], "give it or --concurrency, not both"),
-        (["--own", "--set", "kv.page=1"], "did you mean 'kv.page_size'?"),
-        (["--set", "a=b"], "add --own"),
+        (["--launch", "--set", "kv.page=1"], "did you mean 'kv.page_size'?"),
+        (["--set", "a=b"], "add --launch"),
         (["--workload", "trace"], "--trace=None: goes with --workload trace"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_mistake_is_told_on_stderr(args: list[str], message: str) -> None:
 
 
 def test_it_can_start_a_cluster_of_its_own() -> None:
-    done = tandem("bench", "--own", *SMALL, "--set", "mode=colocated", "--json")
+    done = tandem("bench", "--launch", *SMALL, "--set", "mode=colocated", "--json")
     assert json.loads(done.stdout.splitlines()[-1])["runs"][0]["metrics"]["num_ok"] == 6
     assert "launching colocated" in done.stderr
 

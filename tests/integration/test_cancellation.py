@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.exact import near_ties
 from tandem.core.tasks import cancelled
 from tandem.decode_node.service.rank import DecodeRank
 from tandem.kv_transfer.links import MAX_PLACES
@@ -137,11 +137,11 @@ async def preempted(at: Scene) -> None:
 
 
 PHASES: list[tuple[Phase, tuple[str, ...]]] = [
-    (queued, ("decode.max_rows=1",)),
+    (queued, ("decode.max_num_seqs=1",)),
     (asking, ()),
     (without_decode_pages, ()),
     (without_prefill_pages, ()),
-    (behind_another, ("decode.max_rows=3",)),
+    (behind_another, ("decode.max_num_seqs=3",)),
     (amid_its_prompt, ()),
     (before_the_pull, ()),
     (on_the_wire, ()),
@@ -150,9 +150,9 @@ PHASES: list[tuple[Phase, tuple[str, ...]]] = [
 ]
 OTHER_NODES: list[tuple[Phase, tuple[str, ...]]] = [
     (amid_its_prompt, ("mode=colocated",)),
-    (decoding, ("decode.loop=overlapped",)),
+    (decoding, ("decode.overlap=true",)),
     (decoding, ("mode=colocated",)),
-    (preempted, ("decode.loop=overlapped",)),
+    (preempted, ("decode.overlap=true",)),
 ]
 """All ways meet before they come to a node: for these, one of them does where time is short."""
 CASES = [(*phase, way) for phase in PHASES for way in WAYS] + [
@@ -241,7 +241,7 @@ async def go_on(at: Scene) -> None:
 async def test_all_answers_of_an_ended_request_are_gone(small_model: Path, way: str) -> None:
     """n = 2: both are on the nodes as requests of their own."""
     [deadline_s] = deadlines_s(way)[1:2] or [None]
-    async with scene(small_model, "decode.max_rows=3") as at:
+    async with scene(small_model, "decode.max_num_seqs=3") as at:
         at.ask(VICTIM, prompts(1, 20)[0], 30, timeout_s=deadline_s, num_answers=2)
         await until(lambda: at.on_decode(VICTIM, 2), at.prefill_on)
         await at.end(VICTIM, way)

@@ -99,7 +99,7 @@ def test_status_shows_every_node(address: str) -> None:
 @pytest.mark.parametrize(("max_rows", "code"), [(1, 0), (2, 1)])
 def test_the_exit_code_of_status_says_whether_it_serves(max_rows: int, code: int) -> None:
     """DEGRADED does, NOT_SERVING does not; the echo gateway takes its state from the config."""
-    with serving("--set", f"decode.max_rows={max_rows}") as (_, address):
+    with serving("--set", f"decode.max_num_seqs={max_rows}") as (_, address):
         for args in ((), ("--json",)):
             done = tandem("status", "--address", address, *args)
             assert done.returncode == code
@@ -151,7 +151,7 @@ def test_a_signal_drains_and_ends_well(number: signal.Signals) -> None:
 
 
 def test_a_drain_ends_streams_that_hold_out() -> None:
-    with serving("--set", "server.drain_s=0.3", "--set", "model.max_model_len=2") as (
+    with serving("--set", "server.drain_timeout_s=0.3", "--set", "model.max_model_len=2") as (
         process,
         address,
     ):

@@ -10,7 +10,7 @@ import pytest
 
 from tandem import AsyncClient, Client, InferenceError
 from tandem.cluster.client import stream
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.errors import Draining, RankLost
 from tests.integration.echo_gateway import (
     EchoGateway,

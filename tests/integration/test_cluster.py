@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import PLAINLY, RayHead, Serving, actors, ray_head, serving, tandem
 from tandem import Client, InferenceError
 from tandem.cluster.client.options import build_request
 from tandem.cluster.proto import tandem_pb2 as pb
@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 SETS = (
     *("kv.num_pages=300", "kv.page_size=16", "kv_transfer.lease_s=2"),
-    f"server.patience_s={PATIENCE_S}",
+    f"server.recovery_timeout_s={PATIENCE_S}",
 )
 SMALL = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8")
 MISTAKEN = ("--set", "mode=colocated", "--set", "model.max_model_len=99999")
@@ -165,11 +165,18 @@ def test_two_serves_at_once_make_one_cluster(head: RayHead, servers: list[Servin
 
 def test_a_differing_config_is_refused_by_name(head: RayHead, servers: list[Serving]) -> None:
     args = ("--ray-address", head.address, "--set", "server.address=127.0.0.1:0")
-    sets = ("--set", "kv.num_pages=300", "--set", "decode.max_rows=3", "--set", "kv.page_size=32")
+    sets = (
+        "--set",
+        "kv.num_pages=300",
+        "--set",
+        "decode.max_num_seqs=3",
+        "--set",
+        "kv.page_size=32",
+    )
     ran = tandem("serve", *args, *sets, env=head.env)
     assert ran.returncode == 1
     assert "error: INVALID_ARGUMENT: config: " in ran.stderr
-    assert "decode.max_rows is 16 there, 3 here" in ran.stderr
+    assert "decode.max_num_seqs is 16 there, 3 here" in ran.stderr
     assert "kv.page_size is 16 there, 32 here" in ran.stderr
     assert "lease_s is 2.0 there, 30.0 here" in ran.stderr
     assert "num_pages" not in ran.stderr and "server." not in ran.stderr

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tandem.core.membership import PortAddress
-from tandem.wires.listener import Listener, connect
+from tandem.net.listener import Listener, connect
 from tests.waiting import PATIENCE_S
 
 NUM_PEERS = 20

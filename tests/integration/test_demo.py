@@ -7,7 +7,7 @@ from rich.console import Console
 
 from benchmarks.demo import PROMPTS, answer
 from tandem import AsyncClient
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import STOP
 from tests.rig import rig

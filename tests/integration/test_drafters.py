@@ -17,7 +17,7 @@ from tests.rig import Rig, rig
 from tests.user_drafters import Hangs
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "split": (),
+    "disaggregated": (),
     "colocated": ("mode=colocated",),
     "1 x 2": ("decode.dp_size=2",),
     "2 x 1": ("prefill.dp_size=2",),
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "1 x 4": ("decode.dp_size=4",),
     "2 x 4": ("prefill.dp_size=2", "decode.dp_size=4"),
 }
-IN_MAKE_TEST = {("split", "mtp tree"), ("colocated", "medusa tree"), ("2 x 2", "mtp tree")}
+IN_MAKE_TEST = {("disaggregated", "mtp tree"), ("colocated", "medusa tree"), ("2 x 2", "mtp tree")}
 SETS = (
     *("model.kernels=native", "speculation.draft_length=fixed", "kv.num_pages=300"),
     "server.address=127.0.0.1:0",
@@ -114,9 +114,9 @@ async def test_a_hostile_class_under_64_requests(hostile: str) -> None:
     told = []
     for sets in (
         ["speculation.drafter=none"],
-        [f"speculation.drafter=tests.user_drafters:{hostile}", "speculation.num_nodes=6"],
+        [f"speculation.drafter=tests.user_drafters:{hostile}", "speculation.max_tree_nodes=6"],
     ):
-        sets += [*SETS, "speculation.drafter_s=0.05", "decode.max_rows=64"]
+        sets += [*SETS, "speculation.drafter_timeout_s=0.05", "decode.max_num_seqs=64"]
         async with rig(TINY_MODEL, *sets) as cluster:
             async with served(cluster) as address, AsyncClient(address) as client:
                 asking = (client.complete(ids, max_tokens=12, ignore_eos=True) for ids in asked)

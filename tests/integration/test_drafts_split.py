@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.drafters.costs import bytes_of
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.decode_node.service.rank import DecodeRank
 from tandem.kv_transfer.messages import Seal
@@ -93,7 +93,11 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
 async def test_the_drafts_of_every_step(
     modules_model: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_batch_tokens: int
 ) -> None:
-    sets = f"prefill.max_batch_tokens={max_batch_tokens}", *DRAFTERS[name], "model.kernels=native"
+    sets = (
+        f"prefill.max_num_batched_tokens={max_batch_tokens}",
+        *DRAFTERS[name],
+        "model.kernels=native",
+    )
     split = await drafted(modules_model, monkeypatch, *sets)
     colocated = await drafted(modules_model, monkeypatch, "mode=colocated", *sets)
     assert split == colocated

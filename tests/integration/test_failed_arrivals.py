@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.engines import greedy
+from benchmarks.harness.engines import greedy
 from tandem.core.errors import is_out_of_resources
 from tests.rig import Rig, rig
 

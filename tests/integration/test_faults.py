@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import ROOT, Serving, actors, python_path, serving
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import ROOT, Serving, actors, python_path, serving
 from tandem import Client, InferenceError
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import RankStatus
@@ -24,7 +24,7 @@ from tests.integration.test_lost_prefill import prompts
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
-SETS = ("decode.replicas=2", "kv.num_pages=700", "kv.page_size=16", "server.patience_s=120")
+SETS = ("decode.replicas=2", "kv.num_pages=700", "kv.page_size=16", "server.recovery_timeout_s=120")
 NUM_ROWS = 8
 Answers = list["Future[list[int]]"]
 
@@ -38,7 +38,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faulty(faults: Path, max_rows: int, *sets: str) -> Iterator[Serving]:
     path = python_path(ROOT, ROOT / "tests" / "faults")
     env = os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
-    with serving(*SETS, f"decode.max_rows={max_rows}", *sets, env=env) as running:
+    with serving(*SETS, f"decode.max_num_seqs={max_rows}", *sets, env=env) as running:
         yield running
 
 

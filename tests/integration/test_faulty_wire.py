@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.engines import greedy
-from tandem.cluster.door.server import Server
+from benchmarks.harness.engines import greedy
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.core.config import TandemConfig

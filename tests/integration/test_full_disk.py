@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import RayHead, Serving, actors, alive, ray_head, serving
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import RayHead, Serving, actors, alive, ray_head, serving
 from tandem import Client, InferenceError
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import PREFILL, SERVING
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk of its own takes root"),
 ]
 DISK = "size=192m"
-SETS = "kv.num_pages=100", "kv.page_size=16", "decode.max_rows=14"
+SETS = "kv.num_pages=100", "kv.page_size=16", "decode.max_num_seqs=14"
 NUM_AT_ONCE, NUM_ROUNDS = 14, 3
 LONG_NAME = "\U00020000" * 126
 """Of a request id: many of them need more of a black box than one page."""
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_while_the_disk_is_full_comes_back_when_there_is_room(d
     """Meanwhile requests are refused by name."""
     with (
         ray_head(with_token=False, num_cpus=4) as head,
-        serving(*SETS, "server.patience_s=1", head=head) as server,
+        serving(*SETS, "server.recovery_timeout_s=1", head=head) as server,
         Client(server.address) as client,
     ):
         wanted = [client.complete(prompt(0), max_tokens=40, ignore_eos=True).token_ids]

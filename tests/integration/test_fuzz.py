@@ -16,10 +16,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import Serving, serving
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import Serving, serving
 from tandem import AsyncClient
-from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto.wire import STREAM_KEY
 from tandem.core.config import TINY_MODEL
@@ -31,7 +31,7 @@ NUM_CLIENTS = 16
 MOST_PIECES = 6
 """Read of one answer; a wild max_tokens may ask for thousands."""
 PATIENCE_S = 60
-SETS = ("decode.max_rows=6", "server.max_queued=12", "kv.num_pages=400", "kv.page_size=16")
+SETS = ("decode.max_num_seqs=6", "server.max_queued=12", "kv.num_pages=400", "kv.page_size=16")
 PROMPT = [0, *range(50, 90)]
 
 Code = grpc.StatusCode

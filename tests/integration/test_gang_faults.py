@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import ROOT, Serving, alive, python_path, serving
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import ROOT, Serving, alive, python_path, serving
 from tandem import Client, InferenceError
 from tandem.core.config import TINY_MODEL
 from tests.integration.test_faults import begun, born, check, epochs, is_empty
@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE_S, wait_until
 pytestmark = pytest.mark.slow
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "kv.num_pages=700", "kv.page_size=16",
-    "server.patience_s=120", "control.min_service_s=0",
+    "server.recovery_timeout_s=120", "control.failure_reset_s=0",
 )  # fmt: skip
 NUM_TOKENS = 400
 POINTS = {"proposing": 0, "in its first collective": 1, "in a later one": 7}

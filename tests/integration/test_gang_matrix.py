@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import serving, tandem
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import serving, tandem
 from benchmarks.soak.check import score_ties
 from tandem import Client
 from tandem.core.config import TINY_MODEL
@@ -24,7 +24,12 @@ from tests.often import often
 from tests.rig import Rig, rig
 from tests.waiting import until
 
-SETS = ("kv.page_size=8", "kv.num_pages=80", "decode.max_rows=3", "prefill.max_batch_tokens=48")
+SETS = (
+    "kv.page_size=8",
+    "kv.num_pages=80",
+    "decode.max_num_seqs=3",
+    "prefill.max_num_batched_tokens=48",
+)
 SIZES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
 IN_MAKE_TEST = {(2, 2), (1, 4)}
 NUM_REQUESTS = 18
@@ -88,7 +93,7 @@ async def test_all_sizes_with_three_drafts(prefill: int, decode: int, small_mode
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 1, 2])
 async def test_fewer_drafts(num_drafts: int, small_model: Path) -> None:
-    sizes = "prefill.dp_size=2", "decode.dp_size=4", f"speculation.num_tokens={num_drafts}"
+    sizes = "prefill.dp_size=2", "decode.dp_size=4", f"speculation.max_depth={num_drafts}"
     async with rig(small_model, *SETS, *sizes) as cluster:
         await serve_and_check(cluster, small_model)
 
@@ -96,14 +101,14 @@ async def test_fewer_drafts(num_drafts: int, small_model: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(("speculation.first_step=zero_hidden",), id="zero_hidden"),
-        pytest.param(("prefill.dispatch=gathered", "decode.dispatch=exchanged"), id="dispatch"),
+        pytest.param(("speculation.handover_hidden=false",), id="zero_hidden"),
+        pytest.param(("prefill.dispatch=all_gather", "decode.dispatch=all_to_all"), id="dispatch"),
         pytest.param(
             ("prefill.num_redundant_experts=4", "decode.num_redundant_experts=2"),
             id="replicas",
             marks=pytest.mark.slow,
         ),
-        pytest.param(("decode.loop=overlapped",), id="overlapped", marks=pytest.mark.slow),
+        pytest.param(("decode.overlap=true",), id="overlapped", marks=pytest.mark.slow),
     ],
 )
 async def test_other_ways(more: tuple[str, ...], small_model: Path) -> None:
@@ -118,7 +123,7 @@ def test_all_sizes_through_real_processes(prefill: int, decode: int) -> None:
     """A process a rank, of the shipped checkpoint; one request alone, then ten at once."""
     sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
     first, *others = held_out(11, 20, 120, seed=10 * prefill + decode)
-    more = "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=true"
+    more = "kv.num_pages=300", "kv.page_size=16", "speculation.profile_at_startup=true"
     with serving(*sizes, *more) as server:
         with Client(server.address) as client, ThreadPoolExecutor(len(others)) as pool:
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import RayHead, Serving, actors, ray_head, serving, tandem
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import RayHead, Serving, actors, ray_head, serving, tandem
 from tandem import Client
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import RankStatus
@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 SETS = (
     "prefill.dp_size=2", "decode.dp_size=2", "decode.num_redundant_experts=2",
-    "kv.num_pages=300", "kv.page_size=16", "speculation.measure_at_start=false",
+    "kv.num_pages=300", "kv.page_size=16", "speculation.profile_at_startup=false",
 )  # fmt: skip
 NUM_ALIKE = 50
 """So often in a row a rank that measures says another number of steps at least once."""

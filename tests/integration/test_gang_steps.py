@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
 from tandem.core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
 from tandem.core.request import Request, SamplingParams
 from tandem.decode_node.planning.step_plan import StepKey, StepPlan
@@ -26,7 +26,7 @@ from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
 from tests.waiting import until
 
-SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.patience_s=0.2")
+SETS = ("prefill.dp_size=2", "decode.dp_size=2", "kv.page_size=8", "server.recovery_timeout_s=0.2")
 NUM_TOKENS = 80
 
 
@@ -93,7 +93,7 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
     """With tokens that do travel to the other rank's experts, as real rows' do, but do not count
     for the balance; then they park."""
     more, here, num_here = (
-        ("speculation.measure_at_start=true", "decode.max_rows=4"),
+        ("speculation.profile_at_startup=true", "decode.max_num_seqs=4"),
         Spread.here,
         [],
     )
@@ -167,7 +167,7 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     monkeypatch.setattr(Programs, "run", noted)
     monkeypatch.setattr(Spread, "why_eager", "")
     monkeypatch.setattr("tandem.model.loaded.create_kernels", lambda *asked, **more: Capturing())
-    async with rig(small_model, *SETS, "decode.max_rows=4") as cluster:
+    async with rig(small_model, *SETS, "decode.max_num_seqs=4") as cluster:
         ranks = cluster.decodes
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))
         programs += [rank.engine.programs for rank in ranks]
@@ -267,7 +267,7 @@ async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(small_model:
 
 async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(small_model: Path) -> None:
     """One rank holds long texts and runs out of pages, the other one has short ones."""
-    sets = (*SETS, "kv.num_pages=28", "decode.max_rows=6")
+    sets = (*SETS, "kv.num_pages=28", "decode.max_num_seqs=6")
     async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = requests(8, 90) + [greedy(f"s{i}", [5, 6, 7 + i], 9) for i in range(8)]

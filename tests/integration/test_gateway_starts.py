@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
+from benchmarks.harness.engines import greedy
 from tandem.cluster.gateway import fleet as fleets
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.cluster.gateway.handles import Pair

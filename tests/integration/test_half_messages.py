@@ -6,11 +6,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.http2 import Connection, connection
+from benchmarks.harness.http2 import Connection, connection
 from tandem.cluster.client.client import AsyncClient
-from tandem.cluster.door import grpc_door, uploads
-from tandem.cluster.door.grpc_door import SERVICE
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints import grpc_server, uploads
+from tandem.cluster.entrypoints.grpc_server import SERVICE
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
 from tandem.core.config import load
@@ -90,8 +90,8 @@ async def test_a_message_may_be_as_long_as_the_context_needs() -> None:
 async def test_connections_beyond_the_bound_are_turned_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = tuple((key, 5 if "incoming" in key else value) for key, value in grpc_door._OPTIONS)
-    monkeypatch.setattr(grpc_door, "_OPTIONS", options)
+    options = tuple((key, 5 if "incoming" in key else value) for key, value in grpc_server._OPTIONS)
+    monkeypatch.setattr(grpc_server, "_OPTIONS", options)
     async with echo_server(EchoGateway()) as server:
         host, _, port = server.address.rpartition(":")
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tandem.cluster.door.grpc_door import SERVICE
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.grpc_server import SERVICE
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.wire import RETRY_AFTER_KEY
@@ -151,7 +151,7 @@ def asked(text: str, **fields: str) -> pb.GenerateRequest:
 async def test_a_client_that_does_not_read_loses_its_stream_but_can_resume() -> None:
     flood = Flood()
     async with (
-        echo_server(flood, "server.write_s=0.5") as server,
+        echo_server(flood, "server.write_timeout_s=0.5") as server,
         stub_of(server.address) as stub,
     ):
         call = stub.Generate(asked("abc"))
@@ -159,7 +159,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_but_can_resume() -> 
         assert (await stub.GetStatus(pb.GetStatusRequest())).num_running == 0
         error = await refusal_of(call)
     assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "left unread for 0.5 s (server.write_s)" in error.details()
+    assert "left unread for 0.5 s (server.write_timeout_s)" in error.details()
 
 
 async def test_a_drain_ends_a_stream_that_nobody_reads() -> None:

@@ -12,7 +12,7 @@ from benchmarks.hostile.honest import Figures
 from benchmarks.hostile.kinds import KINDS, Target, half_messages, long_texts, silent
 from benchmarks.hostile.report import is_within_bounds, summary
 from benchmarks.hostile.rounds import Measured
-from tandem.cluster.door import http_limits, uploads
+from tandem.cluster.entrypoints import http_limits, uploads
 from tandem.core.answer import Delta, Finished
 from tandem.core.request import Request
 from tests.integration.echo_gateway import EchoGateway, echo_server

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from benchmarks.hostile.kinds.sockets import has_ended
-from tandem.cluster.door import http_limits
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints import http_limits
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.config import load
 from tests.integration.test_http_port import SETS, ask
 from tests.waiting import PATIENCE_S, turns, until

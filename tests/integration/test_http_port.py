@@ -19,7 +19,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem import AsyncClient, Finished, InferenceError
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.core.config import TINY_MODEL, load
 from tandem.core.membership import LOST
@@ -128,7 +128,7 @@ def number(found: Samples, name: str, **labels: str) -> float:
 
 async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
     """Whether it was complete, aborted, or left by its client, with and without a token."""
-    async with served("decode.max_rows=1", "kv.num_pages=40") as (cluster, server, client):
+    async with served("decode.max_num_seqs=1", "kv.num_pages=40") as (cluster, server, client):
         how = {"max_tokens": 900, "ignore_eos": True}
         running = client.generate("abc", **how)
         await anext(running)
@@ -160,7 +160,7 @@ async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
 
 
 async def test_a_call_that_fails_leaves_an_answer_incomplete() -> None:
-    async with unread("server.write_s=0.5") as (_, server):
+    async with unread("server.write_timeout_s=0.5") as (_, server):
         await until(lambda: not server._streams)
         found = await samples(server)
     assert number(found, "request_incomplete_total") == 1
@@ -194,7 +194,7 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
         [rank] = [rank for rank in (await client.status()).ranks if rank.kind == "decode"]
         assert "57 steps without drafts" in rank.kernels and "could not be made: 57" in rank.kernels
     labels = {dict(labels)["rank"]: dict(labels)["kernels"] for _, labels in before}
-    assert labels["prefill-0"] in ("native", "plain")
+    assert labels["prefill-0"] in ("native", "torch")
     assert labels["decode-0"] in ("native, recorded", "plain, eager")
 
 

@@ -12,12 +12,11 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from benchmarks.driven.procs import serving
+from benchmarks.harness.procs import serving
 from benchmarks.soak.load import nothing_left
 from tandem import AsyncClient
-from tandem.cluster.door import calls
-from tandem.cluster.door import grpc_door as door
-from tandem.cluster.door.grpc_door import SERVICE
+from tandem.cluster.entrypoints import calls, grpc_server
+from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tests.integration.echo_gateway import EchoGateway, echo_server
@@ -141,7 +140,7 @@ async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
     flood = Flood()
     flood.max_streams = 2 * NUM
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(echo_server(flood, "server.write_s=0.5"))
+        server = await stack.enter_async_context(echo_server(flood, "server.write_timeout_s=0.5"))
         unread: list[grpc.aio.Call] = []
         for _ in range(NUM // AT_ONCE):
             channel = await stack.enter_async_context(connected(server.address, *NARROW))
@@ -158,8 +157,11 @@ async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
 
 async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """So is what it leaves unread; its next call waits at its own end until it has read."""
-    monkeypatch.setattr(door, "SPARE_CALLS", 4)
-    flood, sets = Flood(), ("server.write_s=0.3", "decode.max_rows=1", "server.max_queued=2")
+    monkeypatch.setattr(grpc_server, "SPARE_CALLS", 4)
+    flood, sets = (
+        Flood(),
+        ("server.write_timeout_s=0.3", "decode.max_num_seqs=1", "server.max_queued=2"),
+    )
     async with (
         echo_server(flood, *sets) as server,
         connected(server.address, *NARROW) as channel,
@@ -176,7 +178,7 @@ async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyP
 async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads() -> None:
     """Rows and places come back each time, others are served, and little memory stays taken."""
     async with AsyncExitStack() as stack:
-        sets = ("server.write_s=0.5", "kv.num_pages=600")
+        sets = ("server.write_timeout_s=0.5", "kv.num_pages=600")
         server = stack.enter_context(serving(*sets))
         client = await stack.enter_async_context(AsyncClient(server.address))
         await check_others(server.address)

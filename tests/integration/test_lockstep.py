@@ -13,13 +13,13 @@ import torch
 from tandem.core.errors import EpochEnded, ProgramFailed
 from tandem.core.info import DECODE
 from tandem.core.membership import Meeting, RankSpec
+from tandem.net import framing
+from tandem.net.framing import MAX_STRANGERS, framed
 from tandem.runtime.gang import hub as hub_module
 from tandem.runtime.gang import member as member_module
 from tandem.runtime.gang.hub import HELLO, Hub
 from tandem.runtime.gang.member import Member
 from tandem.runtime.watch import Watch
-from tandem.wires import framing
-from tandem.wires.framing import MAX_STRANGERS, framed
 from tests.ranks import CPU
 from tests.waiting import wait_until
 

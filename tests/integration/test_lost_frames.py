@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
 from tandem.core.control import Control
 from tandem.core.errors import RankLost
 from tests.gates import Gate, are_active
@@ -35,7 +35,7 @@ async def test_answers_go_on_exactly_once_the_frames_are_read_again(small_model:
 
 
 async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -> None:
-    async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
+    async with rig(small_model, *SETS, "server.recovery_timeout_s=0.2") as cluster:
 
         def step() -> None:
             raise RuntimeError("cosmic ray")
@@ -60,7 +60,7 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
 async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_model: Path) -> None:
     """Its heartbeats stop for longer than a lease: the node drops its rows, and the first beat
     after that tells it, so that the answers go on from what has come."""
-    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=4") as cluster:
+    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_num_seqs=4") as cluster:
         [decode] = cluster.decodes
         session, held = cluster.gateway.fleet.session, Gate(decode)
         asked = [greedy(f"r{i}", ids, 100, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
@@ -122,7 +122,7 @@ async def test_a_pull_of_a_gateway_that_is_gone_ends_before_its_pages_come_free(
 
 async def test_rows_whose_grant_and_abort_were_lost_come_free(small_model: Path) -> None:
     """All that there are; those who ask again wait for them. Heartbeats renew them all the time."""
-    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_rows=2") as cluster:
+    async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_num_seqs=2") as cluster:
         broken = break_calls(cluster, num_grants=2, num_aborts=2)
         asked = [greedy(f"r{i}", ids, 8, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
         async with asyncio.timeout(60):

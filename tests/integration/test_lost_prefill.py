@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import Serving, actors, serving
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import Serving, actors, serving
 from tandem import AsyncClient, Completion
 from tandem.core.config import TINY_MODEL
 from tandem.core.control import Control

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.driven.procs import RayHead, actors, free_port, ray_head, serving
+from benchmarks.harness.procs import RayHead, actors, free_port, ray_head, serving
 from tandem import Client, Finished, InferenceError
 from tests.deployed import DEPLOY
 from tests.integration.test_lost_prefill import prompts

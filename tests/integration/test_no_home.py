@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.procs import python_path
+from benchmarks.harness.procs import python_path
 
 pytestmark = [
     pytest.mark.slow,

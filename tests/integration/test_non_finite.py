@@ -11,19 +11,19 @@ import grpc
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
 from tandem import AsyncClient, InferenceError
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.errors import NonFinite
 from tandem.model.network.cache import MAIN
 from tests.integration.test_http_port import samples
 from tests.rig import Rig, rig
 from tests.waiting import until
 
-SETS = "kv.num_pages=80", "kv.page_size=16", "prefill.max_batch_tokens=32"
+SETS = "kv.num_pages=80", "kv.page_size=16", "prefill.max_num_batched_tokens=32"
 ADDRESSES = "server.address=127.0.0.1:0", "server.http_address=127.0.0.1:0"
 NUM_TOKENS, READ = 12, 1500
 """``READ``: a token of prompts that the checkpoint has no number for."""
@@ -100,7 +100,7 @@ async def check(folder: Path, small_model: Path, written: list[int], *sets: str)
         assert sum(told) == num_ended and len(told) == len(ranks)
 
 
-@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_they_end_alone_and_are_counted(
     folder: Path, small_model: Path, written: list[int], mode: str
 ) -> None:
@@ -110,16 +110,16 @@ async def test_they_end_alone_and_are_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 async def test_they_end_alone_in_gangs(
     folder: Path, small_model: Path, written: list[int], num_drafts: int, kernels: str
 ) -> None:
     sizes = "prefill.dp_size=2", "decode.dp_size=2", f"model.kernels={kernels}"
-    await check(folder, small_model, written, *sizes, f"speculation.num_tokens={num_drafts}")
+    await check(folder, small_model, written, *sizes, f"speculation.max_depth={num_drafts}")
 
 
-@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_a_known_page_that_is_broken_ends_one_prompt_and_is_forgotten(
     small_model: Path, mode: str
 ) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.engines import greedy
+from benchmarks.harness.engines import greedy
 from tandem import AsyncClient, GenerateOptions
 from tandem.cluster.client.options import build_request
-from tandem.cluster.door.request_mapping import to_unchecked
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway.checks import checked
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
@@ -85,7 +85,7 @@ async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int
 async def test_each_of_n_answers_is_that_of_its_own_seed(small_model: Path) -> None:
     """Also with fewer rows than answers; the first is the answer of n = 1."""
     [ids] = prompts(1)
-    async with rig(small_model, *SMALL, "decode.max_rows=2") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_num_seqs=2") as cluster:
         answers = await answers_of(cluster, sampled("many", ids, 12, n=5))
         assert sorted(answers) == [0, 1, 2, 3, 4]
         for i, (tokens, finished) in sorted(answers.items()):
@@ -98,7 +98,7 @@ async def test_each_of_n_answers_is_that_of_its_own_seed(small_model: Path) -> N
 
 async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Path) -> None:
     [ids] = prompts(1)
-    async with rig(small_model, *SMALL, "decode.max_rows=2", "server.max_queued=2") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_num_seqs=2", "server.max_queued=2") as cluster:
         many = sampled("many", ids, 100, n=4)
         aborting = asyncio.create_task(answers_of(cluster, many))
         held = Gate(cluster.decodes[0])
@@ -198,7 +198,7 @@ async def test_special_tokens_stop_answers_and_are_text_on_request(small_model: 
 
 async def test_text_held_for_a_stop_string_survives_preemption(small_model: Path) -> None:
     """Answers move while nearly all of their text is the beginning of a stop string."""
-    sets = ("kv.num_pages=26", "kv.page_size=8", "decode.max_rows=6")
+    sets = ("kv.num_pages=26", "kv.page_size=8", "decode.max_num_seqs=6")
     asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
     async with rig(small_model, *SMALL) as cluster:
         texts = [(await cluster.complete(request))[1] for request in asked]

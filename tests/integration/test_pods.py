@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.driven.procs import alive, wait_gone
+from benchmarks.harness.procs import alive, wait_gone
 from tests.deployed import Deployed, container, deployed, ranks_per_pod
 from tests.kubelet import begin_gateway, begin_ray, generated, hosts_of, ranks_in, told
 from tests.kustomize import Manifest
@@ -122,8 +122,8 @@ def test_a_head_comes_back_to_what_ran() -> None:
 
 
 SIZES = """
-prefill: {group: prefill, dp_size: 2}
-decode: {group: decode, dp_size: 4}
+prefill: {node_group: prefill, dp_size: 2}
+decode: {node_group: decode, dp_size: 4}
 """
 
 

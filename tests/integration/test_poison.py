@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
 from tandem.cluster.gateway.liveness import Phase
 from tandem.core.errors import Poisonous, RankLost, StepFailed
 from tandem.core.request import Request
@@ -20,7 +20,7 @@ from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
 from tests.waiting import until
 
-SETS = ("kv.num_pages=400", "kv.page_size=16", "decode.max_rows=8", "speculation.num_tokens=3")
+SETS = ("kv.num_pages=400", "kv.page_size=16", "decode.max_num_seqs=8", "speculation.max_depth=3")
 NUM_TOKENS = 24
 
 
@@ -65,21 +65,21 @@ async def ask_all(cluster: Rig, requests: list[Request]) -> list[list[int] | Bas
 
 
 @pytest.mark.parametrize(
-    ("break_", "loop"),
+    ("break_", "overlap"),
     [
-        (break_decode, "plain"),
-        pytest.param(break_decode, "overlapped", marks=pytest.mark.slow),
-        (break_prefill, "plain"),
+        (break_decode, False),
+        pytest.param(break_decode, True, marks=pytest.mark.slow),
+        (break_prefill, False),
     ],
 )
 async def test_a_poison_request_is_refused_once_it_failed_alone_and_the_others_end(
     small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     break_: Callable[[pytest.MonkeyPatch, Exception], list[list[str]]],
-    loop: str,
+    overlap: bool,
 ) -> None:
     failed = break_(monkeypatch, RuntimeError("cosmic ray"))
-    async with rig(small_model, *SETS, f"decode.loop={loop}") as cluster:
+    async with rig(small_model, *SETS, f"decode.overlap={overlap}") as cluster:
         asked = [
             greedy(f"poison-{i}" if i == 5 else f"r{i}", ids, NUM_TOKENS, ignore_eos=True)
             for i, ids in enumerate(prompts(6, 9))
@@ -128,7 +128,7 @@ async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_decode(monkeypatch, AssertionError("two sequences own one page"))
-    async with rig(small_model, *SETS, "server.patience_s=0.5") as cluster:
+    async with rig(small_model, *SETS, "server.recovery_timeout_s=0.5") as cluster:
         [answer] = await ask_all(cluster, [greedy("poison", prompts(1, 9)[0], 8)])
         assert isinstance(answer, RankLost) and not isinstance(answer, StepFailed)
         assert not cluster.gateway.is_healthy()
@@ -141,7 +141,7 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
     small_model: Path, kind: str
 ) -> None:
     """Its asyncio loop answers every heartbeat meanwhile."""
-    sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stuck_s=0.4")
+    sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stall_timeout_s=0.4")
     async with rig(small_model, *sets) as cluster:
         ranks = cluster.decodes if kind == "decode" else cluster.prefills
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4, 9))]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
 from tandem.core.identity import Identity
 from tandem.core.levels import chains
 from tandem.core.request import PREEMPTED
@@ -37,9 +37,9 @@ def watch(cluster: Rig) -> list[str]:
     return preempted
 
 
-@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_preempted_sequences_go_on_exactly(small_model: Path, mode: str) -> None:
-    sets = ("kv.num_pages=26", "kv.page_size=8", f"mode={mode}", "decode.max_rows=6")
+    sets = ("kv.num_pages=26", "kv.page_size=8", f"mode={mode}", "decode.max_num_seqs=6")
     async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
@@ -55,7 +55,7 @@ async def test_preempted_sequences_go_on_exactly(small_model: Path, mode: str) -
 async def test_two_near_half_sequences_share_one_pool(small_model: Path) -> None:
     """Colocated, each of over 40 % of the pool: preempted and resumed together, neither waits for
     pages that the other's prompt would have to give up."""
-    sets = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8", "decode.max_rows=4")
+    sets = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8", "decode.max_num_seqs=4")
     async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
         asked = [

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
 from tests.rig import rig
 
 SETS = ("kv.num_pages=400", "kv.page_size=16", "kv_transfer.checksums=true")
@@ -17,11 +17,13 @@ def prompts(num: int, min_len: int, max_len: int, seed: int = 5) -> list[list[in
     return held_out(num, min_len, max_len, seed)
 
 
-@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_a_shared_beginning_changes_no_token(small_model: Path, mode: str) -> None:
     [shared] = prompts(1, 300, 300)
     tails = prompts(4, 3, 40, seed=6)
-    async with rig(small_model, *SETS, f"mode={mode}", "prefill.max_batch_tokens=64") as cluster:
+    async with rig(
+        small_model, *SETS, f"mode={mode}", "prefill.max_num_batched_tokens=64"
+    ) as cluster:
         for i, tail in enumerate(tails):
             ids = shared + tail[1:]
             tokens, _, finished = await cluster.complete(greedy(f"r{i}", ids, 20, ignore_eos=True))

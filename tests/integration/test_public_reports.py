@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.engines import greedy
+from benchmarks.harness.engines import greedy
 from tandem.core.answer import Piece
 from tandem.core.errors import RankLost
 from tandem.core.request import LENGTH, STOP, Request, TokenBias
@@ -37,12 +37,12 @@ EOS = 1
 PAGES = "kv.num_pages=200", "kv.page_size=16"
 MAX_LEN = 1024
 """Longest context of the small checkpoint."""
-MODES = "split", "colocated"
+MODES = "disaggregated", "colocated"
 DRAFTERS: dict[str, tuple[str, ...]] = {
-    "chain": ("speculation.num_tokens=8",),
-    "tree": ("speculation.num_tokens=4", "speculation.num_nodes=16"),
-    "ngram": ("speculation.num_tokens=8", "speculation.drafter=ngram"),
-    "ngram+mtp": ("speculation.num_tokens=4", "speculation.drafter=ngram+mtp"),
+    "chain": ("speculation.max_depth=8",),
+    "tree": ("speculation.max_depth=4", "speculation.max_tree_nodes=16"),
+    "ngram": ("speculation.max_depth=8", "speculation.drafter=ngram"),
+    "ngram+mtp": ("speculation.max_depth=4", "speculation.drafter=ngram+mtp"),
 }
 ALWAYS = "speculation.draft_length=fixed"
 
@@ -64,7 +64,7 @@ def repeating(length: int, period: int = 5) -> list[int]:
 async def test_drafts_at_the_end_of_the_context(small_model: Path, name: str, max_len: int) -> None:
     """Four rows have exactly the pages of whole contexts. Their prompts leave 1, 2, 3 and 14
     tokens of the context, and ``max_tokens`` is the default."""
-    sets = f"model.max_model_len={max_len}", "kv.page_size=8", "decode.max_rows=4", ALWAYS
+    sets = f"model.max_model_len={max_len}", "kv.page_size=8", "decode.max_num_seqs=4", ALWAYS
     reference = Reference(small_model, max_len)
     async with rig(small_model, *sets, *DRAFTERS[name], "kv.num_pages=200") as cluster:
         [decode] = cluster.decodes
@@ -163,7 +163,7 @@ async def test_penalties_and_min_tokens_count_tokens(small_model: Path, name: st
     late = {"min_tokens": 17, "stop_token_ids": (50,), "ignore_eos": False, "logit_bias": ends}
     again = {"frequency_penalty": -2.0, "presence_penalty": -2.0, "repetition_penalty": 0.6}
     reference = Reference(small_model, MAX_LEN)
-    kernels = "model.kernels=plain" if "mtp" in name or name == "chain" else "model.kernels=native"
+    kernels = "model.kernels=torch" if "mtp" in name or name == "chain" else "model.kernels=native"
     async with rig(small_model, *PAGES, ALWAYS, kernels, *DRAFTERS[name]) as cluster:
         most = cluster.decodes[0].info.model.num_draft_tokens
         for i, changes in enumerate((rules, again, rules | late)):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
 from tandem.cluster.gateway import recovery
 from tandem.cluster.gateway.liveness import Phase
 from tandem.cluster.gateway.recovery import MAX_DEATHS
@@ -230,7 +230,7 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
 
 
 async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_model: Path) -> None:
-    async with rig(small_model, *SETS, "server.patience_s=60") as cluster:
+    async with rig(small_model, *SETS, "server.recovery_timeout_s=60") as cluster:
         [decode] = cluster.decodes
         running = await lose_the_only_decode_rank(cluster, "begun")
         new = greedy("new", prompts(1, 5)[0], 8)
@@ -245,7 +245,7 @@ async def test_a_begun_answer_waits_for_a_rank_and_a_new_one_does_not(small_mode
 
 
 async def test_patience_ends(small_model: Path) -> None:
-    async with rig(small_model, *SETS, "server.patience_s=0.2") as cluster:
+    async with rig(small_model, *SETS, "server.recovery_timeout_s=0.2") as cluster:
         running = await lose_the_only_decode_rank(cluster, "begun")
         with pytest.raises(RankLost):
             await running

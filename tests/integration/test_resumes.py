@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.exact import near_ties
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.options import build_request
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.wire import STREAM_KEY
@@ -27,7 +27,7 @@ from tests.scene import prompts
 from tests.waiting import until
 
 SETS = (
-    *("server.address=127.0.0.1:0", "server.drain_s=0", "decode.max_rows=1"),
+    *("server.address=127.0.0.1:0", "server.drain_timeout_s=0", "decode.max_num_seqs=1"),
     *("kv.page_size=8", "kv.num_pages=60"),
 )
 NAME = "mine"
@@ -141,7 +141,7 @@ async def test_a_full_server_refuses_resumes_without_a_genuine_proof() -> None:
 async def test_open_streams_have_a_reserve_for_begun_answers() -> None:
     echo = EchoGateway()
     echo.max_streams = 1
-    async with echo_server(echo, "decode.max_rows=1") as server, stub_of(server) as stub:
+    async with echo_server(echo, "decode.max_num_seqs=1") as server, stub_of(server) as stub:
         proof = (await first_message(stub, [5, 6, 7], NAME)).proof
         await until(lambda: not server._streams)
         echo.hold_after = 0

@@ -25,8 +25,8 @@ pytestmark = [
 ]
 TWO_OF_EACH = """
 model: {dtype: float32}
-prefill: {group: prefill, replicas: 2, num_threads: 1}
-decode: {group: decode, replicas: 2, num_threads: 1}
+prefill: {node_group: prefill, replicas: 2, num_threads: 1}
+decode: {node_group: decode, replicas: 2, num_threads: 1}
 """
 NUM_RANKS = 4
 KINDS = "prefill", "decode"
@@ -93,7 +93,7 @@ def test_who_asks_sees_nothing_of_a_rollout(tmp_path: Path) -> None:
             took_s = [replace_a_worker(made, *pair) for pair in zip(BEGUN, COMING, strict=True)]
             replace_gateways(made)
             made.answers_go_on()
-        assert max(took_s) <= made.it.config.control.drain_s + GONE_S, took_s
+        assert max(took_s) <= made.it.config.control.drain_timeout_s + GONE_S, took_s
         [end] = lines(tmp_path / "end.json")
         assert end == {"nothing_left": True, "state": "SERVING", "num_ranks": NUM_RANKS}
     report, told = Report({}, {}), lines(tmp_path / "answers.jsonl")

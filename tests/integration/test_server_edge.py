@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from tandem import AsyncClient, Delta, Finished
 from tandem.cluster.client.options import build_request
-from tandem.cluster.door.grpc_door import SERVICE
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.grpc_server import SERVICE
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.wire import STREAM_KEY
@@ -74,7 +74,7 @@ async def test_an_answer_streams_in_order_and_whole(
 
 async def test_status_and_model_info(client: AsyncClient, gateway: EchoGateway) -> None:
     status = await client.status()
-    assert (status.state, status.mode, status.num_running) == ("SERVING", "split", 0)
+    assert (status.state, status.mode, status.num_running) == ("SERVING", "disaggregated", 0)
     assert status.ranks == (await gateway.status(0)).ranks
     assert await client.model_info() == gateway.model
 
@@ -214,7 +214,7 @@ async def test_a_drain_lets_running_streams_finish(
 
 async def test_requests_are_taken_while_a_server_says_that_it_leaves(gateway: EchoGateway) -> None:
     async with (
-        echo_server(gateway, "server.notice_s=3600") as server,
+        echo_server(gateway, "server.lame_duck_s=3600") as server,
         AsyncClient(server.address, retry_s=0) as client,
     ):
         drain = asyncio.create_task(server.drain())

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
 from tests.rig import rig
 from tests.scene import prompts
 
 LEASE_S, STEP_S = 1.0, 0.06
 SETS = (
     "kv.num_pages=200", "kv.page_size=16", f"kv_transfer.lease_s={LEASE_S}",
-    "prefill.max_batch_tokens=1",
+    "prefill.max_num_batched_tokens=1",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 async def test_the_lease_of_a_waiting_prompt_is_kept(
     small_model: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from tandem import Client
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.config import TINY_MODEL
 from tests.rig import Rig, rig
 from tests.sizes import ROOT, SPINE, names, product

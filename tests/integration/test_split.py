@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import greedy
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import greedy
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
 from tandem.cluster.gateway.admission import Admission
 from tandem.core.answer import Delta, Finished, Piece, TransferStats
 from tandem.core.config import TINY_MODEL
@@ -49,9 +49,9 @@ def sampled(request_id: str, ids: list[int], max_tokens: int, **changes: object)
     [
         (),
         ("mode=colocated",),
-        ("prefill.max_batch_tokens=16", "kv_transfer.staging_bytes=262144"),
+        ("prefill.max_num_batched_tokens=16", "kv_transfer.staging_bytes=262144"),
     ],
-    ids=lambda sets: " ".join(sets) or "split",
+    ids=lambda sets: " ".join(sets) or "disaggregated",
 )
 async def test_answers_of_the_shipped_checkpoint_are_exact(sets: tuple[str, ...]) -> None:
     """The third in chunks of two tokens."""
@@ -61,7 +61,7 @@ async def test_answers_of_the_shipped_checkpoint_are_exact(sets: tuple[str, ...]
 @pytest.mark.parametrize(
     "sets",
     [
-        ("speculation.first_step=zero_hidden",),
+        ("speculation.handover_hidden=false",),
         ("prefill.replicas=2", "decode.replicas=2"),
         ("speculation.drafter=none",),
     ],
@@ -105,7 +105,7 @@ async def test_sampled_output_depends_on_the_seed_alone(small_model: Path) -> No
     """Not on n, batch, split or chunking; different seeds differ."""
     [ids] = prompts(1)
     answers = set()
-    for sets in ((), ("mode=colocated", "prefill.max_batch_tokens=7")):
+    for sets in ((), ("mode=colocated", "prefill.max_num_batched_tokens=7")):
         async with rig(small_model, *SMALL, *sets) as cluster:
             asked = [
                 replace(sampled(f"r{n}", ids, 30), speculation=replace(
@@ -158,7 +158,7 @@ async def test_an_answer_of_one_token_needs_no_hand_over(small_model: Path) -> N
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 3])
 async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces: int) -> None:
     [ids] = prompts(1, 60, 80)
-    async with rig(small_model, *SMALL, "prefill.max_batch_tokens=8") as cluster:
+    async with rig(small_model, *SMALL, "prefill.max_num_batched_tokens=8") as cluster:
         prefilling = cluster.prefills[0].engine.scheduler.sequences
         decoding = cluster.decodes[0].engine.scheduler.sequences
         for round_number in range(3):
@@ -227,7 +227,7 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
 
 async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_model: Path) -> None:
     """By the membership alone; what ran on the rank that left goes on elsewhere."""
-    async with rig(small_model, *SMALL, "decode.max_rows=2") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_num_seqs=2") as cluster:
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4))]
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         first = cluster.decodes[0]
@@ -270,7 +270,7 @@ async def test_abort_ends_the_stream_with_its_reason(small_model: Path) -> None:
 
 
 async def test_more_requests_than_rows_wait_their_turn(small_model: Path) -> None:
-    async with rig(small_model, *SMALL, "decode.max_rows=2", "server.max_queued=5") as cluster:
+    async with rig(small_model, *SMALL, "decode.max_num_seqs=2", "server.max_queued=5") as cluster:
         asked = [greedy(f"r{i}", ids, 6) for i, ids in enumerate(prompts(9))]
         done = await asyncio.gather(
             *(cluster.complete(request) for request in asked), return_exceptions=True

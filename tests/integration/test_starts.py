@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.procs import (
+from benchmarks.harness.procs import (
     COMMAND,
     ROOT,
     actors,
@@ -25,7 +25,11 @@ from benchmarks.driven.procs import (
 from tests.waiting import PATIENCE_S, wait_until
 
 START_S, STUCK_S = 20, 2
-BOUNDED = (f"control.start_s={START_S}", f"control.stuck_s={STUCK_S}", "kv.num_pages=200")
+BOUNDED = (
+    f"control.startup_timeout_s={START_S}",
+    f"control.stall_timeout_s={STUCK_S}",
+    "kv.num_pages=200",
+)
 DRAIN_S = 3
 GANG = ("prefill.dp_size=2", "decode.dp_size=2")
 
@@ -56,7 +60,7 @@ def test_a_rank_that_stops_as_it_starts_is_begun_anew(
     with serving(*BOUNDED, *sets, env=env) as server:
         assert not (tmp_path / f"{phase}.stop").exists(), "nobody came there"
         [told] = [line for line in server.log if "lost; it ended: " in line]
-        assert "but it does not answer: no progress for 20 s (control.start_s)" in told
+        assert "but it does not answer: no progress for 20 s (control.startup_timeout_s)" in told
         kinds = ("PrefillActor", "DecodeActor") if sets == GANG else ("ColocatedActor",)
         num = sum(len(actors(server.process.pid, kind)) for kind in kinds)
         assert num == (4 if sets == GANG else 1)
@@ -130,7 +134,7 @@ def test_a_signal_ends_who_waits_for_a_server_that_says_nothing(
 
 
 SERVE = (
-    *("serve", "--set", "server.address=127.0.0.1:0", "--set", f"server.drain_s={DRAIN_S}"),
+    *("serve", "--set", "server.address=127.0.0.1:0", "--set", f"server.drain_timeout_s={DRAIN_S}"),
     *("--set", "mode=colocated"),
 )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.engines import greedy
-from tandem.cluster.door.server import Server
+from benchmarks.harness.engines import greedy
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway import fleet as fleets
 from tandem.cluster.gateway import frame_reader, handles
 from tandem.cluster.proto import tandem_pb2 as pb

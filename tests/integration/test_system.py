@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.held_out import held_out
-from benchmarks.driven.procs import Serving, actors, descendants, serving, tandem, wait_gone
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.held_out import held_out
+from benchmarks.harness.procs import Serving, actors, descendants, serving, tandem, wait_gone
 from tandem import AsyncClient, Client, Completion, InferenceError
 from tandem.core.config import TINY_MODEL
 from tests.waiting import until, wait_until
@@ -174,8 +174,8 @@ def test_a_port_in_use_is_told_before_anything_is_started(server: Serving) -> No
     ("sets", "expected"),
     [
         (["model.path=/nonexistent"], "/nonexistent"),
-        (["decode.max_row=3"], "max_rows"),
-        (["speculation.num_tokens=99"], "num_tokens"),
+        (["decode.max_num_seq=3"], "max_num_seqs"),
+        (["speculation.max_depth=99"], "max_depth"),
         pytest.param(["decode.dp_size=3"], "dp_size=3 has to divide", marks=pytest.mark.slow),
     ],
 )

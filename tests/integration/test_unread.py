@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.http2 import Connection, connection
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.http2 import Connection, connection
 from tandem.cluster.client.client import AsyncClient
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.gateway import admission, fan_out
 from tandem.cluster.gateway import gateway as gateway_module
 from tandem.cluster.proto import tandem_pb2 as pb
@@ -21,7 +21,12 @@ from tests.rig import Rig, rig
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
 
-SETS = ("server.address=127.0.0.1:0", "kv.num_pages=300", "kv.page_size=16", "decode.max_rows=2")
+SETS = (
+    "server.address=127.0.0.1:0",
+    "kv.num_pages=300",
+    "kv.page_size=16",
+    "decode.max_num_seqs=2",
+)
 NAME = "unread"
 NUM_TOKENS = 700
 """With log probabilities, far more bytes than the window of a client that does not read."""
@@ -190,7 +195,7 @@ async def test_trickling_readers_keep_nobody_out(
     monkeypatch.setattr(gateway_module, "SPARE_STREAMS", 1)
     monkeypatch.setattr(admission, "STALLED_S", 0.1)
     async with (
-        rig(small_model, *SETS, "server.max_queued=1", "server.write_s=60") as cluster,
+        rig(small_model, *SETS, "server.max_queued=1", "server.write_timeout_s=60") as cluster,
         Server(cluster.config) as server,
         connection(server.address, stream_window=1000) as attacker,
     ):
@@ -214,7 +219,7 @@ async def test_a_reader_that_is_too_slow_is_ended_after_its_bound(
 ) -> None:
     """No piece waits for as long as the bound; all of them together do."""
     async with (
-        rig(small_model, *SETS, "server.write_s=2") as cluster,
+        rig(small_model, *SETS, "server.write_timeout_s=2") as cluster,
         Server(cluster.config) as server,
         connection(server.address, stream_window=1000) as attacker,
     ):

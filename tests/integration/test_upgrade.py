@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.procs import ROOT
+from benchmarks.harness.procs import ROOT
 from tests.chaos.asker import asked_ones
 from tests.chaos.machines import lines
 from tests.chaos.report import Report, take
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 CHANGES = {
     "core/config.py": {
-        "    stop_s: float = Field": "    parting_s: float = Field",
+        "    stop_timeout_s: float = Field": "    parting_s: float = Field",
         "class ServerConfig(Section):": "    @property\n    def stop_s(self) -> float:\n"
         "        return self.parting_s\n\n\nclass ServerConfig(Section):",
     },
@@ -36,8 +36,8 @@ CHANGES = {
 """One key is gone, another has come, and ranks say other messages to one another."""
 EXACT = """
 model: {{dtype: float32}}
-prefill: {{group: prefill, num_threads: 1}}
-decode: {{group: decode, replicas: {num_decode}, num_threads: 1}}
+prefill: {{node_group: prefill, num_threads: 1}}
+decode: {{node_group: decode, replicas: {num_decode}, num_threads: 1}}
 """
 SEED, NUM_CLIENTS, NUM_MORE = 30, 4, 12
 KEY, OTHER = "parting_s", "another release"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.driven import tiny
-from benchmarks.driven.procs import Serving, actors, serving, tandem
+from benchmarks.harness import tiny
+from benchmarks.harness.procs import Serving, actors, serving, tandem
 from tandem import AsyncClient, Client, InferenceError
 from tandem.cluster.control.plan import plan_gangs
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tandem.core.errors import LayoutMismatch, Unavailable
 from tandem.core.info import DECODE, NOT_SERVING, PREFILL, SERVING
 from tandem.core.request import Request, SamplingParams
@@ -30,8 +30,8 @@ from tests.rig import Rig, rig
 from tests.small import write_small
 from tests.waiting import until, wait_until
 
-SETS = "kv.num_pages=100", "kv.page_size=16", "server.patience_s=0.5"
-SERVER = (*SETS, "server.address=127.0.0.1:0", "server.drain_s=0.1")
+SETS = "kv.num_pages=100", "kv.page_size=16", "server.recovery_timeout_s=0.5"
+SERVER = (*SETS, "server.address=127.0.0.1:0", "server.drain_timeout_s=0.1")
 PROMPT = tuple(range(5, 45))
 NUM_TOKENS = 24
 LONG = {"max_tokens": 900, "ignore_eos": True}
@@ -246,7 +246,12 @@ def test_weights_swapped_under_load_with_kills_mix_no_answer(
     what the new model would write. Every answer is the old model's, every such refusal names both
     digests."""
     wanted, digests = reference(folders[0]), [digest_of(folder) for folder in folders]
-    sets = f"model.path={link}", "decode.dp_size=2", "kv.num_pages=100", "server.patience_s=5"
+    sets = (
+        f"model.path={link}",
+        "decode.dp_size=2",
+        "kv.num_pages=100",
+        "server.recovery_timeout_s=5",
+    )
     kinds, over = ("PrefillActor", "DecodeActor"), threading.Event()
     answers, refusals = list[tuple[int, ...]](), list[str]()
 

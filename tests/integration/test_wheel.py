@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.procs import ROOT, serving
+from benchmarks.harness.procs import ROOT, serving
 from tests.integration.test_working_directory import MADE, USED, ask
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.exact import near_ties
-from benchmarks.driven.procs import COMMAND, ROOT, python_path, serving
+from benchmarks.harness.exact import near_ties
+from benchmarks.harness.procs import COMMAND, ROOT, python_path, serving
 from tandem.core.config import TINY_MODEL
 
 USED = "import tandem; from tandem import Client; print(tandem.__file__)"

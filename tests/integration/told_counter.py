@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tandem import AsyncClient
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tests.rig import rig
 
 NAME = "num_told"

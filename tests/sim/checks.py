@@ -15,7 +15,7 @@ from tests.sim.world import Gateway, World
 
 ANSWER_S, STILL_S = 60.0, 5.0
 SLACK_S, LOOSE_S = 8.0, 2.0
-"""Beyond a lease, within which what nobody knows of has to be gone: sweeps, beats and, where wires
+"""Beyond a lease, within which what nobody knows of has to be gone: sweeps, beats and, where links
 are slow, the end of a copy; an engine that has failed waits to be told to leave. Within which
 what has lost its pages ends to be pulled."""
 

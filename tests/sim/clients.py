@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from tandem.cluster.client.stream import InferenceError, StreamPlan
-from tandem.cluster.door.request_mapping import to_unchecked
-from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto.mapping import piece_to_proto
 from tandem.cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY

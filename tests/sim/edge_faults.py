@@ -191,7 +191,7 @@ class EdgeFaults(Faults):
         other = world.other_config()
         while world.config is not other:
             try:
-                await stop_cluster(world.config.control.stop_s)
+                await stop_cluster(world.config.control.stop_timeout_s)
                 await RayMembers.attach(other)
                 self._took_over(other)
             except (TandemError, RayError, ValueError) as error:

@@ -116,8 +116,8 @@ def _edge_mix(seed: int, shape: tuple[str, ...]) -> Mix:
     num_queued, num_rows = draw.choice((1, 2, 4)), draw.choice((2, 3))
     if theme == HOSTILE:
         num_queued, num_rows = 6, 2
-    room = f"server.max_queued={num_queued}", f"decode.max_rows={num_rows}"
-    sets = (*shape, *room, "server.write_s=4", f"speculation.drafter={_drafter(draw)}")
+    room = f"server.max_queued={num_queued}", f"decode.max_num_seqs={num_rows}"
+    sets = (*shape, *room, "server.write_timeout_s=4", f"speculation.drafter={_drafter(draw)}")
     usual = Mix(sets, {}, (), step_s=SLOW_STEP_S, is_edge=True, machines=(2.0,) * 4)
     if theme == HOSTILE:
         one, own = dict(list(GATEWAYS.items())[:1]), tuple(HOSTILE_KINDS)

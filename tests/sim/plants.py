@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.driven.procs import python_path
+from benchmarks.harness.procs import python_path
 from tests.mutants import copy_tree
 from tests.sim.mix import EDGES
 

@@ -34,11 +34,11 @@ from tandem.kv_transfer import channel
 from tandem.kv_transfer.caches import PagedCaches
 from tandem.kv_transfer.links import Link
 from tandem.kv_transfer.sink import Sink
+from tandem.net import listener
 from tandem.prefill_node.engine import PrefillEngine
 from tandem.runtime import parts, shell, watch
 from tandem.runtime.gang import hub
 from tandem.text.tokenizer import Tokenizer
-from tandem.wires import listener
 from tests.sim import chance
 from tests.sim.actors import Machine
 from tests.sim.fake_ray import FakeRay
@@ -52,13 +52,13 @@ from tests.sim.tokenising import LONG_CHARS, MAX_CHARS, slow_tokenizer
 from tests.sim.wire import Wires
 
 SETS = (
-    *("kv.page_size=4", "kv.num_pages=60", "decode.max_rows=4", "model.max_model_len=200"),
-    *("speculation.drafter=none", "speculation.measure_at_start=false", "model.kernels=plain"),
-    *("kv_transfer.lease_s=8", "kv_transfer.staging_bytes=65536", "control.stuck_s=3"),
+    *("kv.page_size=4", "kv.num_pages=60", "decode.max_num_seqs=4", "model.max_model_len=200"),
+    *("speculation.drafter=none", "speculation.profile_at_startup=false", "model.kernels=torch"),
+    *("kv_transfer.lease_s=8", "kv_transfer.staging_bytes=65536", "control.stall_timeout_s=3"),
     *(
-        "control.start_s=30",
-        "control.drain_s=5",
-        "prefill.max_batch_tokens=64",
+        "control.startup_timeout_s=30",
+        "control.drain_timeout_s=5",
+        "prefill.max_num_batched_tokens=64",
         "server.max_queued=64",
     ),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.cluster.door.request_mapping import acceptance_from_proto
+from tandem.cluster.entrypoints.request_mapping import acceptance_from_proto
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, load
 from tandem.core.request import (
     REJECTION,
     REJECTION_GREEDY,
@@ -81,7 +81,7 @@ def test_rejection_draws_from_the_models_own_distribution(
 
 def test_answers_over_trees_have_the_models_own_distribution(folder: Path) -> None:
     """Strict ones, of drafts that know the noise by which tokens are chosen."""
-    loaded = load(folder, "speculation.num_nodes=6", "speculation.num_tokens=2")
+    loaded = load(folder, "speculation.max_tree_nodes=6", "speculation.max_depth=2")
     num_answers, length, top_k = 900, 4, 2
     told: list[tuple[int, ...]] = []
     bench = Bench(loaded, num_drafts=2, max_rows=150, page_size=16, num_pages=1000)

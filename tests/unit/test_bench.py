@@ -189,7 +189,7 @@ def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
         prefill = RankStatus("prefill-0", "prefill", 1, True, counters={"num_steps": 99})
         counters = {"num_steps": num_steps, "step_s": step_s, "program_s": program_s}
         decode = RankStatus("decode-0", "decode", 1, True, counters=counters | {"num_preempted": 2})
-        return ServerStatus("SERVING", "split", 0, (prefill, decode, decode))
+        return ServerStatus("SERVING", "disaggregated", 0, (prefill, decode, decode))
 
     before, after = NodeUse.of(nodes(10, 5.0, 4.0)), NodeUse.of(nodes(20, 7.0, 5.5))
     use = after.since(before)
@@ -323,17 +323,17 @@ def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, line: object, message:
         ({"workload": "trace"}, "--trace=None: goes with --workload trace"),
         ({"trace": Path("x")}, "--trace=x: goes with --workload trace"),
         ({"address": "10.0.0.7:50051"}, "--address=10.0.0.7:50051: is not this machine"),
-        ({"address": "127.0.0.1:1", "own": True}, "give it or --own"),
-        ({"sets": ["a=b"]}, "add --own"),
+        ({"address": "127.0.0.1:1", "launch": True}, "give it or --launch"),
+        ({"sets": ["a=b"]}, "add --launch"),
         ({"compare_drafts": "0"}, "--compare-drafts=0: use 0 and others"),
         ({"compare_drafts": "1,3"}, "--compare-drafts=1,3"),
         ({"compare_drafts": "0,3,3"}, "--compare-drafts=0,3,3"),
         ({"compare_drafts": "0,-1"}, "--compare-drafts=0,-1"),
         ({"compare_drafts": "0,3", "max_drafts": 1}, "--max-drafts=1"),
-        ({"compare": ["drafter=mtp", "drafter=none"]}, "add --own"),
-        ({"compare": ["drafter=mtp"], "own": True}, "give it for each of several"),
+        ({"compare": ["drafter=mtp", "drafter=none"]}, "add --launch"),
+        ({"compare": ["drafter=mtp"], "launch": True}, "give it for each of several"),
         (
-            {"compare": ["drafter=mtp", "drafter=none"], "own": True, "max_drafts": 2},
+            {"compare": ["drafter=mtp", "drafter=none"], "launch": True, "max_drafts": 2},
             "--max-drafts=2: give it or --compare",
         ),
         ({"output": Path("/no/such/folder/x.json")}, "--output=.*: its folder does not exist"),
@@ -364,7 +364,7 @@ def test_a_value_out_of_range_is_a_wrong_command_line(option: str, value: str) -
 def test_good_options_pass() -> None:
     BenchOptions().check()
     BenchOptions(address="10.0.0.7:50051", allow_remote=True).check()
-    options = BenchOptions(compare_drafts="0,1,3", own=True, sets=["kv.num_pages=9"])
+    options = BenchOptions(compare_drafts="0,1,3", launch=True, sets=["kv.num_pages=9"])
     options.check()
     assert options.arms == [0, 1, 3] and BenchOptions(max_drafts=2).arms == [2]
 
@@ -405,12 +405,12 @@ def test_without_matplotlib_the_remedy_is_named(
 
 async def test_what_is_compared_is_checked_before_any_cluster_begins() -> None:
     options = BenchOptions(
-        own=True, compare=["drafter=none", "num_nodes=99"], sets=["kv.page_size=8"]
+        launch=True, compare=["drafter=none", "max_tree_nodes=99"], sets=["kv.page_size=8"]
     )
-    with pytest.raises(ValueError, match=r"speculation\.num_nodes"):
+    with pytest.raises(ValueError, match=r"speculation\.max_tree_nodes"):
         await compare.compare(options, Progress(console=Console(quiet=True)))
-    assert compare.sets_of(options, "drafter=mtp, num_nodes=9") == [
-        *("kv.page_size=8", "speculation.drafter=mtp", "speculation.num_nodes=9")
+    assert compare.sets_of(options, "drafter=mtp, max_tree_nodes=9") == [
+        *("kv.page_size=8", "speculation.drafter=mtp", "speculation.max_tree_nodes=9")
     ]
 
 

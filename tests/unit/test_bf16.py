@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven.engines import load
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.model.kernels.recorded import Recorded
 from tandem.model.loaded import LoadedModel
@@ -78,9 +78,9 @@ def error(got_TV: Tensor, wanted_TV: Tensor) -> float:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kernels", often(["native", "plain"], ["native"]))
+@pytest.mark.parametrize("kernels", often(["native", "torch"], ["native"]))
 def test_bf16_logits_keep_a_bound_that_a_stale_entry_breaks(kernels: str, ids: list[int]) -> None:
-    exact = load(Path(TINY_MODEL), "model.kernels=plain", "model.dtype=float32")
+    exact = load(Path(TINY_MODEL), "model.kernels=torch", "model.dtype=float32")
     rounded = load(Path(TINY_MODEL), f"model.kernels={kernels}", "model.dtype=bfloat16")
     wanted_TV = prompt_logits(exact, ids, NUM_ALL)
     seen = {chunk: prompt_logits(rounded, ids, chunk) for chunk in (NUM_ALL, 32)}

@@ -10,8 +10,8 @@ import pytest
 from tandem.core.control import InProcessControl, Service
 from tandem.core.errors import RankLost
 from tandem.core.membership import PortAddress
-from tandem.wires import calls, listener
-from tandem.wires.calls import DOOR, CallClient, CallServer
+from tandem.net import calls, listener
+from tandem.net.calls import DOOR, CallClient, CallServer
 from tests.waiting import PATIENCE_S, turns, until
 
 EPOCH = 2**40

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.errors import CannotCapture
 from tandem.core.forms import CAPTURED
 from tandem.core.identity import Identity

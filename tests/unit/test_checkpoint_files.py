@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.blocks import quantise
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.blocks import quantise
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.cluster.control.launch import launch
 from tandem.core.config import TINY_MODEL
 from tandem.core.config import load as load_config
@@ -171,7 +171,7 @@ def test_files_are_looked_at_before_ray_starts(folder: Path, how: str) -> None:
     told = asyncio.run(refused_before_ray(f"model.path={folder}"))
     assert "part-1.safetensors" in told
     if how != "absent tensor":
-        sets = ["speculation.drafter=draft_model", f"speculation.path={folder}"]
+        sets = ["speculation.drafter=draft_model", f"speculation.draft_model_path={folder}"]
         assert told == asyncio.run(refused_before_ray(*sets))
 
 

@@ -161,7 +161,7 @@ async def cluster(*sets: str) -> AsyncIterator[Cluster]:
     disk = Disk()
     disk.may_load.set()
     machines, weights, epochs = ShellMachines(disk), ClusterWeights(), Epochs()
-    config = load(None, ["control.start_s=0.5", *sets])
+    config = load(None, ["control.startup_timeout_s=0.5", *sets])
     keepers = {
         plan.name: GangKeeper(plan, config, machines, epochs, lambda: None, weights=weights)
         for plan in plan_gangs(config)

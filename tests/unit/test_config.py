@@ -17,10 +17,10 @@ from tandem.core.config_shared import received
 def test_defaults_are_the_documented_ones() -> None:
     config = load()
     assert config == TandemConfig()
-    assert config.mode == "split"
+    assert config.mode == "disaggregated"
     assert config.model.path == TINY_MODEL
-    assert config.speculation.num_tokens == 3
-    assert (config.prefill.max_batch_tokens, config.decode.max_rows) == (2048, 16)
+    assert config.speculation.max_depth == 3
+    assert (config.prefill.max_num_batched_tokens, config.decode.max_num_seqs) == (2048, 16)
     assert (config.kv.page_size, config.kv.num_pages) == (64, None)
     assert config.kv_transfer.staging_bytes == 256 << 20
     assert config.server.address == "127.0.0.1:50051"
@@ -28,19 +28,19 @@ def test_defaults_are_the_documented_ones() -> None:
 
 def test_overrides_win_over_the_file_in_order(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("mode: colocated\ndecode: {max_rows: 4}\nmodel:\n  path: /models/v3\n")
-    config = load(file, ["decode.max_rows=8", "kv.num_pages=100", "decode.max_rows=9"])
+    file.write_text("mode: colocated\ndecode: {max_num_seqs: 4}\nmodel:\n  path: /models/v3\n")
+    config = load(file, ["decode.max_num_seqs=8", "kv.num_pages=100", "decode.max_num_seqs=9"])
     assert config.mode == "colocated"
     assert config.model.path == Path("/models/v3")
-    assert (config.decode.max_rows, config.kv.num_pages) == (9, 100)
+    assert (config.decode.max_num_seqs, config.kv.num_pages) == (9, 100)
     assert load(None, ["kv.num_pages=null", "kv_transfer.lease_s=5"]).kv_transfer.lease_s == 5.0
 
 
 def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("decode:\n")
-    assert load(file, ["decode.max_rows=3"]).decode.max_rows == 3
-    assert load(None, ["decode={max_rows: 2, num_threads: 2}"]).decode.num_threads == 2
+    assert load(file, ["decode.max_num_seqs=3"]).decode.max_num_seqs == 3
+    assert load(None, ["decode={max_num_seqs: 2, num_threads: 2}"]).decode.num_threads == 2
     file.write_text("")
     assert load(file) == TandemConfig()
 
@@ -48,20 +48,23 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("decode.max_row=3", "unknown key 'decode.max_row'; did you mean 'decode.max_rows'?"),
-        ("max_rows=3", "did you mean 'decode.max_rows'?"),
-        ("decod.max_rows=3", "unknown key 'decod'; did you mean 'decode'?"),
+        (
+            "decode.max_num_seq=3",
+            "unknown key 'decode.max_num_seq'; did you mean 'decode.max_num_seqs'?",
+        ),
+        ("max_num_seqs=3", "did you mean 'decode.max_num_seqs'?"),
+        ("decod.max_num_seqs=3", "unknown key 'decod'; did you mean 'decode'?"),
         ("zzzz=3", "sections are"),
-        ("decode.max_rows=x", "decode.max_rows='x': input should be a valid integer"),
-        ("decode.max_rows=true", "decode.max_rows=True: input should be a valid integer"),
-        ("decode.max_rows=0", "greater than or equal to 1"),
-        ("speculation.num_tokens=9", "speculation.num_tokens=9: input should be less than"),
-        ("mode=both", "mode='both': input should be 'split' or 'colocated'"),
+        ("decode.max_num_seqs=x", "decode.max_num_seqs='x': input should be a valid integer"),
+        ("decode.max_num_seqs=true", "decode.max_num_seqs=True: input should be a valid integer"),
+        ("decode.max_num_seqs=0", "greater than or equal to 1"),
+        ("speculation.max_depth=9", "speculation.max_depth=9: input should be less than"),
+        ("mode=both", "mode='both': input should be 'disaggregated' or 'colocated'"),
         ("decode=3", "decode=3: a section of keys is expected"),
         ("mode.x=3", "mode={'x': 3}"),
-        ("decode.max_rows", "write it as key=value"),
+        ("decode.max_num_seqs", "write it as key=value"),
         (".a=1", "write it as key=value"),
-        ("decode.max_rows=[", "the value is not YAML"),
+        ("decode.max_num_seqs=[", "the value is not YAML"),
         ("decode.dp_size=0", "decode.dp_size=0"),
         ("prefill.num_redundant_experts=4", "needs several ranks, got prefill.dp_size=1; set it"),
         ("server.address=here", "server.address='here': write HOST:PORT"),
@@ -85,7 +88,7 @@ def test_a_wrong_override_is_refused_with_the_remedy(item: str, message: str) ->
 
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ValueError) as error:
-        load(None, ["decode.max_row=3", "kv.page_size=big"])
+        load(None, ["decode.max_num_seq=3", "kv.page_size=big"])
     assert len(str(error.value).splitlines()) == 2
 
 
@@ -95,7 +98,7 @@ def test_every_problem_is_told_at_once() -> None:
         ("- 1\n", "must hold a mapping"),
         ("1: 2\n", "must hold a mapping"),
         ("a: [", "is not YAML"),
-        ("decode: {max_rows: 1, max_rows: 2}\n", "'max_rows' is given twice"),
+        ("decode: {max_num_seqs: 1, max_num_seqs: 2}\n", "'max_num_seqs' is given twice"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -117,17 +120,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_sections_are_frozen_and_survive_json() -> None:
-    config = load(None, ["decode.max_rows=5", "model.think_tokens=[<a>, </a>]"])
+    config = load(None, ["decode.max_num_seqs=5", "model.think_tokens=[<a>, </a>]"])
     assert config.model.think_tokens == ("<a>", "</a>")
     with pytest.raises(ValidationError):
-        config.decode.max_rows = 6
+        config.decode.max_num_seqs = 6
     assert TandemConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_what_another_release_sends_is_refused_by_name() -> None:
     config = load(None, ["model.think_tokens=[<a>, </a>]", "model.path=/x"])
     assert received(config.model_dump_json()) == config
-    sent = config.model_dump_json().replace('"stop_s"', '"parting_s"')
+    sent = config.model_dump_json().replace('"stop_timeout_s"', '"parting_s"')
     with pytest.raises(ValueError, match=r"another release .*'control\.parting_s'.*`tandem stop`"):
         received(sent)
 
@@ -161,9 +164,14 @@ def test_the_edge_imports_neither_torch_nor_ray(module: str) -> None:
 
 
 def test_paths_mean_the_same_wherever_ranks_run() -> None:
-    config = load(None, ["speculation.path=heads", "speculation.choices=/a/b.json"])
+    config = load(
+        None, ["speculation.draft_model_path=heads", "speculation.medusa_choices=/a/b.json"]
+    )
     told = absolute(config)
     asked = told.speculation
-    assert (asked.path, asked.choices) == (Path("heads").absolute(), Path("/a/b.json"))
-    assert asked.num_tokens == config.speculation.num_tokens and told.model == config.model
+    assert (asked.draft_model_path, asked.medusa_choices) == (
+        Path("heads").absolute(),
+        Path("/a/b.json"),
+    )
+    assert asked.max_depth == config.speculation.max_depth and told.model == config.model
     assert (told.mode, told.decode) == (config.mode, config.decode)

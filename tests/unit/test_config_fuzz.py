@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import load
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.config_keys import HARMLESS, HARMLESS_AS, HARMLESS_AT
 from tandem.model.network.batch import Segment, pack
@@ -60,7 +60,7 @@ class Judge:
         key = repr(config)
         if key not in self._ours_by_config:
             save_file(tensors(config), self._folder / "model.safetensors")
-            loaded = load(self._folder, "speculation.drafter=none", "model.kernels=plain")
+            loaded = load(self._folder, "speculation.drafter=none", "model.kernels=torch")
             batch = pack([Segment(prompt(config), 0, [2])], NUM_TOKENS, torch.device("cpu"))
             with torch.inference_mode():
                 hidden = loaded.network(batch, loaded.allocate(3, NUM_TOKENS))

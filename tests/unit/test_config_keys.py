@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.config import load as load_config
 from tandem.core.info import DECODE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.driven.engines import POISON, Bench
+from benchmarks.harness.engines import POISON, Bench
 from tandem.core.forms import RECORDED
 from tandem.core.pages import DUMMY_PAGE
 from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation
@@ -129,7 +129,7 @@ def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
     """No shape changes and no value goes through the host: or they could not be. In the overlapped
     loop, where the next step begins before anybody has seen this one."""
     loaded = models.of(name)
-    bench = bench_of(loaded, name, loop="overlapped")
+    bench = bench_of(loaded, name, overlap=True)
     assert told(bench, models.asked) == models.plain()
     assert loaded.form == RECORDED and not loaded.refused and bench.decode.programs.kept
 
@@ -197,7 +197,7 @@ def test_an_answer_goes_on_elsewhere(models: Models, name: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_states_that_were_not_shipped(models: Models, name: str) -> None:
-    bench = bench_of(models.of(name), name, ship_hidden=False)
+    bench = bench_of(models.of(name), name, handover_hidden=False)
     assert told(bench, models.asked) == models.plain()
 
 

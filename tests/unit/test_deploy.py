@@ -104,11 +104,11 @@ def gateways_may_drain(it: Deployed) -> None:
     """Who sends requests learns of it, answers end, then the raylet; the next is ready first."""
     server = it.config.server
     pause = container(it.gateway_pod)["lifecycle"]["preStop"]["exec"]["command"]
-    most = float(pause[1]) + server.notice_s + server.drain_s + 20
+    most = float(pause[1]) + server.lame_duck_s + server.drain_timeout_s + 20
     assert it.gateway_pod["terminationGracePeriodSeconds"] >= most and pause[0] == "sleep"
     assert it.gateway["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     probe = container(it.gateway_pod)["readinessProbe"]
-    assert server.notice_s > probe["periodSeconds"] * probe["failureThreshold"]
+    assert server.lame_duck_s > probe["periodSeconds"] * probe["failureThreshold"]
 
 
 def workers_may_drain(it: Deployed) -> None:
@@ -116,7 +116,7 @@ def workers_may_drain(it: Deployed) -> None:
     control = it.config.control
     for group in it.groups.values():
         [bound_s] = [float(one["value"]) for one in env(group) if "DRAIN_TIMEOUT" in one["name"]]
-        assert bound_s >= control.drain_s + control.stop_s
+        assert bound_s >= control.drain_timeout_s + control.stop_timeout_s
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= bound_s + 20
     [head_s] = [
         one["value"] for one in env(it.cluster["spec"]["headGroupSpec"]) if "DRAIN" in one["name"]
@@ -338,7 +338,12 @@ MISTAKES: list[tuple[Callable[[Deployed], None], str, str, Any]] = [
     (service_reaches_gateways, "service", "/spec/ports/0/port", 50052),
     (service_reaches_gateways, "service", "/spec/selector", {"app": "tandem"}),
     (service_reaches_gateways, "gateway", f"{GATEWAY}/containers/0/ports/0/containerPort", 50052),
-    (service_reaches_gateways, "gateway", f"{GATEWAY}/containers/0/args/1", "--set=mode=split"),
+    (
+        service_reaches_gateways,
+        "gateway",
+        f"{GATEWAY}/containers/0/args/1",
+        "--set=mode=disaggregated",
+    ),
     (gateways_may_drain, "gateway", f"{GATEWAY}/terminationGracePeriodSeconds", 30),
     (gateways_may_drain, "gateway", f"{GATEWAY}/containers/0/args/0", "--config=/etc/tandem.yaml"),
     (gateways_may_drain, "config_map", "/metadata/name", "tandem"),

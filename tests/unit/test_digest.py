@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.core.config import TandemConfig
 from tandem.core.config import load as load_config
 from tandem.core.info import DECODE, PREFILL
@@ -167,7 +167,7 @@ def test_the_config_changes_it_and_the_dtype_of_loading_does_not(tmp_path: Path)
         return load_model(load_config(None, [f"model.path={tmp_path}", *sets]), kind).digest
 
     first = of(DECODE, "model.dtype=float32")
-    assert of(DECODE, "model.dtype=bfloat16") == of(PREFILL, "model.kernels=plain") == first
+    assert of(DECODE, "model.dtype=bfloat16") == of(PREFILL, "model.kernels=torch") == first
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(said | {"rope_theta": 9e3}))
     assert of(DECODE, "model.dtype=float32") != first
@@ -177,7 +177,7 @@ def test_blocks_that_are_kept_do_not_change_it(tmp_path: Path) -> None:
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8)
     quantised(tmp_path)
-    kinds = "model.kernels=native", "model.kernels=plain"
+    kinds = "model.kernels=native", "model.kernels=torch"
     loaded = [load_model(load_config(None, [f"model.path={tmp_path}", k]), DECODE) for k in kinds]
     assert loaded[0].digest == loaded[1].digest
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.core.placement import Placement
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels.base import PLAIN
@@ -22,9 +22,9 @@ from tests.ranks import CPU, on_ranks
 LAYER, NUM_EXPERTS, TOP, DIM = 1, 8, 2, 48
 CONFIG = ModelConfig.from_dict(tiny.BASE)
 WAYS: dict[str, Callable[[Placement, int], Spread]] = {
-    "gathered": lambda placement, rank: Gathered(placement, rank, CPU, is_static=False),
+    "all_gather": lambda placement, rank: Gathered(placement, rank, CPU, is_static=False),
     "static": lambda placement, rank: Gathered(placement, rank, CPU, is_static=True),
-    "exchanged": lambda placement, rank: Exchanged(placement, rank, CPU),
+    "all_to_all": lambda placement, rank: Exchanged(placement, rank, CPU),
 }
 
 
@@ -138,12 +138,12 @@ def test_all_tokens_to_one_expert(way: str, placement: Placement) -> None:
 
 
 def test_ranks_may_bring_different_numbers_of_tokens_or_none() -> None:
-    check("exchanged", plain(4), [tokens(num, seed=num) for num in (1, 12, 5, 2)])
+    check("all_to_all", plain(4), [tokens(num, seed=num) for num in (1, 12, 5, 2)])
     nothing = Tokens(
         torch.empty(0, DIM), torch.empty(0, TOP, dtype=torch.int64), torch.empty(0, TOP)
     )
-    check("exchanged", plain(2), [nothing, tokens(3, seed=1)])
-    check("exchanged", plain(2), [nothing, nothing])
+    check("all_to_all", plain(2), [nothing, tokens(3, seed=1)])
+    check("all_to_all", plain(2), [nothing, nothing])
 
 
 class Scaling(Experts):

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, IdleFirst, greedy, load
 from tandem.core.levels import Level, chains
 from tandem.decode_node.planning.lengths import (
     BLIND_SHARE,
@@ -24,7 +24,7 @@ from tandem.decode_node.planning.lengths import (
     NUM_NEW,
     NUM_TRIES,
     Costs,
-    by_load,
+    adaptive,
     most_wanted,
     record,
 )
@@ -52,7 +52,7 @@ IDLE = Proposal((0, 0, 0, 0), 1)
 
 
 def local_planner(*, measures: bool = False) -> LocalPlanner:
-    return LocalPlanner(StepPlanner(BUCKETS, chains(3), by_load, Pending(3), measures))
+    return LocalPlanner(StepPlanner(BUCKETS, chains(3), adaptive, Pending(3), measures))
 
 
 class Server:
@@ -159,7 +159,7 @@ def test_what_is_known_of_the_nearest_context_is_believed_at_first() -> None:
 
 
 def test_a_plan_tells_the_longest_context_and_a_report_is_of_its_plan() -> None:
-    planner = StepPlanner(BUCKETS, chains(3), by_load, Pending(3))
+    planner = StepPlanner(BUCKETS, chains(3), adaptive, Pending(3))
     asked = [Proposal((0, 0, 0, 1), 1, num_context=context) for context in (700, 5000)]
     plan = planner([*asked, IDLE])
     assert plan is not None and plan.num_context == 5000
@@ -249,7 +249,7 @@ def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed:
         run(untried[1])
     assert found == timed
     for _ in range(10 * LOOK_EVERY):
-        lengths.append(by_load(costs, (1, 0), (0, 0, 1)))
+        lengths.append(adaptive(costs, (1, 0), (0, 0, 1)))
         run(lengths[-1])
     assert {*lengths} == timed
     if cost > 3:  # three tokens each, which without drafts take 3
@@ -307,7 +307,7 @@ def test_what_was_measured_while_idle_is_no_look() -> None:
     while (untried := costs.untried([8])) is not None:
         run(untried[1], 2.0)
     for _ in range(FREE_EVERY):
-        level = by_load(costs, (8, 0), (0, 0, 0, 8))
+        level = adaptive(costs, (8, 0), (0, 0, 0, 8))
         assert level == 2, "the best of those tried"
         run(level, 1.0)
     size = costs.of_size(8)
@@ -323,12 +323,12 @@ def test_work_comes_before_what_is_not_measured_yet() -> None:
     assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_trials_leave_no_trace(tmp_path: Path, loop: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_trials_leave_no_trace(tmp_path: Path, overlap: bool) -> None:
     """Neither in the caches, but for the dummy page, nor in what comes after them."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
-    measured = Bench(loaded, loop=loop, draft_length="by_load", measures=True)
+    measured = Bench(loaded, overlap=overlap, draft_length="adaptive", measures=True)
     before = [cache.clone() for cache in measured.all_caches()]
     while measured.decode.has_work():
         measured.decode.step()
@@ -347,7 +347,7 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     """Such as one that is too large for the memory."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
-    bench = Bench(loaded, draft_length="by_load", measures=True)
+    bench = Bench(loaded, draft_length="adaptive", measures=True)
     bench.decode.step()
     error = MemoryError("too large")
     with monkeypatch.context() as patch:
@@ -403,10 +403,10 @@ def test_shares_count_only_rows_that_came_so_far() -> None:
     assert costs.expected_tokens()[2][2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 
 
-@pytest.mark.parametrize("ship_hidden", [True, False])
+@pytest.mark.parametrize("handover_hidden", [True, False])
 @pytest.mark.parametrize("num_idle", [1, 3, 15, 16, 40])
 def test_drafts_after_steps_without_are_those_of_a_warm_cache(
-    tmp_path: Path, num_idle: int, ship_hidden: bool
+    tmp_path: Path, num_idle: int, handover_hidden: bool
 ) -> None:
     """Exactly: each equals the draft of a drafter without any cache, in the step after those at
     n = 0 as in all later ones. Meanwhile the drafter catches up once in 16 steps."""
@@ -416,7 +416,7 @@ def test_drafts_after_steps_without_are_those_of_a_warm_cache(
     bench = Bench(
         replace(loaded, drafter=spy),
         num_drafts=3,
-        ship_hidden=ship_hidden,
+        handover_hidden=handover_hidden,
         length=IdleFirst(num_idle),
     )
     ids = prompt(13)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, IdleFirst, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, IdleFirst, greedy, load
 from tandem.core.config import TINY_MODEL
 from tandem.model.drafters import mtp_tree
 from tandem.model.drafters.draft_model import ModelDrafter
@@ -43,7 +43,7 @@ def written(folder: Path, *, seed: int, **sizes: int) -> Path:
 
 
 def loaded_with(main: Path, small: Path, *sets: str) -> LoadedModel:
-    return load(main, NAME, f"speculation.path={small}", "model.kernels=native", *sets)
+    return load(main, NAME, f"speculation.draft_model_path={small}", "model.kernels=native", *sets)
 
 
 def drafts_of(
@@ -92,8 +92,8 @@ def test_a_tree_has_room_for_all_that_drafting_it_writes(
 ) -> None:
     """More nodes are drafted on from than are verified, a slot further than MTP's: none of them
     lies behind a page table that is as narrow as may be."""
-    tree = "speculation.num_tokens=4", "speculation.num_nodes=4", "speculation.top_k=4"
-    loaded, spared = loaded_with(main, small, *tree, "model.kernels=plain"), list[int]()
+    tree = "speculation.max_depth=4", "speculation.max_tree_nodes=4", "speculation.top_k=4"
+    loaded, spared = loaded_with(main, small, *tree, "model.kernels=torch"), list[int]()
 
     def noted(table_BP: Tensor, slots_BQ: Tensor, *rest: Any) -> Tensor:
         spared.append(table_BP.shape[1] - 1 - int(slots_BQ.max()))
@@ -123,7 +123,7 @@ def changed(folder: Path, target: Path, name: str, **changes: object) -> Path:
 
 
 def test_what_cannot_draft_is_refused_by_name(main: Path, small: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="speculation.path: is null; name the folder"):
+    with pytest.raises(ValueError, match="speculation.draft_model_path: is null; name the folder"):
         load(main, NAME)
     (other := tmp_path / "other").mkdir()
     tiny.write_tiny(other, seed=1)
@@ -135,19 +135,24 @@ def test_what_cannot_draft_is_refused_by_name(main: Path, small: Path, tmp_path:
     with pytest.raises(ValueError, match=r"tokenizer.json differs .* in added_tokens; use a draft"):
         loaded_with(main, other)
     other = changed(small, tmp_path / "llama", "config.json", model_type="llama")
-    with pytest.raises(ValueError, match=r"speculation.path=.*llama'?: .*model_type"):
+    with pytest.raises(ValueError, match=r"speculation.draft_model_path=.*llama'?: .*model_type"):
         loaded_with(main, other)
     (other / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"speculation.path=.*config.json: no such file"):
+    with pytest.raises(
+        ValueError, match=r"speculation.draft_model_path=.*config.json: no such file"
+    ):
         loaded_with(main, other)
 
 
 def test_one_that_is_too_narrow_for_kernels_takes_plain_ones(main: Path, tmp_path: Path) -> None:
     narrow = written(tmp_path, seed=4, **OTHER | {"kv_lora_rank": 12, "qk_rope_head_dim": 4})
-    wrong = r"speculation.path: not with native .* multiple of 16 values; use .*kernels=plain"
+    wrong = (
+        r"speculation.draft_model_path: not with native .* multiple of 16 values; use "
+        r".*kernels=torch"
+    )
     with pytest.raises(ValueError, match=wrong):
         loaded_with(main, narrow)
-    told = drafts_of(loaded_with(main, narrow, "model.kernels=plain"), prompt(9), 3, 0)
+    told = drafts_of(loaded_with(main, narrow, "model.kernels=torch"), prompt(9), 3, 0)
     assert all(drafts == tiny.reference_greedy(narrow, known, 3) for known, drafts in told)
 
 

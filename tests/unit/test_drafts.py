@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.levels import Level, Levels, chains
 from tandem.core.request import Request
 from tandem.decode_node.planning.step_plan import StepKey
@@ -139,7 +139,7 @@ def test_zero_hidden_leaves_pulled_draft_slots_untouched(
     loaded: LoadedModel, num_drafts: int
 ) -> None:
     """First-step rows and later rows in one batch: every pulled slot stays byte-identical."""
-    bench = Bench(loaded, num_drafts=num_drafts, ship_hidden=False)
+    bench = Bench(loaded, num_drafts=num_drafts, handover_hidden=False)
     bench.start(greedy("old", prompt(11), 30, ignore_eos=True))
     bench.decode.step()
     bench.start(greedy("new", prompt(21, seed=9), 30, ignore_eos=True))
@@ -162,7 +162,7 @@ def slots_of(bench: Bench, pages: list[int], num_tokens: int) -> Tensor:
 
 def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: LoadedModel) -> None:
     """The test above can fail: a first row that is not marked rewrites slot L-2 with garbage."""
-    bench = Bench(loaded, num_drafts=1, ship_hidden=False)
+    bench = Bench(loaded, num_drafts=1, handover_hidden=False)
     bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
     pages = bench.sequence("r").pages
     before = slots_of(bench, pages, 12)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TandemConfig
 from tandem.core.config import load as load_config
 from tandem.core.errors import LayoutMismatch
@@ -50,7 +50,7 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load_with(main: Path, head: Path, kind: str, *sets: str) -> LoadedModel:
     name = {"eagle1": "eagle"}.get(kind, kind)
-    asked = f"speculation.drafter={name}", f"speculation.path={head}"
+    asked = f"speculation.drafter={name}", f"speculation.draft_model_path={head}"
     return load(main, *asked, "model.kernels=native", *sets)
 
 
@@ -227,7 +227,11 @@ def test_what_is_drafted_is_what_its_head_knows(main: Path, tmp_path: Path) -> N
 def test_a_rank_that_prefills_reads_what_entries_need(main: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path, "eagle3")
     whole, found = load_with(main, head, "eagle3"), []
-    sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
+    sets = (
+        f"model.path={main}",
+        "speculation.drafter=eagle3",
+        f"speculation.draft_model_path={head}",
+    )
     part = load_model(load_config(None, ["model.dtype=float32", *sets]), PREFILL)
     assert part.drafter.identity == whole.drafter.identity != ""
     assert part.drafter._head.lm_head is None  # type: ignore[attr-defined]
@@ -401,10 +405,12 @@ def test_a_key_of_a_head_can_be_ignored_and_one_that_is_read_is_read(
 
 def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"speculation.path: is null; name the folder of the eagle"
+        ValueError, match=r"speculation.draft_model_path: is null; name the folder of the eagle"
     ):
         load(main, "speculation.drafter=eagle")
-    with pytest.raises(ValueError, match=r"config.json: no such file; speculation.path names"):
+    with pytest.raises(
+        ValueError, match=r"config.json: no such file; speculation.draft_model_path names"
+    ):
         load_with(main, tmp_path, "eagle3")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="hidden_size"):
@@ -416,7 +422,11 @@ def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
     """Answers are those of no drafts, and more than one node deep something is accepted now and
     then; a beam that sees more than bits can tell is refused."""
     loaded = load_with(
-        main, write_head(tmp_path, kind), kind, "speculation.num_nodes=12", "speculation.top_k=5"
+        main,
+        write_head(tmp_path, kind),
+        kind,
+        "speculation.max_tree_nodes=12",
+        "speculation.top_k=5",
     )
     bench, plain = (
         Bench(loaded, num_drafts=3),
@@ -426,7 +436,7 @@ def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
     assert bench.generate(*asked) == plain.generate(*asked)
     assert sum(one.counts.num_accepted for one in bench.updates() if one.counts is not None) > 0
     with pytest.raises(ValueError, match="top_k=40: use at most 31"):
-        load_with(main, tmp_path, kind, "speculation.num_nodes=12", "speculation.top_k=40")
+        load_with(main, tmp_path, kind, "speculation.max_tree_nodes=12", "speculation.top_k=40")
 
 
 def facts(loaded: LoadedModel) -> tuple[str, ...]:
@@ -479,10 +489,16 @@ def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_p
             found[name] = weights
             raise Enough
 
-        sets = f"model.path={main}", "speculation.drafter=eagle3", f"speculation.path={head}"
+        sets = (
+            f"model.path={main}",
+            "speculation.drafter=eagle3",
+            f"speculation.draft_model_path={head}",
+        )
         for kind in (PREFILL, DECODE):
             with pytest.raises(Enough):
                 load_model(load_config(None, list(sets)), kind, check_digest=check)
     assert found["head"] == found["copy"] and len(set(found.values())) == 3
     digest = load(main, "model.kernels=native").digest
-    assert all(one.startswith(f"{digest} and speculation.path ") for one in found.values())
+    assert all(
+        one.startswith(f"{digest} and speculation.draft_model_path ") for one in found.values()
+    )

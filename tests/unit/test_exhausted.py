@@ -14,7 +14,7 @@ from ray.exceptions import (
 )
 
 from tandem.cluster.control.actors import RayControl
-from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.core.control import Service
 from tandem.core.errors import Overloaded, RankDied, RankLost, TandemError
 from tandem.core.schema import Failure, decode

@@ -20,10 +20,10 @@ if IS_INTERPRETED:
     pytest.skip("launches are noted, not made", allow_module_level=True)
 pytest.importorskip("triton")
 
-from benchmarks.driven.engines import Bench, load  # noqa: E402
 from benchmarks.gpu.device import Device  # noqa: E402
 from benchmarks.gpu.gang import spread_over  # noqa: E402
 from benchmarks.gpu.launches import Noted, noted  # noqa: E402
+from benchmarks.harness.engines import Bench, load  # noqa: E402
 from tandem.core.config import TINY_MODEL  # noqa: E402
 from tandem.core.request import ACCEPTANCES  # noqa: E402
 from tandem.decode_node.planning.forms import usual_keys  # noqa: E402

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 
 V2 = {
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.levels import Level
 from tandem.core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
 from tandem.model.drafters.base import Drafts, View
@@ -33,15 +33,15 @@ def loaded(folder: Path) -> LoadedModel:
     return replace(load(folder, "model.kernels=native"), think_ids=(3, 4))
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_mtp_gives_the_same_bits_within_the_program_and_before_it(
-    loaded: LoadedModel, loop: str
+    loaded: LoadedModel, overlap: bool
 ) -> None:
     """With everything that rows can ask for, what drafts were drawn from too."""
     assert isinstance(loaded.drafter, MtpDrafter)
     fed = FedMtp(loaded.drafter._network, loaded.drafter._layer)
-    fed_told, fed_caches, fed_bench = run(replace(loaded, drafter=fed), loop, 3)
-    told, caches, bench = run(loaded, loop, 3)
+    fed_told, fed_caches, fed_bench = run(replace(loaded, drafter=fed), overlap, 3)
+    told, caches, bench = run(loaded, overlap, 3)
     assert told == fed_told and bench.decode.num_steps == fed_bench.decode.num_steps
     assert all(map(torch.equal, caches, fed_caches))
     played = [
@@ -58,13 +58,13 @@ def answers(loaded: LoadedModel, num_drafts: int, asked: list[Request]) -> tuple
     return told, bench
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, loop: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, overlap: bool) -> None:
     """No row, no token, and the next step has drafts again."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 20, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     drafter = Failing()
-    bench = Bench(replace(loaded, drafter=drafter), num_drafts=2, max_rows=6, loop=loop)
+    bench = Bench(replace(loaded, drafter=drafter), num_drafts=2, max_rows=6, overlap=overlap)
     assert bench.generate(*asked) == expected
     bench.check_empty()
     assert bench.decode.programs._feeder.num_lost == 1 and drafter.num_calls > 8

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.driven.blocks import dense, random_blocks
+from benchmarks.harness.blocks import dense, random_blocks
 from tandem.model.kernels.base import BLOCK, Blocks, Kernels
 from tests.kernels import IS_INTERPRETED, TYPES
 from tests.numerics import UNIT, assert_near

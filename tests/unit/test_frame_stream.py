@@ -18,9 +18,9 @@ from tandem.core.pace import Pace
 from tandem.core.request import ERROR, TokenFrame
 from tandem.core.schema import pack
 from tandem.core.tasks import Tasks, cancelled
+from tandem.net import framing, listener
 from tandem.runtime import frames as frame_stream
 from tandem.runtime.frames import Frame, FrameServer, FrameStream, connect
-from tandem.wires import framing, listener
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, until
 

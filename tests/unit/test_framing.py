@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.wires import framing
-from tandem.wires.framing import MAX_STRANGERS, Inbox, Strangers, framed, receive
+from tandem.net import framing
+from tandem.net.framing import MAX_STRANGERS, Inbox, Strangers, framed, receive
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 9), min_size=1))

@@ -123,7 +123,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def kept(machines: FakeMachines, *sets: str) -> AsyncIterator[tuple[GangKeeper, list[Gang]]]:
     """A keeper and every value that its gang has had."""
-    config, seen = load(None, ["control.stuck_s=0.1", *sets]), list[Gang]()
+    config, seen = load(None, ["control.stall_timeout_s=0.1", *sets]), list[Gang]()
     keeper = GangKeeper(
         plan_gangs(config)[0], config, machines, machines, lambda: seen.append(keeper.gang)
     )
@@ -194,7 +194,7 @@ async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
         )
 
     machines = FakeMachines(doomed)
-    async with kept(machines, f"control.min_service_s={service_s}") as (keeper, seen):
+    async with kept(machines, f"control.failure_reset_s={service_s}") as (keeper, seen):
         await until(lambda: len(machines.lives) > 6)
         assert DOWN not in {gang.state for gang in seen} and "again" in note(keeper.gang)
         assert keeper.history.num_deaths == (1 if service_s == 0 else len(machines.lives) - 1)
@@ -271,7 +271,7 @@ async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_n
     def starts(rank: FakeRank) -> None:
         rank.is_frozen = rank.state.spec.epoch == 102
 
-    async with kept(FakeMachines(starts), "control.stuck_s=0.05") as (keeper, _):
+    async with kept(FakeMachines(starts), "control.stall_timeout_s=0.05") as (keeper, _):
         machines = keeper.machines
         await until(lambda: machines.lives)
         machines.lives[101].become()

@@ -165,7 +165,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def ready_gang() -> AsyncIterator[tuple[FakeMachines, GangKeeper, list[Gang]]]:
     machines = FakeMachines()
-    config = load(None, ["control.stuck_s=0.1", f"prefill.dp_size={NUM_RANKS}"])
+    config = load(None, ["control.stall_timeout_s=0.1", f"prefill.dp_size={NUM_RANKS}"])
     seen: list[Gang] = []
     plan = plan_gangs(config)[0]
     keeper = GangKeeper(plan, config, machines, machines, lambda: seen.append(keeper.gang))
@@ -476,7 +476,9 @@ def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
 def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
     gang = GangPlan("prefill-0", "prefill", 1, {"CPU": 1.0}, "larg")
     there = [machine("large", None, 8), machine("small", None, 8), machine(None, None, 8)]
-    assert "of prefill.group='larg'; of groups there are ['large', 'small']" in no_room(gang, there)
+    assert "of prefill.node_group='larg'; of groups there are ['large', 'small']" in no_room(
+        gang, there
+    )
     assert "of groups there are none" in no_room(gang, there[2:])
     text = no_room(replace(gang, group="large", num_ranks=9), there)
     assert "1 CPU for each of 9 ranks, of 8 in group 'large' 8 are free" in text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.driven.engines import load
+from benchmarks.harness.engines import load
 from tandem.model.loaded import LoadedModel
 from tests import golden
 from tests.counted import KINDS, PATH, figures

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.driven import tiny
-from benchmarks.driven.blocks import quantise
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.blocks import quantise
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.model.checkpoint.files import dequantise
 from tandem.model.kernels.base import BLOCK, Kernels
 from tandem.model.kernels.repeated import Eager, Function, Repeated

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.request import REJECTION, RELAXED, Request, Speculation
 from tandem.decode_node.program import launcher
 from tandem.model.loaded import LoadedModel
@@ -19,9 +19,9 @@ from tests.graphs import Graphs
 DRAFTERS = {
     "none": ["speculation.drafter=none"],
     "mtp": [],
-    "tree": ["speculation.num_nodes=4"],
+    "tree": ["speculation.max_tree_nodes=4"],
     "ngram": ["speculation.drafter=ngram"],
-    "self": ["speculation.drafter=self", "speculation.budget=3"],
+    "self": ["speculation.drafter=self", "speculation.draft_budget_pages=3"],
     "merged": ["speculation.drafter=ngram+mtp"],
 }
 
@@ -55,9 +55,9 @@ def asked() -> list[Request]:
     return [replace(one, sampling=end) for one, end in zip(rows, ends, strict=True)]
 
 
-def told(loaded: LoadedModel, loop: str) -> dict[str, list[Any]]:
+def told(loaded: LoadedModel, overlap: bool) -> dict[str, list[Any]]:
     """What each row got. They join one after the other, so programs of all sizes take turns."""
-    bench = Bench(loaded, num_drafts=3, max_rows=5, loop=loop, buckets=(1, 2, 3, 5))
+    bench = Bench(loaded, num_drafts=3, max_rows=5, overlap=overlap, buckets=(1, 2, 3, 5))
     while bench.decode.has_work():  # programs are made ahead
         bench.decode.step()
     for request in asked():
@@ -76,30 +76,30 @@ def told(loaded: LoadedModel, loop: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "loop"),
+    ("drafter", "overlap"),
     [
-        *((drafter, "overlapped") for drafter in DRAFTERS),
+        *((drafter, True) for drafter in DRAFTERS),
         *(
-            pytest.param(drafter, "plain", marks=() if drafter == "mtp" else pytest.mark.slow)
+            pytest.param(drafter, False, marks=() if drafter == "mtp" else pytest.mark.slow)
             for drafter in DRAFTERS
         ),
     ],
 )
 def test_nothing_of_a_graph_is_read_after_the_next_one(
-    folder: Any, _copies: None, drafter: str, loop: str
+    folder: Any, _copies: None, drafter: str, overlap: bool
 ) -> None:
-    loaded = load(folder, "model.kernels=native", "speculation.num_tokens=3", *DRAFTERS[drafter])
+    loaded = load(folder, "model.kernels=native", "speculation.max_depth=3", *DRAFTERS[drafter])
     graphs = Graphs()
-    answers = told(replace(loaded, kernels=graphs, refused={}), loop)
+    answers = told(replace(loaded, kernels=graphs, refused={}), overlap)
     assert sum(one.num_replays for one in graphs.pool) > 20
-    assert answers == told(loaded, loop)
+    assert answers == told(loaded, overlap)
 
 
 def test_who_reads_a_verdict_in_place_would_be_found_out(
     folder: Any, _copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load(folder, "model.kernels=native", "speculation.num_tokens=3")
-    expected = told(loaded, "overlapped")
+    loaded = load(folder, "model.kernels=native", "speculation.max_depth=3")
+    expected = told(loaded, True)
     monkeypatch.setattr(launcher, "download", lambda rows: rows)
-    found = told(replace(loaded, kernels=Graphs(), refused={}), "overlapped")
+    found = told(replace(loaded, kernels=Graphs(), refused={}), True)
     assert found != expected

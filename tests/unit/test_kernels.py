@@ -614,7 +614,7 @@ def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     given = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
     with pytest.raises(ValueError, match="model.kernels='auto': .*no C compiler: install gcc"):
         create_kernels("auto", *given)
-    assert create_kernels("plain", *given).name == "plain"
+    assert create_kernels("torch", *given).name == "torch"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ OURS = {
     "text",
     "model",
     "kv_transfer",
-    "wires",
+    "net",
     "runtime",
     "prefill_node",
     "decode_node",
@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "core": set(),
     "text": {"core"},
     "model": {"core", "text"},
-    "wires": {"core"},
-    "kv_transfer": {"core", "wires"},
-    "runtime": {"core", "model", "kv_transfer", "wires"},
-    "prefill_node": {"core", "model", "kv_transfer", "runtime", "wires"},
-    "decode_node": {"core", "text", "model", "kv_transfer", "runtime", "wires"},
+    "net": {"core"},
+    "kv_transfer": {"core", "net"},
+    "runtime": {"core", "model", "kv_transfer", "net"},
+    "prefill_node": {"core", "model", "kv_transfer", "runtime", "net"},
+    "decode_node": {"core", "text", "model", "kv_transfer", "runtime", "net"},
     "colocated_node": OURS - {"colocated_node", "cluster", EDGE},
     "cluster": OURS - {"cluster", EDGE},
     EDGE: {"cluster", "core"},
@@ -125,7 +125,7 @@ def test_ray_and_grpc_stay_in_their_rooms() -> None:
 
 
 def test_torch_distributed_only_where_a_group_is_owned() -> None:
-    owners = {"wires/groups.py", "wires/nccl.py", "runtime/gang/collectives.py"}
+    owners = {"net/groups.py", "net/nccl.py", "runtime/gang/collectives.py"}
     for path in files(*OURS):
         if any(name.startswith("torch.distributed") for name in imports(path)):
             assert str(path.relative_to(ROOT)) in owners, path

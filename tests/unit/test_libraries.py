@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.driven.blocks import dense, random_blocks
+from benchmarks.harness.blocks import dense, random_blocks
 from tandem.core.config import TINY_MODEL
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import create_kernels
@@ -235,8 +235,8 @@ def test_who_has_no_flashmla_is_told_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flashmla, "find_spec", lambda name: None)
     monkeypatch.setenv("CC", "cc")
     config = ModelConfig.from_dir(TINY_MODEL)
-    with pytest.raises(ValueError, match="'libraries' cannot be had: .*install the extra gpu"):
-        create_kernels("libraries", config, torch.device("cuda"))
+    with pytest.raises(ValueError, match="'vendor' cannot be had: .*install the extra gpu"):
+        create_kernels("vendor", config, torch.device("cuda"))
 
 
 def test_the_library_that_is_installed_has_the_operator_that_we_know() -> None:

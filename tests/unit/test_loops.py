@@ -8,8 +8,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.identity import Identity
 from tandem.core.levels import chains
@@ -90,19 +90,19 @@ def plain(loaded: LoadedModel) -> Answers:
 
 
 @pytest.mark.parametrize(
-    ("loop", "buckets"),
+    ("overlap", "buckets"),
     [
-        ("plain", (2, 3)),
-        ("plain", (4,)),
-        ("overlapped", None),
-        ("overlapped", (2, 3)),
-        ("overlapped", (4,)),
+        (False, (2, 3)),
+        (False, (4,)),
+        (True, None),
+        (True, (2, 3)),
+        (True, (4,)),
     ],
 )
 def test_loops_and_buckets_emit_the_same(
-    loaded: LoadedModel, plain: Answers, loop: str, buckets: tuple[int, ...] | None
+    loaded: LoadedModel, plain: Answers, overlap: bool, buckets: tuple[int, ...] | None
 ) -> None:
-    other = answers_of(Bench(loaded, loop=loop, buckets=buckets), mixed_requests(loaded))
+    other = answers_of(Bench(loaded, overlap=overlap, buckets=buckets), mixed_requests(loaded))
     assert other == plain
     assert {reason for _, reason in plain.values()} == {"stop", "length"}
 
@@ -111,7 +111,7 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
     """What a preempted sequence has told is the beginning of its answer, without a gap."""
     requests = [greedy(f"r{i}", list(range(5, 25)), 60, ignore_eos=True) for i in range(3)]
     whole = answers_of(Bench(loaded), requests)
-    bench = Bench(loaded, loop="overlapped", num_pages=24)
+    bench = Bench(loaded, overlap=True, num_pages=24)
     for request in requests:
         bench.start(request)
     while bench.decode.has_work():
@@ -136,7 +136,7 @@ def test_who_has_ended_with_its_first_token_keeps_nobody_turning(loaded: LoadedM
 
 
 def test_pages_stay_while_a_step_may_touch_them(loaded: LoadedModel) -> None:
-    bench = Bench(loaded, loop="overlapped")
+    bench = Bench(loaded, overlap=True)
     bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
     bench.decode.step()
     held = bench.num_pages - 1 - bench.pool.num_available
@@ -152,7 +152,7 @@ def test_pages_stay_while_a_step_may_touch_them(loaded: LoadedModel) -> None:
 def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
     loaded: LoadedModel,
 ) -> None:
-    bench = Bench(loaded, loop="overlapped")
+    bench = Bench(loaded, overlap=True)
     names = [f"r{i}" for i in range(3)]
     for name in names:
         bench.start(greedy(name, list(range(5, 25)), 60, ignore_eos=True))
@@ -168,10 +168,10 @@ def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
     assert (len(ids), reason) == (9, "length")
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, loop: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, overlap: bool) -> None:
     """Its row may still say what its last owner had there; its pages go when it is dropped."""
-    bench = Bench(loaded, num_drafts=2, max_rows=3, loop=loop)
+    bench = Bench(loaded, num_drafts=2, max_rows=3, overlap=overlap)
     beside = greedy("beside", [5, 6, 7], 12, ignore_eos=True)
     expected = Bench(loaded, num_drafts=2).generate(beside)
     first, _ = bench.start(beside)
@@ -192,7 +192,7 @@ def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, loop: str) -> None:
 
 
 def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:
-    bench = Bench(loaded, loop="overlapped", num_drafts=0)
+    bench = Bench(loaded, overlap=True, num_drafts=0)
     bench.start(greedy("r", list(range(5, 25)), 8, ignore_eos=True))
     programs = bench.decode.programs
     programs.run = counting = Mock(side_effect=programs.run)
@@ -207,7 +207,7 @@ def test_buckets_hold_their_rows(num_rows: int, size: int) -> None:
 
 
 def test_buckets_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"decode.batch_buckets: \[0, 9\]"):
+    with pytest.raises(ValueError, match=r"decode.batch_sizes: \[0, 9\]"):
         buckets_of((0, 4, 9), 8, "cpu")
 
 
@@ -220,7 +220,7 @@ def test_default_buckets_of_a_gpu(max_rows: int) -> None:
 
 def test_all_kernels_give_the_same_answers() -> None:
     answers = []
-    for kernels in ("plain", "native"):
+    for kernels in ("torch", "native"):
         loaded = load(TINY_MODEL, f"model.kernels={kernels}")
         assert loaded.kernels.name == kernels
         answers.append(answers_of(Bench(loaded), mixed_requests(loaded)))
@@ -235,7 +235,7 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     In bfloat16: grouped products are traced in no other dtype. tests/unit/test_fake_steps.py holds
     the same of all drafters whenever tests run.
     """
-    loaded = load(folder, "model.kernels=plain", "model.dtype=bfloat16")
+    loaded = load(folder, "model.kernels=torch", "model.dtype=bfloat16")
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
@@ -268,7 +268,7 @@ def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """It may still write to them: that step, or the one on its way."""
-    bench = Bench(loaded, loop="overlapped")
+    bench = Bench(loaded, overlap=True)
     bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
     bench.decode.step()
     free, free_at_end = bench.pool.num_available, list[int]()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import load as load_config
 from tandem.core.info import PREFILL
 from tandem.model.drafters.choices import Choice, ordered, parents_of
@@ -137,8 +137,8 @@ def test_drafts_are_those_of_the_formula(
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
     (tmp_path / "choices.json").write_text(json.dumps(CHOICES))
     size = "null" if num_nodes is None else str(num_nodes)
-    sets = "speculation.drafter=medusa", f"speculation.path={tmp_path}"
-    loaded = load(folder, *sets, f"speculation.num_nodes={size}")
+    sets = "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}"
+    loaded = load(folder, *sets, f"speculation.max_tree_nodes={size}")
     choices = CHOICES if num_nodes else [[0], [0, 0], [0, 0, 0]]
     spy = Spy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), page_size=4)
@@ -162,7 +162,11 @@ def test_drafts_are_those_of_the_formula(
 
 def test_prefill_nodes_read_no_heads_and_ship_hidden_states(tmp_path: Path, folder: Path) -> None:
     save_file(heads(1, True), tmp_path / "medusa_lm_head.safetensors")
-    sets = [f"model.path={folder}", "speculation.drafter=medusa", f"speculation.path={tmp_path}"]
+    sets = [
+        f"model.path={folder}",
+        "speculation.drafter=medusa",
+        f"speculation.draft_model_path={tmp_path}",
+    ]
     loaded = load_model(load_config(None, sets), PREFILL)
     assert isinstance(loaded.drafter, MedusaDrafter)
     assert not len(loaded.drafter.heads) and loaded.drafter.num_features == 48
@@ -173,10 +177,10 @@ def test_prefill_nodes_read_no_heads_and_ship_hidden_states(tmp_path: Path, fold
 
 def test_zero_hidden_changes_no_token(tmp_path: Path, folder: Path) -> None:
     save_file(heads(1, True), tmp_path / "medusa_lm_head.safetensors")
-    loaded = load(folder, "speculation.drafter=medusa", f"speculation.path={tmp_path}")
+    loaded = load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}")
     asked = greedy("r", prompt(9), 20, ignore_eos=True)
     [plain] = Bench(loaded, num_drafts=0).generate(asked)
-    assert Bench(loaded, ship_hidden=False).generate(asked) == [plain]
+    assert Bench(loaded, handover_hidden=False).generate(asked) == [plain]
 
 
 def _foreign(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,20 +211,20 @@ def _no_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_foreign_heads_are_refused(tmp_path: Path, folder: Path, change: Any, told: str) -> None:
     save_file(change(heads(1, True)), tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(ValueError, match=told):
-        load(folder, "speculation.drafter=medusa", f"speculation.path={tmp_path}")
+        load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}")
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path, folder: Path) -> None:
     for path, told in ((tmp_path, "has none of medusa_lm_head"), ("null", "name the folder")):
         with pytest.raises(ValueError, match=told):
-            load(folder, "speculation.drafter=medusa", f"speculation.path={path}")
+            load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={path}")
     torch.save({"0.0.linear.weight": 7}, tmp_path / "medusa_lm_head.pt")
     with pytest.raises(ValueError, match="medusa_lm_head.pt: cannot be read"):
-        load(folder, "speculation.drafter=medusa", f"speculation.path={tmp_path}")
+        load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}")
     for name in ("medusa_lm_head.pt", "medusa_lm_head.safetensors"):
         (tmp_path / name).write_bytes(b"no weights")
         with pytest.raises(ValueError, match=f"{name}: (cannot be read|is not a readable)"):
-            load(folder, "speculation.drafter=medusa", f"speculation.path={tmp_path}")
+            load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,17 @@ def test_choices_that_are_none_are_refused(
 ) -> None:
     save_file(heads(1, True), tmp_path / "medusa_lm_head.safetensors")
     (tmp_path / "mine.json").write_text(text)
-    sets = f"speculation.path={tmp_path}", f"speculation.choices={tmp_path / 'mine.json'}"
+    sets = (
+        f"speculation.draft_model_path={tmp_path}",
+        f"speculation.medusa_choices={tmp_path / 'mine.json'}",
+    )
     with pytest.raises(ValueError, match=told):
-        load(folder, "speculation.drafter=medusa", "speculation.num_nodes=63", *sets)
+        load(folder, "speculation.drafter=medusa", "speculation.max_tree_nodes=63", *sets)
 
 
 def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: Path) -> None:
     """Chains would be drafted, silently."""
-    sets = f"speculation.path={tmp_path}", "speculation.choices=any.json"
+    sets = f"speculation.draft_model_path={tmp_path}", "speculation.medusa_choices=any.json"
     with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.num_nodes"):
         load(folder, "speculation.drafter=medusa", *sets)
 

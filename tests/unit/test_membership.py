@@ -66,7 +66,7 @@ def test_who_has_failed_is_not_adopted() -> None:
 
 def test_the_later_room_and_process_and_the_latest_config_count() -> None:
     assert names([state("decode-0", 9), state("decode-0", 4)]) == [["decode-0.9.0"]]
-    stale = state("prefill-0", 3, config='{"mode": "split"}')
+    stale = state("prefill-0", 3, config='{"mode": "disaggregated"}')
     assert names([stale, state("decode-0", 4)]) == [["decode-0.4.0"]]
     again = state("decode-0", 9, 1, 2)
     again = replace(again, spec=replace(again.spec, room=4))
@@ -86,10 +86,10 @@ def test_a_config_asks_for_its_gangs() -> None:
 
 
 def test_differing_keys_are_named_with_both_values() -> None:
-    mine = load(None, ["decode.max_rows=4", "server.max_queued=9"])
-    assert differences(mine, load(None, ["decode.max_rows=4"])) == []
+    mine = load(None, ["decode.max_num_seqs=4", "server.max_queued=9"])
+    assert differences(mine, load(None, ["decode.max_num_seqs=4"])) == []
     found = differences(mine, load(None, ["kv.page_size=16"]))
-    assert found == ["decode.max_rows is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
+    assert found == ["decode.max_num_seqs is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
 
 
 @pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])

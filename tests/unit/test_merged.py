@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import load
 from tandem.model.drafters.base import Drafts
 from tandem.model.drafters.merged import merged
 from tandem.model.network.tree import tree_of
@@ -62,7 +62,9 @@ def test_who_cannot_be_merged_is_refused_by_name(folder: Path) -> None:
         assert f"speculation.drafter: '{name}'" in str(told.value)
     with pytest.raises(ValueError, match="speculation.drafter: 'mtp.ngram' cannot be had"):
         load(folder, "speculation.drafter=mtp+ngram")
-    with pytest.raises(ValueError, match=r"speculation.num_nodes=8: ngram.mtp .* leave it null"):
-        load(folder, "speculation.drafter=ngram+mtp", "speculation.num_nodes=8")
-    with pytest.raises(ValueError, match="speculation.path"):
+    with pytest.raises(
+        ValueError, match=r"speculation.max_tree_nodes=8: ngram.mtp .* leave it null"
+    ):
+        load(folder, "speculation.drafter=ngram+mtp", "speculation.max_tree_nodes=8")
+    with pytest.raises(ValueError, match="speculation.draft_model_path"):
         load(folder, "speculation.drafter=ngram+eagle")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.driven.tiny import BASE
+from benchmarks.harness.tiny import BASE
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.drafters.mtp import MtpLayer
 from tandem.model.network.deepseek import DeepseekV3

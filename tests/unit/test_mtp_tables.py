@@ -255,7 +255,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
         device=torch.device("cpu"),
     )
     pool = PagePool(9, PAGE_SIZE)
-    config = TandemConfig(prefill=PrefillConfig(max_batch_tokens=max_batch_tokens))
+    config = TandemConfig(prefill=PrefillConfig(max_num_batched_tokens=max_batch_tokens))
     spec, loop = RankSpec("p", PREFILL, 1), EngineLoop("never started")
     parts = RankParts(spec, config, loaded, pool, caches(), loop)
     engine = PrefillEngine(parts, progress.append, lambda *failed: None)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.levels import Level
 from tandem.core.request import STRICT, Request, SamplingParams
 from tandem.decode_node.planning.step_plan import StepKey
@@ -27,7 +27,7 @@ from tests.trees import path_to
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
 from tests.unit.test_sampling import sampling_rows
 
-TREE = ("speculation.num_nodes=9", "speculation.num_tokens=3", "speculation.top_k=3")
+TREE = ("speculation.max_tree_nodes=9", "speculation.max_depth=3", "speculation.top_k=3")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_a_search_without_caches(loaded: LoadedModel) -> Non
 def test_a_beam_of_one_drafts_the_chain(folder: Path, loaded: LoadedModel) -> None:
     """Also for sampled rows and rows with rules, in every step, to the token."""
     told = []
-    for sets in ((), ("speculation.num_nodes=3", "speculation.top_k=1")):
+    for sets in ((), ("speculation.max_tree_nodes=3", "speculation.top_k=1")):
         loaded = load(folder, *sets)
         spy = TreeSpy(loaded.drafter)
         bench = Bench(replace(loaded, drafter=spy))
@@ -172,9 +172,9 @@ def test_what_a_beam_writes_lies_behind_the_text_on_pages_of_the_row(loaded: Loa
 @pytest.mark.parametrize(
     ("sets", "told"),
     [
-        (("speculation.num_nodes=13", "speculation.top_k=2"), "no more than 10; raise"),
-        (("speculation.num_tokens=8", "speculation.top_k=10"), "use at most 9 with"),
-        (("speculation.num_nodes=64",), "num_nodes"),
+        (("speculation.max_tree_nodes=13", "speculation.top_k=2"), "no more than 10; raise"),
+        (("speculation.max_depth=8", "speculation.top_k=10"), "use at most 9 with"),
+        (("speculation.max_tree_nodes=64",), "num_nodes"),
         (("speculation.top_k=0",), "top_k"),
     ],
 )

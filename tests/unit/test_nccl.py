@@ -17,7 +17,7 @@ from tandem.core.errors import HandoverError
 from tandem.kv_transfer import nccl
 from tandem.kv_transfer.base import Channel
 from tandem.kv_transfer.nccl import NcclBackend, NcclWire
-from tandem.wires.nccl import SETTINGS, interface_of
+from tandem.net.nccl import SETTINGS, interface_of
 from tests.waiting import PATIENCE_S, wait_until
 
 

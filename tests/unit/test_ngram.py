@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from benchmarks.driven.engines import load
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import Request
 from tandem.model.drafters.ngram import NgramDrafter, continued
@@ -86,12 +86,12 @@ def asked() -> list[Request]:
     return everything(held_out(6, 100, 140, seed=3))
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_answers_are_those_without_drafts(
-    loaded: LoadedModel, asked: list[Request], loop: str
+    loaded: LoadedModel, asked: list[Request], overlap: bool
 ) -> None:
     expected, _ = answers(loaded, asked, num_drafts=0)
-    told, bench = answers(loaded, asked, loop=loop, num_drafts=4)
+    told, bench = answers(loaded, asked, overlap=overlap, num_drafts=4)
     assert told == expected
     counts = [one.counts for one in bench.updates() if one.counts is not None]
     assert sum(one.num_accepted for one in counts) > 20

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation, TokenBias
 from tandem.model.network.cache import MAIN
 from tests.kernels import native_only
@@ -89,7 +89,7 @@ def bench_of(folder: Path, kernels: str, num_drafts: int, *sets: str) -> Bench:
 
 
 kernels_and_drafts = pytest.mark.parametrize(
-    ("kernels", "num_drafts"), [("native", 0), ("native", 3), ("plain", 0), ("plain", 3)]
+    ("kernels", "num_drafts"), [("native", 0), ("native", 3), ("torch", 0), ("torch", 3)]
 )
 
 
@@ -210,12 +210,12 @@ def test_a_request_that_forbids_every_token(
     bench.check_empty()
 
 
-TREE = "speculation.num_nodes=9", "speculation.num_tokens=3", "speculation.top_k=3"
+TREE = "speculation.max_tree_nodes=9", "speculation.max_depth=3", "speculation.top_k=3"
 
 
 @pytest.mark.parametrize("name", ["layers.3.eh_proj", "layers.3.mlp.experts.2."])
 @pytest.mark.parametrize("sets", [(), TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize(
     "acceptance",
     often(["greedy", STRICT, REJECTION, REJECTION_GREEDY], ["greedy", REJECTION]),
@@ -234,7 +234,7 @@ def test_a_draft_layer(
 
 
 @pytest.mark.parametrize("sets", [(), TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_a_token_that_no_answer_has(clean: Path, kernels: str, sets: tuple[str, ...]) -> None:
     """Drafts have it: then what comes after it in the step is no number, and nobody's loss."""
     answers = chain(*(tokens for tokens, _ in all_expected(clean)))

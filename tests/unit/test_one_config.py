@@ -22,7 +22,7 @@ from tandem.text.tokenizer import Tokenizer, tokenizer_digest
 from tests.unit.test_membership import INFO
 
 MINE = load(None, [])
-OTHER = load(None, ["decode.max_rows=3", "model.max_model_len=64"])
+OTHER = load(None, ["decode.max_num_seqs=3", "model.max_model_len=64"])
 DEAD = Gang("decode-0", DECODE, 4, DOWN, is_given_up=True, num_deaths=3)
 
 
@@ -38,12 +38,12 @@ class FakeController:
         return self.data
 
     async def _attach(self, config_json: str) -> bytes:
-        return encode_failure(ValueError("config: decode.max_rows is 3 there, 16 here"))
+        return encode_failure(ValueError("config: decode.max_num_seqs is 3 there, 16 here"))
 
 
 def test_settings_of_a_gateway_alone_are_no_part_of_the_digest() -> None:
     assert shared_digest(load(None, ["server.max_queued=7"])) == shared_digest(MINE)
-    assert shared_digest(load(None, ["decode.max_rows=3"])) != shared_digest(MINE)
+    assert shared_digest(load(None, ["decode.max_num_seqs=3"])) != shared_digest(MINE)
     assert shared_digest(load(None, ["model.path=/elsewhere"])) != shared_digest(MINE)
 
 
@@ -54,7 +54,7 @@ async def test_a_gateway_stops_following_a_cluster_of_another_config(
     members = RayMembers(MINE, controller, Membership((1, 6), (DEAD,), shared_digest(MINE)))
     now = await members.changed((1, 6))
     assert now.version == (1, 7) and now.gangs == ()
-    assert "decode.max_rows is 3 there, 16 here" in caplog.text
+    assert "decode.max_num_seqs is 3 there, 16 here" in caplog.text
 
 
 async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
@@ -69,7 +69,7 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))
     controller._gangs = {"decode-0": SimpleNamespace(history=History(has_served=True))}  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"decode\.max_rows is 16 there, 3 here.*tandem stop"):
+    with pytest.raises(ValueError, match=r"decode\.max_num_seqs is 16 there, 3 here.*tandem stop"):
         await controller._attach(OTHER)
     assert controller._config is MINE
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import POISON, Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.batch import Batch, Segment, pack, physical_slots
@@ -130,11 +130,11 @@ def test_greedy_tokens(checkpoint: Path, num_drafts: int) -> None:
         for i, ids in enumerate(prompts)
         for limit in range(min(1, num_drafts), num_drafts + 1)
     ]
-    for ship_hidden in (True, False) if num_drafts else (True,):
+    for handover_hidden in (True, False) if num_drafts else (True,):
         bench = Bench(
             loaded,
             num_drafts=num_drafts,
-            ship_hidden=ship_hidden,
+            handover_hidden=handover_hidden,
             max_batch_tokens=6,
             max_rows=len(asked),
         )

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import POISON, Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.core.identity import Identity
 from tandem.model.drafters.base import UNKNOWN
 from tandem.model.loaded import LoadedModel

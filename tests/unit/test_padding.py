@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load, planner_of
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load, planner_of
 from tandem.core.levels import Level, chains
 from tandem.core.request import Request
 from tandem.decode_node.planning.lengths import most_wanted
@@ -82,9 +82,9 @@ def pages_of(bench: Bench) -> list[Tensor]:
     return [cache[1:].clone() for cache in bench.all_caches()]
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
-    loaded: LoadedModel, loop: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pass, at the planned shape; and its caches, rows and pages are as before."""
     spy, batches, passes = Witness(loaded.drafter), [], []
@@ -105,7 +105,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
     monkeypatch.setattr(type(loaded.network), "tapped", recording)
     monkeypatch.setattr(MtpLayer, "predict", recording_predict)
     monkeypatch.setattr(MtpLayer, "write", recording_write)
-    bench = bench_of(replace(loaded, drafter=spy), loop=loop, planner=BusyGang())
+    bench = bench_of(replace(loaded, drafter=spy), overlap=overlap, planner=BusyGang())
     everyone = torch.arange(NUM_ROWS + 1)
     rows = each(Tensor.clone, select(bench.decode._launcher.rows._table, everyone))
     before = pages_of(bench)
@@ -134,12 +134,12 @@ def check_equal(rows: object, others: object) -> None:
     each(check, rows, others)
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
-    loaded: LoadedModel, alone: list[tuple[list[int], str]], loop: str
+    loaded: LoadedModel, alone: list[tuple[list[int], str]], overlap: bool
 ) -> None:
     gang = BusyGang()
-    bench = bench_of(loaded, loop=loop, planner=gang)
+    bench = bench_of(loaded, overlap=overlap, planner=gang)
     for _ in range(2):
         gang.is_asked = True
         for _ in range(7):
@@ -172,9 +172,9 @@ def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) ->
     assert int(before.state.num_known_B) == 2 and not before.real_B.any()
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
-    loaded: LoadedModel, alone: list[tuple[list[int], str]], loop: str
+    loaded: LoadedModel, alone: list[tuple[list[int], str]], overlap: bool
 ) -> None:
     """The plan stands; the others do not notice."""
 
@@ -187,7 +187,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
             return plan
 
     planner = Cut(planner_of(loaded, NUM_DRAFTS, most_wanted))
-    bench = bench_of(loaded, loop=loop, planner=planner)
+    bench = bench_of(loaded, overlap=overlap, planner=planner)
     answers = bench.generate(*requests())
     assert answers[0] == alone[0] and answers[2] == alone[2]
     assert answers[1][1] is None and answers[1][0] == alone[1][0][: len(answers[1][0])]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.core.config import load as load_config
 from tandem.core.errors import StalePages
 from tandem.core.info import DECODE

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, load
-from benchmarks.driven.exact import MARGIN
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, load
+from benchmarks.harness.exact import MARGIN
 from tandem.core.request import Request, SamplingParams, Speculation, TokenBias
 from tandem.model.loaded import LoadedModel
 from tests.numerics import assert_near, network_rounding

@@ -10,7 +10,7 @@ from tandem.core.forms import CAPTURED, EAGER, RECORDED
 from tandem.core.levels import chains
 from tandem.core.request import ACCEPTANCES
 from tandem.decode_node.planning.forms import MAX_KEPT, MOST_EAGER, MOST_REFUSED, Forms, usual_keys
-from tandem.decode_node.planning.lengths import Costs, by_load, most_wanted, record
+from tandem.decode_node.planning.lengths import Costs, adaptive, most_wanted, record
 from tandem.decode_node.planning.step_plan import (
     MAKE,
     MOST_EXTRAS,
@@ -203,7 +203,7 @@ def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None
 
 def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
     """So planning twice from the same costs gives the same, and the same costs after it."""
-    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), adaptive, CATCH_UP)
     report = Report(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
     proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
@@ -212,7 +212,7 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
 
 
 def test_the_last_step_before_nobody_has_work_is_learnt_of_too() -> None:
-    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), adaptive, CATCH_UP)
     report = Report(StepKey(1, 3, 4), 0.2, (1, 1, 1), (1, 1, 1))
     assert planner([replace(IDLE, report=report)]) is None
     assert planner._costs.of_size(1).step_s == [0.0, 0.0, 0.0, 0.2]
@@ -223,7 +223,7 @@ def test_ranks_may_report_different_steps() -> None:
     wide = Report(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
     narrow = Report(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]
-    planner = StepPlanner(BUCKETS, chains(3), by_load, CATCH_UP)
+    planner = StepPlanner(BUCKETS, chains(3), adaptive, CATCH_UP)
     planner(proposals)
     costs, apart = planner._costs, Costs.unknown(chains(3))
     record(apart, [wide, wide])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.model.drafters.base import Emitted
 from tandem.model.drafters.ngram import PooledDrafter
 from tandem.model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled

@@ -54,8 +54,12 @@ class Kept:
         config = load(
             None,
             [
-                *("prefill.dp_size=4", "prefill.num_redundant_experts=4", "control.stop_s=0.05"),
-                f"control.drain_s={drain_s}",
+                *(
+                    "prefill.dp_size=4",
+                    "prefill.num_redundant_experts=4",
+                    "control.stop_timeout_s=0.05",
+                ),
+                f"control.drain_timeout_s={drain_s}",
             ],
         )
         self.states: list[str] = []

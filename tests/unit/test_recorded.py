@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.forms import CAPTURED
 from tandem.core.levels import chains
@@ -163,9 +163,9 @@ def everything() -> list[Request]:
     return asked
 
 
-def run(loaded: LoadedModel, loop: str, num_drafts: int) -> tuple[list, list[Tensor], Bench]:
+def run(loaded: LoadedModel, overlap: bool, num_drafts: int) -> tuple[list, list[Tensor], Bench]:
     """Rows leave one after the other: many keys."""
-    bench = Bench(loaded, num_drafts=num_drafts, max_rows=6, loop=loop)
+    bench = Bench(loaded, num_drafts=num_drafts, max_rows=6, overlap=overlap)
     for request in everything():
         bench.start(request)
     for i in range(6):
@@ -178,19 +178,19 @@ def run(loaded: LoadedModel, loop: str, num_drafts: int) -> tuple[list, list[Ten
     return told, bench.all_caches(), bench
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_recorded_steps_are_eager_ones_to_the_last_bit(
-    loaded: LoadedModel, loop: str, num_drafts: int
+    loaded: LoadedModel, overlap: bool, num_drafts: int
 ) -> None:
     assert loaded.form == "recorded"
     kernels = type(loaded.kernels)
-    told, caches, bench = run(loaded, loop, num_drafts)
+    told, caches, bench = run(loaded, overlap, num_drafts)
     played = [one for _, one in bench.decode.programs.kept.values() if one.operators]
     assert len(played) >= 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "repeated", lambda self, function: Eager(function))
-        eager, eager_caches, _ = run(loaded, loop, num_drafts)
+        eager, eager_caches, _ = run(loaded, overlap, num_drafts)
     assert told == eager
     assert all(map(torch.equal, caches, eager_caches))
 
@@ -224,7 +224,7 @@ def report_at(program_s: float, is_usual: bool) -> Report:
 
 
 def test_kernels_of_torch_are_called_eagerly_and_every_step_of_theirs_counts() -> None:
-    plain = load(TINY_MODEL, "model.kernels=plain")
+    plain = load(TINY_MODEL, "model.kernels=torch")
     assert plain.form == "eager"
     bench = Bench(plain, num_drafts=1)
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
@@ -251,7 +251,7 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     monkeypatch.setattr(type(loaded.kernels), "form", CAPTURED)
-    bench = Bench(loaded, max_rows=6, draft_length="by_load", buckets=(2, 4, 6))
+    bench = Bench(loaded, max_rows=6, draft_length="adaptive", buckets=(2, 4, 6))
     made = bench.decode.programs.kept
     caches = [cache.clone() for cache in bench.all_caches()]
     while bench.decode.has_work():
@@ -299,10 +299,10 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     bench.check_empty()
 
 
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: bool, loop: str
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: bool, overlap: bool
 ) -> None:
     """And if it cannot be, nobody is harmed."""
     asked = everything()
@@ -314,7 +314,7 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
         monkeypatch.setattr(kernels, "repeated", lambda function: broken)
     monkeypatch.setattr("tandem.decode_node.planning.forms.MOST_EAGER", 2)
     monkeypatch.setattr("tandem.decode_node.planning.step_planner.usual_keys", lambda *told: [])
-    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, loop=loop)
+    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, overlap=overlap)
     step, busy = bench.decode.step, list[int]()
 
     def guarded() -> None:

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from tandem.cluster.client.options import GenerateOptions, build_request
-from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_unchecked
 from tandem.cluster.gateway.answer import Answer
 from tandem.cluster.gateway.checks import bounds, checked
 from tandem.cluster.proto import tandem_pb2 as pb
@@ -361,7 +361,7 @@ def test_a_noun_and_its_message_have_the_same_fields(noun: Any, message: Any) ->
 
 def test_a_status_survives_the_wire() -> None:
     node = RankStatus("d-0", "decode", 1, False, max_tokens=2**62 + 1, counters={"step_s": 0.1})
-    status = ServerStatus("DRAINING", "split", 3, (node, node))
+    status = ServerStatus("DRAINING", "disaggregated", 3, (node, node))
     assert from_proto(ServerStatus, to_proto(pb.Status, status)) == status
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels.base import PLAIN, Kernels
 from tandem.model.network.moe import Gate

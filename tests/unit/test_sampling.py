@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 from tandem.core.request import Request, SamplingParams, TokenBias
 from tandem.model.checkpoint.tensors import select
 from tandem.model.sampling.adjust import adjust, count_emitted, no_rules, set_rules

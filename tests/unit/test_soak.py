@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.engines import Bench, load
-from benchmarks.driven.tiny import reference_greedy
+from benchmarks.harness.engines import Bench, load
+from benchmarks.harness.tiny import reference_greedy
 from benchmarks.soak.check import Checker, first_stop, score_ties, to_request
 from benchmarks.soak.freed import Freed
 from benchmarks.soak.load import Answer, Load

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import load as load_config
 from tandem.model.loaded import LoadedModel
 from tests.unit.test_drafts import Spy, prompt
 
 PAGE_SIZE, NUM_DRAFTS, NUM_TOKENS = 4, 3, 30
-SELF = "speculation.drafter=self", f"speculation.num_tokens={NUM_DRAFTS}"
+SELF = "speculation.drafter=self", f"speculation.max_depth={NUM_DRAFTS}"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded_with(folder: Path, budget: int, *sets: str) -> LoadedModel:
-    asked = *SELF, f"speculation.budget={budget}", f"kv.page_size={PAGE_SIZE}"
+    asked = *SELF, f"speculation.draft_budget_pages={budget}", f"kv.page_size={PAGE_SIZE}"
     return load(folder, *asked, "model.kernels=native", *sets)
 
 
@@ -89,11 +89,14 @@ def test_over_all_pages_every_draft_is_accepted(folder: Path, dtype: str) -> Non
 
 
 def test_wrong_budgets_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ValueError, match="speculation.budget=0: .* 3"):
-        load_config(sets=[*SELF, "speculation.budget=0"])
-    wrong = r"speculation.budget=33: 128 tokens .model.max_model_len. have 32 pages .* at most 32"
+    with pytest.raises(ValueError, match="speculation.draft_budget_pages=0: .* 3"):
+        load_config(sets=[*SELF, "speculation.draft_budget_pages=0"])
+    wrong = (
+        r"speculation.draft_budget_pages=33: 128 tokens .model.max_model_len. have 32 "
+        r"pages .* at most 32"
+    )
     with pytest.raises(ValueError, match=wrong):
         loaded_with(folder, 33, "model.max_model_len=128")
     loaded_with(folder, 32, "model.max_model_len=128")
-    with pytest.raises(ValueError, match="speculation.num_nodes=8: self drafts chains"):
-        loaded_with(folder, 8, "speculation.num_nodes=8")
+    with pytest.raises(ValueError, match="speculation.max_tree_nodes=8: self drafts chains"):
+        loaded_with(folder, 8, "speculation.max_tree_nodes=8")

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.cluster.client.options import GenerateOptions, build_request
 from tandem.cluster.commands.generate import Asked
-from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_unchecked
 from tandem.cluster.gateway.answer import Answer
 from tandem.cluster.gateway.checks import checked
 from tandem.core.answer import Delta

@@ -61,7 +61,9 @@ class FakeRank:
 
 
 def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
-    control = load(None, ["control.stuck_s=0.05", f"control.start_s={START_S}"]).control
+    control = load(
+        None, ["control.stall_timeout_s=0.05", f"control.startup_timeout_s={START_S}"]
+    ).control
     made = Company(GangPlan("d", "decode", len(says), {}), control)
     made.handles = {rank: FakeRank(rank, one) for rank, one in enumerate(says)}  # type: ignore[misc]
     return made

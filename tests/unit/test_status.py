@@ -28,7 +28,7 @@ def node(name: str, kernels: str, balance_ratio: float = 0.0) -> RankStatus:
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
     def show(state: str, *nodes: RankStatus) -> list[str]:
         monkeypatch.setenv("COLUMNS", "80")
-        _show("127.0.0.1:50051", ServerStatus(state, "split", 3, nodes), MODEL)
+        _show("127.0.0.1:50051", ServerStatus(state, "disaggregated", 3, nodes), MODEL)
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
         return lines

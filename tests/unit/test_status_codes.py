@@ -6,7 +6,7 @@ import logging
 import grpc
 import pytest
 
-from tandem.cluster.door.status_codes import status_of
+from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.cluster.proto.wire import RETRY_AFTER_KEY
 from tandem.core.errors import (
     Draining,

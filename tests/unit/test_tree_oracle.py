@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.decode_node.program.step import move_path, verify
 from tandem.model.drafters.base import Drafts
 from tandem.model.network.cache import MAIN
@@ -52,7 +52,7 @@ def by_transformers(folder: Path, ids: list[int], tokens: list[int], parents: Pa
     return logits[0, num_before:]
 
 
-@pytest.mark.parametrize("kernels", ["native", "plain"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_a_tree_is_transformers_forward_with_its_mask(
     tmp_path: Path, geometry: str, kernels: str

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.levels import MOST_NODES, Level, chains, slots_ahead, usable
 from tandem.core.request import (
     REJECTION,
@@ -146,13 +146,13 @@ def answers(loaded: LoadedModel, asked: list[Request], **more: object) -> tuple[
 
 
 @pytest.mark.parametrize("is_fed", [False, True])
-@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_strict_answers_are_those_without_drafts_whatever_rows_ask_for(
-    loaded: LoadedModel, loop: str, is_fed: bool
+    loaded: LoadedModel, overlap: bool, is_fed: bool
 ) -> None:
     """Tokens and log probabilities, to the last bit."""
     expected, _ = answers(loaded, everything(), num_drafts=0)
-    told, bench = answers(hidden_chain(loaded, fed=is_fed), everything(), loop=loop)
+    told, bench = answers(hidden_chain(loaded, fed=is_fed), everything(), overlap=overlap)
     assert told == expected
     counts = [one.counts for one in bench.updates() if one.counts is not None]
     whole = [one.num_nodes == 9 * one.num_steps for one in counts]

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from benchmarks.driven.engines import load
+from benchmarks.harness.engines import load
 from tandem.core.config import TINY_MODEL
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.drafters.mtp_vanilla import VanillaDrafter
@@ -87,7 +87,7 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
     shares, length = agreement(network, modules, windows)
     assert len(shares) == 2 and 1 <= length <= 3
     save(modules, TINY_MODEL, tmp_path)
-    loaded = load(tmp_path, "speculation.num_tokens=2")
+    loaded = load(tmp_path, "speculation.max_depth=2")
     assert isinstance(loaded.drafter, VanillaDrafter)
     for weight in modules.parameters():
         weight.data = weight.data.bfloat16().float()

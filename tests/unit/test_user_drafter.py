@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.driven.engines import Bench, load
-from benchmarks.driven.held_out import held_out
+from benchmarks.harness.engines import Bench, load
+from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.levels import MOST_LEVELS, MOST_NODES, chains, grown
 from tandem.core.request import Request
@@ -45,21 +45,21 @@ def accepted(bench: Bench) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_nodes", "loop"),
+    ("name", "num_nodes", "overlap"),
     [
-        *(("Repeats", None, "plain"), ("Branches", 12, "overlapped")),
-        pytest.param("Repeats", None, "overlapped", marks=pytest.mark.slow),
-        pytest.param("Branches", 12, "plain", marks=pytest.mark.slow),
+        *(("Repeats", None, False), ("Branches", 12, True)),
+        pytest.param("Repeats", None, True, marks=pytest.mark.slow),
+        pytest.param("Branches", 12, False, marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_without_drafts(
-    asked: list[Request], expected: list, loop: str, name: str, num_nodes: int | None
+    asked: list[Request], expected: list, overlap: bool, name: str, num_nodes: int | None
 ) -> None:
     """Chains and trees, by the path of the class."""
     drafter = f"speculation.drafter=tests.user_drafters:{name}"
-    trees = f"speculation.num_nodes={num_nodes or 'null'}"
-    loaded = load(TINY_MODEL, drafter, trees, "speculation.drafter_s=60")
-    told, bench = answers(loaded, asked, loop=loop)
+    trees = f"speculation.max_tree_nodes={num_nodes or 'null'}"
+    loaded = load(TINY_MODEL, drafter, trees, "speculation.drafter_timeout_s=60")
+    told, bench = answers(loaded, asked, overlap=overlap)
     assert told == expected and loaded.drafter.trouble == ""
     assert accepted(bench) > 40
 
@@ -122,7 +122,7 @@ def test_one_that_fails_again_and_again_is_called_no_more(
         ([10], "10 is no token id"),
         (([1, 2], [0, 2]), "2 is no earlier node"),
         (([1, 2], [0, -1]), "-1 is no earlier node"),
-        (([1, 2], [0, 0]), "set speculation.num_nodes"),
+        (([1, 2], [0, 0]), "set speculation.max_tree_nodes"),
     ],
 )
 def test_what_is_wrong_is_said(given: Any, told: str) -> None:
@@ -157,8 +157,10 @@ def test_a_module_that_raises_is_refused_with_what_it_said(
 
 @pytest.mark.parametrize("drafter", ["ngram"])
 def test_trees_of_who_drafts_chains_are_refused(drafter: str) -> None:
-    sets = f"speculation.drafter={drafter}", "speculation.num_nodes=12"
-    with pytest.raises(ValueError, match=rf"num_nodes=12: {drafter} drafts chains .*leave it null"):
+    sets = f"speculation.drafter={drafter}", "speculation.max_tree_nodes=12"
+    with pytest.raises(
+        ValueError, match=rf"max_tree_nodes=12: {drafter} drafts chains .*leave it null"
+    ):
         load(TINY_MODEL, *sets)
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.driven import tiny
-from benchmarks.driven.engines import POISON, Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.core.identity import Identity
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.drafters.mtp import MtpDrafter
@@ -134,7 +134,7 @@ def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> lis
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_drafts_equal_those_from_scratch(checkpoint: Path, num_drafts: int) -> None:
     """Of any number of modules, for prompts shorter than these too."""
-    loaded = load(checkpoint, f"speculation.num_tokens={num_drafts}")
+    loaded = load(checkpoint, f"speculation.max_depth={num_drafts}")
     spy = Spy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), num_drafts=num_drafts)
     for num in (1, 2, 3, 13):
@@ -186,8 +186,8 @@ def test_what_prefill_wrote_is_never_written_again(checkpoint: Path) -> None:
     """By the first step neither: others may share the page. With features and without."""
     loaded = load(checkpoint)
     num_modules = loaded.config.num_nextn_predict_layers
-    for ship_hidden in (True, False):
-        bench = Bench(loaded, num_drafts=num_modules, ship_hidden=ship_hidden)
+    for handover_hidden in (True, False):
+        bench = Bench(loaded, num_drafts=num_modules, handover_hidden=handover_hidden)
         bench.start(greedy("r", prompt(21, seed=9), 12, ignore_eos=True))
         pages = bench.sequence("r").pages
         before = [cache[pages].flatten(0, 1).clone() for cache in bench.caches[MTP]]
@@ -215,7 +215,7 @@ def test_fewer_modules_than_promised_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_more_modules_are_loaded_than_drafts_are_asked_for(checkpoint: Path) -> None:
-    loaded = load(checkpoint, "speculation.num_tokens=1")
+    loaded = load(checkpoint, "speculation.max_depth=1")
     assert [group.num_layers for group in loaded.drafter.cache_groups] == [1] and loaded.lag == 1
-    loaded = load(checkpoint, "speculation.num_nodes=4")
+    loaded = load(checkpoint, "speculation.max_tree_nodes=4")
     assert [group.num_layers for group in loaded.drafter.cache_groups] == [1], "trees are of one"

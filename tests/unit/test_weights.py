@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.driven import tiny
-from benchmarks.driven.blocks import quantise
-from benchmarks.driven.engines import Bench, greedy, load
+from benchmarks.harness import tiny
+from benchmarks.harness.blocks import quantise
+from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import load as load_config
 from tandem.core.info import DECODE, PREFILL
 from tandem.core.pace import LOADING, on_start

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from benchmarks.driven.http2 import Connection, connection
+from benchmarks.harness.http2 import Connection, connection
 from benchmarks.hostile.kinds.base import GENERATE, Hostile
 
 NUM_CONNECTIONS = 4

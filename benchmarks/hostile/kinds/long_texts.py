@@ -3,7 +3,7 @@
 import asyncio
 
 from benchmarks.hostile.kinds.base import Hostile, stub_of
-from tandem.cluster.door.uploads import BYTES_PER_TOKEN, FIXED_MESSAGE_BYTES
+from tandem.cluster.entrypoints.uploads import BYTES_PER_TOKEN, FIXED_MESSAGE_BYTES
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES

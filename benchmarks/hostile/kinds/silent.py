@@ -9,7 +9,7 @@ from benchmarks.hostile.kinds.sockets import has_ended, open_silently, raise_des
 
 NUM_GRPC = 800
 """Silent connections to the gRPC port. grpc turns new clients away from 1,024 on
-(cluster/door/grpc_door.py), whatever those connections do."""
+(cluster/entrypoints/grpc_server.py), whatever those connections do."""
 NUM_HTTP = 300
 """Silent connections to the HTTP port, more than twice its bound."""
 LOOK_S = 0.2

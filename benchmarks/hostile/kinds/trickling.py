@@ -2,7 +2,7 @@
 
 import asyncio
 
-from benchmarks.driven.http2 import Connection, connection
+from benchmarks.harness.http2 import Connection, connection
 from benchmarks.hostile.kinds.base import GENERATE, Hostile
 from tandem.cluster.proto import tandem_pb2 as pb
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.driven.engines import Bench, load
+from benchmarks.harness.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from tandem.core.forms import EAGER
 from tandem.core.request import RELAXED, Request, SamplingParams, Speculation
@@ -114,7 +114,7 @@ def main() -> None:
         Path(job.model_path),
         f"model.dtype={job.dtype}",
         f"decode.num_threads={job.num_threads}",
-        f"speculation.num_tokens={job.num_drafts}",
+        f"speculation.max_depth={job.num_drafts}",
     )
     versions = {"tandem": version("tandem"), "torch": torch.__version__}
     form = f"{loaded.kernels.name}, {loaded.form}"

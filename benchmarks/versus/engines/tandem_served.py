@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.driven.procs import actors, command_of, descendants, serving
+from benchmarks.harness.procs import actors, command_of, descendants, serving
 from benchmarks.versus.engines.pinning import pin, sides
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from tandem.cluster.client.client import AsyncClient
@@ -20,7 +20,7 @@ CHUNK = 256
 
 
 def settings(job: Job) -> list[str]:
-    is_split = job.options["mode"] == "split"
+    is_split = job.options["mode"] == "disaggregated"
     prefill_cores, decode_cores = sides(job.cores)
     on_one_side = is_split or job.options.get("is_half", False)
     num_threads = len(decode_cores) if on_one_side else job.num_threads
@@ -29,14 +29,18 @@ def settings(job: Job) -> list[str]:
         f"mode={job.options['mode']}",
         f"model.path={job.model_path}",
         f"model.dtype={job.dtype}",
-        f"speculation.num_tokens={job.num_drafts}",
+        f"speculation.max_depth={job.num_drafts}",
         "speculation.draft_length=fixed",
         f"decode.num_threads={num_threads}",
-        f"decode.max_rows={job.max_sequences}",
+        f"decode.max_num_seqs={job.max_sequences}",
         f"kv.page_size={PAGE_SIZE}",
         f"kv.num_pages={pages}",
         *([f"prefill.num_threads={len(prefill_cores)}"] if is_split else []),
-        *([f"prefill.max_batch_tokens={CHUNK}"] if any(t.arrivals_s for t in job.trials) else []),
+        *(
+            [f"prefill.max_num_batched_tokens={CHUNK}"]
+            if any(t.arrivals_s for t in job.trials)
+            else []
+        ),
     ]
 
 
@@ -87,7 +91,7 @@ async def run_trials(job: Job, address: str) -> None:
 def main() -> None:
     job = read_job(Path(sys.argv[1]))
     with serving(*settings(job)) as server:
-        if job.options["mode"] == "split":
+        if job.options["mode"] == "disaggregated":
             pin_sides(job, server.process.pid)
         versions = {"tandem": version("tandem"), "torch": torch.__version__}
         threads = next(s for s in settings(job) if s.startswith("decode.num_threads"))

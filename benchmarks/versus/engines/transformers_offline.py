@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.driven.tiny import reference
+from benchmarks.harness.tiny import reference
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 
 

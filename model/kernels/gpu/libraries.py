@@ -1,5 +1,5 @@
 """Triton's kernels, and what libraries have instead of some: attention of many pairs by FlashMLA,
-and products of many quantised rows with FP8 matrices by cuBLAS (model.kernels=libraries).
+and products of many quantised rows with FP8 matrices by cuBLAS (model.kernels=vendor).
 
 Shape legend: X rows, K their width, M outputs, G groups of 128 values.
 """
@@ -22,7 +22,7 @@ FEWEST_ROWS = 1024
 class Libraries(Triton):
     """``attention`` is FlashMLA's operator."""
 
-    name = "libraries"
+    name = "vendor"
 
     def __init__(self, attention: Any, *given: Any) -> None:
         super().__init__(*given)

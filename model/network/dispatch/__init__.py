@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.core.config import AUTO, NodeConfig
+from tandem.core.config import AUTO, RankConfig
 from tandem.core.info import PREFILL
 from tandem.core.placement import Placement
 from tandem.model.checkpoint.config import ModelConfig
@@ -10,11 +10,11 @@ from tandem.model.network.dispatch.base import Dispatch
 from tandem.model.network.dispatch.exchanged import Exchanged
 from tandem.model.network.dispatch.gathered import Gathered
 
-EXCHANGED = "exchanged"
+ALL_TO_ALL = "all_to_all"
 
 
 def create_dispatch(
-    config: ModelConfig, section: NodeConfig, kind: str, rank: int, placement: Placement | None
+    config: ModelConfig, section: RankConfig, kind: str, rank: int, placement: Placement | None
 ) -> Dispatch:
     """For rank ``rank`` of a gang whose experts lie as ``placement`` says, None of plain order.
 
@@ -29,6 +29,6 @@ def create_dispatch(
         section.dp_size,
         section.num_redundant_experts,
     )
-    if way == EXCHANGED or (way == AUTO and kind == PREFILL):
+    if way == ALL_TO_ALL or (way == AUTO and kind == PREFILL):
         return Exchanged(placement, rank, device)
     return Gathered(placement, rank, device, is_static=device.type != "cpu")

@@ -7,16 +7,16 @@ from dataclasses import replace
 from itertools import cycle
 from operator import attrgetter
 
-from benchmarks.driven.engines import Bench
+from benchmarks.harness.engines import Bench
 from tandem.core.request import Request
-from tandem.decode_node.planning.lengths import Costs, DraftLength, by_load
+from tandem.decode_node.planning.lengths import Costs, DraftLength, adaptive
 from tandem.decode_node.planning.step_plan import Proposal, StepPlan
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.model.loaded import LoadedModel
 from tandem.runtime.lockstep import LocalPlanner
 
 PAGE_SIZE = 64
-BY_LOAD = "by_load"
+ADAPTIVE = "adaptive"
 
 
 class Engine:
@@ -36,7 +36,7 @@ class Engine:
         self.bench = Bench(
             loaded,
             num_drafts=num_drafts,
-            draft_length=BY_LOAD,
+            draft_length=ADAPTIVE,
             max_rows=num_rows,
             num_pages=1 + num_rows * (-(-most // PAGE_SIZE) + 3),
             page_size=PAGE_SIZE,
@@ -100,12 +100,12 @@ class Arm:
         self.num_tokens, self.spent_s = self.num_tokens + num, self.spent_s + spent_s
 
 
-def by_load_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
+def adaptive_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
     """With what it measures while idle."""
     engine = Engine(loaded, depth, asked, num_rows)
     while engine.bench.decode.has_work():
         engine.bench.decode.step()
-    return Arm(by_load, engine)
+    return Arm(adaptive, engine)
 
 
 def together(arms: Sequence[Arm], num_tokens: int, counts: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.driven.turns import by_load_arm
+from benchmarks.harness.turns import adaptive_arm
 from tandem.core.levels import Level
 from tandem.core.request import Request
 from tandem.model.drafters.base import Drafter, Drafts, Own, View
@@ -38,7 +38,7 @@ def changed(
 ) -> tuple[int, int, int]:
     """The levels in use before and long after drafts have become right, and the steps until one
     is in use that is worth as much by what is known at the end, but for ALIKE."""
-    arm = by_load_arm(loaded, depth, asked, num_rows)
+    arm = adaptive_arm(loaded, depth, asked, num_rows)
     wrong.shift_1.fill_(1)
     lengths = []
     for step in range(NUM_BEFORE + NUM_AFTER):

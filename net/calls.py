@@ -11,8 +11,8 @@ from tandem.core.errors import RankLost
 from tandem.core.membership import PortAddress
 from tandem.core.schema import pack, unpack
 from tandem.core.tasks import Tasks, cancelled, resolve
-from tandem.wires.framing import GREETING_S, framed, receive
-from tandem.wires.listener import Listener, connect
+from tandem.net.framing import GREETING_S, framed, receive
+from tandem.net.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
 """Of a call or an answer: a seal with features and the generations of a million pages."""

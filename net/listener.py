@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from tandem.core.errors import RankLost
 from tandem.core.membership import PortAddress
-from tandem.wires.framing import (
+from tandem.net.framing import (
     ACCEPTS_PER_TURN,
     BACKLOG,
     GREETING_S,

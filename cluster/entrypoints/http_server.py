@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from tandem.cluster.door.listening import listening
+from tandem.cluster.entrypoints.listening import listening
 from tandem.cluster.gateway.admission import Admission
 
 
@@ -22,8 +22,8 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
         return
     import uvicorn
 
-    from tandem.cluster.door.http_limits import BoundedProtocol
-    from tandem.cluster.door.probes import Probes
+    from tandem.cluster.entrypoints.http_limits import BoundedProtocol
+    from tandem.cluster.entrypoints.probes import Probes
 
     class Server(uvicorn.Server):
         """Signals are the process's own affair."""

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from tandem.cluster.door.status_codes import status_of
-from tandem.cluster.door.uploads import Uploads
+from tandem.cluster.entrypoints.status_codes import status_of
+from tandem.cluster.entrypoints.uploads import Uploads
 
 MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
 MAX_IDLE_S = 300.0

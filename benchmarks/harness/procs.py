@@ -116,7 +116,7 @@ def tandem(
     )
 
 
-PLAINLY = "model.dtype=float32", "speculation.measure_at_start=false"
+PLAINLY = "model.dtype=float32", "speculation.profile_at_startup=false"
 
 
 @contextmanager

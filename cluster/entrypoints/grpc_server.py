@@ -9,10 +9,10 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
-from tandem.cluster.door.calls import EveryCall
-from tandem.cluster.door.listening import listening
-from tandem.cluster.door.servicer import InferenceServicer
-from tandem.cluster.door.uploads import max_message_bytes
+from tandem.cluster.entrypoints.calls import EveryCall
+from tandem.cluster.entrypoints.listening import listening
+from tandem.cluster.entrypoints.servicer import InferenceServicer
+from tandem.cluster.entrypoints.uploads import max_message_bytes
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
@@ -67,7 +67,9 @@ def _bounds(config: TandemConfig) -> list[tuple[str, int]]:
     ]
     if (age_s := config.server.max_connection_age_s) is not None:
         bounds.append(("grpc.max_connection_age_ms", int(1e3 * age_s)))
-        bounds.append(("grpc.max_connection_age_grace_ms", int(1e3 * config.server.drain_s)))
+        bounds.append(
+            ("grpc.max_connection_age_grace_ms", int(1e3 * config.server.drain_timeout_s))
+        )
     return bounds
 
 

@@ -1,5 +1,5 @@
-"""Patches in tests/planted/ that each add a part to Tandem: a line that registers it, and a new
-file, or none.
+"""Patches in tests/extension_examples/ that each add a part to Tandem: a line that registers it,
+and a new file, or none.
 
 Tests apply them to a copy of the tree and use the part there, so that what docs/structure.md says
 of where a part goes stays true. Nothing is planted in the tree itself.
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.driven.procs import python_path
+from benchmarks.harness.procs import python_path
 from tests.sizes import PRODUCT, ROOT
 
-PATCHES = Path(__file__).with_name("planted")
+PATCHES = Path(__file__).with_name("extension_examples")
 NEEDED = (*PRODUCT, "tests")
 """Folders that a part is tried with; checkpoints are read where they are."""
 

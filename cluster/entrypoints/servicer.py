@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import grpc
 
-from tandem.cluster.door.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_unchecked
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc

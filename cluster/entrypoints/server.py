@@ -1,4 +1,5 @@
-"""A server: the admission of a gateway with all its doors, opened together and closed in order."""
+"""A server: the admission of a gateway with all its entrypoints, opened together and closed in
+order."""
 
 from contextlib import AsyncExitStack
 from importlib import import_module
@@ -7,9 +8,9 @@ from typing import Self
 from tandem.cluster.gateway.admission import Admission
 from tandem.core.config import TandemConfig
 
-DOORS = {
-    "grpc": "tandem.cluster.door.grpc_door",
-    "http": "tandem.cluster.door.http_door",
+ENTRYPOINTS = {
+    "grpc": "tandem.cluster.entrypoints.grpc_server",
+    "http": "tandem.cluster.entrypoints.http_server",
 }
 """Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
 not wanted. By the names that ``tandem serve`` prints."""
@@ -17,12 +18,12 @@ not wanted. By the names that ``tandem serve`` prints."""
 
 class Server(Admission):
     """An async context: listens from its begin on, serves from ``attach`` on, until ``drain`` and
-    ``stop``, its end at the latest; ``addresses`` are those of its doors, by name."""
+    ``stop``, its end at the latest; ``addresses`` are those of its entrypoints, by name."""
 
     def __init__(self, config: TandemConfig) -> None:
         super().__init__(config)
         self.addresses: dict[str, str | None] = {}
-        self._doors = AsyncExitStack()
+        self._entrypoints = AsyncExitStack()
 
     @property
     def address(self) -> str:
@@ -32,17 +33,17 @@ class Server(Admission):
         return address
 
     async def stop(self) -> None:
-        """Close the doors; streams still open end with UNAVAILABLE."""
+        """Close the entrypoints; streams still open end with UNAVAILABLE."""
         await self.end()
-        await self._doors.aclose()
+        await self._entrypoints.aclose()
 
     async def __aenter__(self) -> Self:
-        """Open every door. ``ValueError`` if one of them cannot have its address."""
-        async with AsyncExitStack() as doors:
-            for name, module in DOORS.items():
+        """Open every entrypoint. ``ValueError`` if one of them cannot have its address."""
+        async with AsyncExitStack() as entrypoints:
+            for name, module in ENTRYPOINTS.items():
                 opened = import_module(module).opened(self)
-                self.addresses[name] = await doors.enter_async_context(opened)
-            self._doors = doors.pop_all()
+                self.addresses[name] = await entrypoints.enter_async_context(opened)
+            self._entrypoints = entrypoints.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.driven import tiny
+from benchmarks.harness import tiny
 
 MARGIN = 1e-4
 

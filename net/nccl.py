@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tandem.wires.groups import Store
+from tandem.net.groups import Store
 
 SWITCHED_OFF = (
     # A lost or slow peer is its group's failure, never the end of the process.

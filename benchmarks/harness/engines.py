@@ -69,8 +69,8 @@ class Bench:
     page_size: int = 8
     num_pages: int = 200
     max_batch_tokens: int = 2048
-    ship_hidden: bool = True
-    loop: str = "plain"
+    handover_hidden: bool = True
+    overlap: bool = False
     draft_length: str = "fixed"
     measures: bool = False
     buckets: tuple[int, ...] | None = None
@@ -105,12 +105,16 @@ class Bench:
 
     def _config(self) -> TandemConfig:
         sections = {
-            "prefill": {"max_batch_tokens": self.max_batch_tokens},
-            "decode": {"max_rows": self.max_rows, "loop": self.loop, "batch_buckets": self.buckets},
+            "prefill": {"max_num_batched_tokens": self.max_batch_tokens},
+            "decode": {
+                "max_num_seqs": self.max_rows,
+                "overlap": self.overlap,
+                "batch_sizes": self.buckets,
+            },
             "speculation": {
-                "num_tokens": self.num_drafts,
+                "max_depth": self.num_drafts,
                 "draft_length": self.draft_length,
-                "measure_at_start": self.measures,
+                "profile_at_startup": self.measures,
             },
         }
         return TandemConfig.model_validate(sections)
@@ -170,7 +174,7 @@ class Bench:
         if reason is not None:
             self.decode.drop(done.sequence.identity)
         else:
-            features_F = done.features_F if self.ship_hidden else None
+            features_F = done.features_F if self.handover_hidden else None
             self.decode.activate(done.sequence.identity, request, done.first_token, features_F)
         return reason
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted import Counted, apply
+from tests.example_patches import Counted, apply
 
 NEW = """\
 diff --git a/new.py b/new.py
@@ -20,7 +20,7 @@ diff --git a/old.py b/old.py
 --- a/old.py
 +++ b/old.py
 @@ -1,2 +1,3 @@
- DOORS = (
+ ENTRYPOINTS = (
 +    "new",
  )
 """
@@ -29,8 +29,8 @@ diff --git a/old.py b/old.py
 --- a/old.py
 +++ b/old.py
 @@ -1,2 +1,2 @@
--DOORS = (
-+DOORS = ("new",
+-ENTRYPOINTS = (
++ENTRYPOINTS = ("new",
  )
 """
 
@@ -44,7 +44,7 @@ diff --git a/old.py b/old.py
     ],
 )
 def test_new_files_and_lines_are_counted(text: str, counted: Counted, tmp_path: Path) -> None:
-    (tmp_path / "old.py").write_text("DOORS = (\n)\n")
+    (tmp_path / "old.py").write_text("ENTRYPOINTS = (\n)\n")
     patch = tmp_path / "it.patch"
     patch.write_text(text)
     assert apply(patch, tmp_path) == counted

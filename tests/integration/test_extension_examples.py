@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from tests.planted import NEEDED, plant, run
+from tests.example_patches import NEEDED, plant, run
 
 
-def test_a_second_door_answers_and_refuses_as_the_first(small_model: Path, tmp_path: Path) -> None:
+def test_a_second_entrypoint_answers_and_refuses_as_the_first(
+    small_model: Path, tmp_path: Path
+) -> None:
     plant("echo_door", tmp_path)
-    run(tmp_path, "tests.integration.second_door", str(small_model))
+    run(tmp_path, "tests.integration.second_entrypoint", str(small_model))
 
 
 def test_a_drafter_of_ones_own_changes_no_token(small_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What a door planted beside gRPC has to do. Run in the copy of the tree that has one, over the
-checkpoint in the folder that is given."""
+"""What an entrypoint planted beside gRPC has to do. Run in the copy of the tree that has one, over
+the checkpoint in the folder that is given."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import AsyncClient, InferenceError
-from tandem.cluster.door.server import Server
+from tandem.cluster.entrypoints.server import Server
 from tests.integration.test_cli_edge import serving
 from tests.rig import Rig, rig
 
